@@ -29,7 +29,8 @@ def repack(message: np.ndarray, change: Change) -> np.ndarray:
 
 def run(step: Step, attack: Callable[[np.ndarray], Any]) -> LocalFederation:
     """Run one round of four sites, of which one answers a step with what ``attack`` makes of its honest reply."""
-    rules = RoundRules(min_sites=3, retries=0)
+    # A site that spoils the shares of an attempt has no part in the next one.
+    rules = RoundRules(min_sites=3, retries=1 if step == Step.SHARES else 0)
     training = {"optimizer": "sgd", "lr": 0.01}
     federation = LocalFederation("fedavg", sites=4, rules=rules, sum_rules=SumRules(8.0), rounds=1, training=training)
     deliver = federation.deliver_sum

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flare_sparse.core.errors import RequestRefused
+from flare_sparse.privacy.secure_aggregation.limits import RevealedSum
 from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
 from flare_sparse.rounds.endpoints.site_state import RequestId
 
@@ -109,19 +111,44 @@ def test_mask_to_which_removed_entries_return_is_a_new_start() -> None:
         log.admit(RequestId("train", 2), TWO, is_regrown=True)
 
 
-def test_site_that_restarts_remembers_the_sums_that_it_has_helped_to_reveal(tmp_path: Path) -> None:
-    """A second attempt over one site less would reveal that site's values, whichever process answers it."""
-    file, request, sites = tmp_path / "record.json", RequestId("train", 1), [f"site-{number}" for number in range(1, 9)]
-    open_log(file).admit_sum(request, sites, 3)
-    restarted = open_log(file)
-    with pytest.raises(RequestRefused, match="differs by 1 of the sites"):
-        restarted.admit_sum(request, sites[:7], 3)
-    with pytest.raises(RequestRefused, match="differs by 2 of the sites"):
-        restarted.admit_sum(request, sites[:6], 3)
-    # The same sum again, one over three sites less, and one of another request tell nothing of fewer than three sites.
-    restarted.admit_sum(request, sites[::-1], 3)
-    restarted.admit_sum(request, sites[:5], 3)
-    restarted.admit_sum(RequestId("train", 2), sites[:7], 3)
-    with pytest.raises(RequestRefused, match="the limit"):
-        open_log(file).admit_sum(request, [*sites[:2], "site-9"], 3)
-    assert len(read_record(file).sums) == 3
+def build_sum(sites: list[str], **changes: Any) -> RevealedSum:
+    """Return a sum over sites of equal weight, all of which survive."""
+    fields = {"run": "0" * 16, "kind": "train", "round": 1, "model": ONE, "answer": "a", "survivors": sites}
+    return RevealedSum.model_validate({**fields, "shares": dict.fromkeys(sites, 1 / len(sites)), **changes})
+
+
+def test_site_that_restarts_reveals_no_second_sum_of_a_request(tmp_path: Path) -> None:
+    """A second sum over other sites would differ by the values of some, whichever process and whichever model."""
+    file, sites = tmp_path / "record.json", [f"site-{number}" for number in range(1, 9)]
+    open_log(file).admit_sum(build_sum(sites))
+    log = open_log(file)
+    for other in (sites[:7], sites[:5], [*sites, "site-9"]):
+        for model in (ONE, TWO):
+            with pytest.raises(RequestRefused, match="for this request, this site has helped"):
+                log.admit_sum(build_sum(other, model=model))
+    with pytest.raises(RequestRefused, match="differs by site-8"):
+        log.admit_sum(build_sum(sites, survivors=sites[:7]))
+    # The same sum again, and one of another request for another model.
+    log.admit_sum(build_sum(sites))
+    log.admit_sum(build_sum(sites[:7], round=2, model=TWO))
+    assert len(read_record(file).sums) == 2
+
+
+def test_site_reveals_no_second_sum_of_the_answer_to_a_model_in_another_job(tmp_path: Path) -> None:
+    sites = [f"site-{number}" for number in range(1, 6)]
+    open_log(tmp_path / "one.json").admit_sum(build_sum(sites))
+    log = open_log(tmp_path / "two.json")
+    again = {"run": "1" * 16}
+    with pytest.raises(RequestRefused, match="for the same model in run 0000000000000000"):
+        log.admit_sum(build_sum(sites[:4], **again))
+    # Before the survivors are known, and whatever the round.
+    with pytest.raises(RequestRefused, match="differs by site-5"):
+        log.admit_sum(build_sum(sites[:4], **again, survivors=[], round=2))
+    unequal = dict(zip(sites, (0.1, 0.1, 0.1, 0.1, 0.6), strict=True))
+    with pytest.raises(RequestRefused, match="weighed the sites otherwise"):
+        log.admit_sum(build_sum(sites, **again, shares=unequal))
+    # The same members; or another split of each site's subjects; or scores instead of weights; or another model.
+    log.admit_sum(build_sum(sites, **again))
+    log.admit_sum(build_sum(sites, **again, answer="b", shares=unequal, round=2))
+    log.admit_sum(build_sum(sites[:4], **again, kind="score"))
+    log.admit_sum(build_sum(sites[:4], **again, model=TWO, round=3))

@@ -33,6 +33,7 @@ from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.sums import sum_replies
 from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.wire.ledger import Ledger
 
@@ -194,6 +195,7 @@ def test_round_ends_when_one_or_two_of_eight_sites_drop_out(step: Step, count: i
     contributed = federation.records[0].sites_contributed
     expected = sorted(federation.sites) if step == Step.REVEAL else sorted(set(federation.sites) - set(lost))
     assert contributed == expected
+    assert federation.records[0].attempts == (2 if step == Step.SHARES else 1)
     # The same sites in a plain round.
     plain = LocalFederation("fedavg", sites=8, rules=RoundRules(min_sites=3), rounds=1, training=SGD)
     plain.is_silent = lambda site, attempt: attempt.round == 1 and site not in expected
@@ -215,9 +217,11 @@ def test_attempt_without_three_of_eight_sites_fails_and_the_next_one_starts_with
     federation.is_sum_lost = is_lost
     federation.run()
     assert federation.records[0].attempts == 2
-    assert federation.records[0].sites_contributed == sorted(federation.sites)
+    # All members share their secrets, or the next attempt goes on without those that did not.
+    members = set(federation.sites) - set(lost if step == Step.SHARES else ())
+    assert federation.records[0].sites_contributed == sorted(members)
     keys = [message.tobytes() for site, current, message in federation.sum_messages if current == Step.KEYS]
-    assert len(set(keys)) == len(keys) == 16
+    assert len(set(keys)) == len(keys) == 8 + len(members)
 
 
 def test_run_stops_when_too_many_sites_drop_out_of_every_attempt() -> None:
@@ -227,7 +231,7 @@ def test_run_stops_when_too_many_sites_drop_out_of_every_attempt() -> None:
         federation.run()
 
 
-def test_sites_refuse_a_second_sum_that_differs_by_too_few_sites() -> None:
+def test_sites_refuse_a_second_sum_over_other_sites() -> None:
     """Three of eight sites reveal nothing in the first attempt, and one is left out of the second: the difference of
     both sums would be its values.
     """
@@ -240,11 +244,46 @@ def test_sites_refuse_a_second_sum_that_differs_by_too_few_sites() -> None:
         return site == "site-8"
 
     federation.is_sum_lost = is_lost
-    with pytest.raises(RoundFailed):
+    with pytest.raises(RoundFailed, match=r"site-1 E_REQUEST.*The sum failed: site-1, .* did not share the secrets"):
         federation.run()
     revealed = [site for site, step, _ in federation.sum_messages if step == Step.REVEAL]
-    # Those of the first attempt, and the three that have revealed nothing before.
-    assert sorted(revealed) == sorted(federation.sites)
+    assert sorted(revealed) == sorted(set(federation.sites) - set(silent))
+
+
+@pytest.mark.parametrize("lost_values", [[], ["site-2"]])
+def test_retry_after_shares_were_revealed_is_over_the_same_sites(lost_values: list[str]) -> None:
+    """A site that has missed the first attempt, or its values in it, does not stop the second one by its return."""
+    federation = build_federation(6, rules=RoundRules(min_sites=3, retries=1), settings={"rounds": 1})
+    federation.is_silent = lambda site, attempt: site == "site-6" and attempt.sequence == 1
+
+    def is_lost(site: str, step: Step) -> bool:
+        if federation.server._state.sequence > 1:
+            return False
+        return (site in lost_values and step >= Step.VALUES) or (site in ("site-3", "site-4") and step == Step.REVEAL)
+
+    federation.is_sum_lost = is_lost
+    federation.run()
+    assert federation.records[0].attempts == 2
+    expected = {f"site-{number}" for number in range(1, 6)} - set(lost_values)
+    assert federation.records[0].sites_contributed == sorted(expected)
+
+
+def test_server_that_asks_for_three_sums_of_one_request_reads_the_first() -> None:
+    """Over {0, 1, 2, 3}, {0, 3, 4} and {1, 2, 4}: the last two less the first are twice the values of site 4."""
+    federation = build_federation(5, settings={"rounds": 1}, rules=RoundRules(min_sites=3, retries=0))
+    model, full = federation.bench.weights, Mask.full(federation.bench.layout.size)
+    request = Request("train", 1, Patch.from_vector(model, full), full)
+    names, read = sorted(federation.sites), []
+    for members in ((0, 1, 2, 3), (0, 3, 4), (1, 2, 4)):
+        assignments = dict.fromkeys([names[i] for i in members], Assignment(request, UpdateSpec("weights", full)))
+        attempt = federation.server.encode_requests(assignments)
+        assert federation.server.sums is not None
+        federation.server.sums.attempts.clear()
+        exchange = federation.server.sums.start(assignments, attempt.sequence)
+        assert exchange is not None
+        _, total = sum_replies(exchange, federation.deliver(attempt), federation.yield_sum_replies, None)
+        read.append(total is not None)
+    assert read == [True, False, False]
 
 
 def test_swapped_key_is_refused_by_every_site() -> None:

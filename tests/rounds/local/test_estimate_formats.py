@@ -9,7 +9,7 @@ import toy
 
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
-from flare_sparse.rounds.local.estimate import BytesRange, bound_messages
+from flare_sparse.rounds.local.estimate import CERTIFICATES_REASON, BytesRange, bound_messages
 from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import LedgerLine
@@ -20,6 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "neurosfl": {"sparsity": 0.8, "scores": "random"},
     "topk_ef": {"fraction": 0.1},
 }
+KEY_MESSAGES = {("keys", "up"), ("shares", "down")}
 
 
 def identify(line: LedgerLine) -> tuple[int, str, str]:
@@ -56,7 +57,8 @@ def test_every_message_of_a_masked_run_lies_within_its_estimate(name: str) -> No
     method = bench.method(name, rounds=2, **METHODS[name])
     dry_sites = {site: Site(site, DryTrainer(site, bench.layout)) for site in bench.sites()}
     _, dry = dry_run(method, bench.weights, dry_sites, "float32", sum_rules=rules)
-    sizes = [size for _, size, _ in bound_messages(method, dry.lines, dry_sites)]
+    bounds = list(bound_messages(method, dry.lines, dry_sites))
+    sizes = [size for _, size, _ in bounds]
     _, ledger = run_locally(
         method, bench.weights, bench.sites(), bench.task.metric, transport=Transport(sum_rules=rules)
     )
@@ -65,3 +67,9 @@ def test_every_message_of_a_masked_run_lies_within_its_estimate(name: str) -> No
     ]
     assert all(size.least <= line.payload_bytes <= size.most for line, size in zip(ledger.lines, sizes, strict=True))
     assert any(size.is_exact and line.values == "masked" for line, size in zip(dry.lines, sizes, strict=True))
+    # Here the certificates are those of the dry run, so that the typical figures are the ledger's; elsewhere they are
+    # not, and the estimate says so.
+    assert sum(line.payload_bytes for line in ledger.lines) == sum(size.typical for size in sizes)
+    with_keys = [reason for line, _, reason in bounds if (line.encoding, line.direction) in KEY_MESSAGES]
+    assert set(with_keys) == {CERTIFICATES_REASON}
+    assert all(reason != CERTIFICATES_REASON for line, _, reason in bounds if line.values != "masked")

@@ -9,9 +9,9 @@ import numpy as np
 from ...core.errors import RejectedMessage
 from .identities import RootCertificate
 from .keys import SignedKeys, commit_to
-from .limits import FEWEST_SITES
+from .limits import FEWEST_SITES, count_needed
 from .pads import SumId, derive_key, draw_pad, get_public_key
-from .party import BOX_BYTES, agree_pad, compute_sign, compute_threshold
+from .party import BOX_BYTES, agree_pad, compute_sign
 from .rings import MAX_SITES, RingFormat
 from .shamir import SHARE_BYTES, recover_secret
 
@@ -132,7 +132,7 @@ class SumCollector:
 
     @property
     def sharers(self) -> list[str]:
-        """Sites of the sum: those whose shares the others hold, in the order of names."""
+        """Sites that have shared their secrets, in the order of names."""
         return sorted(self._boxes)
 
     @property
@@ -176,9 +176,10 @@ class SumCollector:
         """Return the boxes for a site, by sender.
 
         Raises:
-            TooFewSites: fewer sites have shared their secrets than the sum needs.
+            TooFewSites: a site has not shared its secrets.
         """
-        self._require_enough(len(self._boxes), "shared the secrets of their pads")
+        if missing := sorted(self.members.keys() - self._boxes.keys()):
+            raise TooFewSites(f"{', '.join(missing)} published keys and did not share the secrets of their pads")
         return {sender: boxes[receiver] for sender, boxes in sorted(self._boxes.items()) if sender != receiver}
 
     def accept_values(self, names: Sequence[str], section: np.ndarray) -> None:
@@ -236,12 +237,15 @@ class SumCollector:
             known = keys.commitment if is_seed else keys.pad_key
             if (commit_to(secret) if is_seed else get_public_key(secret)) == known:
                 return secret
-        raise TooFewSites(f"the revealed shares do not recover the secret of {name}: a site has sent wrong ones")
+        raise TooFewSites(
+            f"the revealed shares do not recover the secret of {name}: a site has sent wrong ones, or the policy of "
+            f"{name} requires more sites (min_sum_sites)"
+        )
 
     def _require_enough(self, sites: int, action: str) -> None:
         """Raises:
         TooFewSites: fewer sites than the sum needs are left.
         """
-        needed = max(self.min_sites, compute_threshold(len(self.members)))
+        needed = count_needed(len(self.members), self.min_sites)
         if sites < needed:
             raise TooFewSites(f"{sites} of {len(self.members)} sites {action}, {needed} are needed")

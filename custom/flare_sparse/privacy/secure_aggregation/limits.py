@@ -1,42 +1,112 @@
-"""Which sums over the updates of one request a site helps to reveal."""
+"""Which sums over sites' answers a site helps to reveal, so that no combination of them isolates few sites.
+
+A site gives the same answer whenever it receives the same model again, so every sum over it is one more equation. The
+rule: all members of a sum see the same members, or no values leave; a site that has revealed a sum over its answer
+reveals no other one.
+
+Why this is enough against a server without accomplices. Let n sites be the members of a sum, T the shares that open a
+secret, O the sites whose values are in the sum that the server reads, R those that revealed shares, and d the most
+members that the list of survivors of a site may lack. The server may show each site another list, but must open every
+member: T sites say of a member in O that it survived, of one outside O that it did not, and each site says that it
+survived itself. So a site of R outside O has T sites that deny it: either there is none, or R has at least T + 1
+sites. As T >= 2 d,
+
+    |O| >= n - floor(n d / T), and
+    |R in O| - |O outside R| >= 2 T + 2 - n - d, or 2 T - n if R has no site outside O.
+
+:func:`count_needed` bounds d such that the first is at least the minimum m, and the second at least m / 2. Each site is
+in the R of one sum at most. So in a combination of two and more different sums, at least as many sites keep a factor
+that is not zero as the second numbers add up to, m; of one sum, all of O do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
 
 FEWEST_SITES = 3
 """Fewest sites of a sum: of a sum of two, each site can subtract its own values."""
-MOST_SETS = 2
-"""Most different sets of sites whose sums a site reveals for one request."""
 
 
-def find_difference_violation(earlier: Iterable[Collection[str]], survivors: Collection[str], min_sites: int) -> str:
-    """Return why a sum must not be revealed beside the earlier ones of the same request; empty if it may be.
+def compute_threshold(members: int, min_sites: int = FEWEST_SITES) -> int:
+    """Return T: shares that recover a secret, and fewest sites that end a sum which ``members`` sites began.
 
-    Sites answer a repeated request with the same values, so the difference of two sums is a sum over the sites that are
-    in one of them only. It must have as many sites as any other sum. With at most two different sets no other
-    combination has fewer.
+    More than two thirds: an honest site reveals one share of each other site, of the one secret or of the other. A
+    server that tells sites different things needs T answers of both kinds, which fewer than a third colluding sites do
+    not give.
 
-    >>> find_difference_violation([{"a", "b", "c", "d"}], {"a", "b", "c"}, 3)
-    'the sum differs by 1 of the sites from an earlier one of the same request; the minimum is 3'
+    >>> [compute_threshold(members) for members in (3, 4, 5, 8, 10)]
+    [3, 3, 4, 6, 7]
+    """
+    return max(2 * members // 3 + 1, min_sites)
+
+
+def count_needed(members: int, min_sites: int = FEWEST_SITES) -> int:
+    """Return how many of the members must be left in a sum; up to a minimum of six it is the threshold.
+
+    >>> [count_needed(members) for members in (3, 4, 5, 8, 10)]
+    [3, 3, 4, 6, 7]
+    >>> [count_needed(12, min_sites) for min_sites in (6, 9, 12)]
+    [9, 10, 12]
+    """
+    threshold = compute_threshold(members, min_sites)
+    # The most survivors that a server may deny: see the module's text. The second is the largest d with
+    # floor(members d / threshold) <= members - min_sites.
+    missing = min(
+        members - threshold,
+        (threshold * (members - min_sites + 1) - 1) // members,
+        2 * threshold + 2 - members - (min_sites + 1) // 2,
+    )
+    return members - max(missing, 0)
+
+
+class RevealedSum(BaseModel):
+    """A sum of padded values, as a site records it before it helps to reveal it.
+
+    Attributes:
+        run, kind, round: run, and the request whose answers are summed.
+        model: digest of the model of the request.
+        answer: digest of this site's values.
+        shares: share of the sum by member.
+        survivors: names of the members whose values are in the sum, sorted; empty: not yet known.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: str
+    kind: str
+    round: int
+    model: str
+    answer: str
+    shares: dict[str, float]
+    survivors: list[str] = []
+
+
+def find_violation(earlier: Iterable[RevealedSum], new: RevealedSum) -> str:
+    """Return why a site must not help to reveal a sum after those that it has revealed; empty if it may.
+
+    Sums are compared that have the same request of a run, whatever its model, or the same kind and model in any round
+    of any run. They must be over the same sites and, if this site's answer is the same, with the same shares.
 
     Args:
-        earlier: sites of the sums that this site has revealed for the request, in earlier attempts.
-        survivors: sites of the new sum.
-        min_sites: fewest sites of a sum.
+        earlier: sums that this site has helped to reveal, of all runs.
+        new: the sum; its survivors may be unknown yet.
     """
-    new, known = frozenset(survivors), {frozenset(sites) for sites in earlier}
-    if new in known:
-        return ""
-    for sites in sorted(known, key=sorted):
-        if (difference := len(sites ^ new)) < min_sites:
+    for known in earlier:
+        is_same_request = (known.run, known.kind, known.round) == (new.run, new.kind, new.round)
+        if not is_same_request and (known.kind, known.model) != (new.kind, new.model):
+            continue
+        where = f"for {'this request' if is_same_request else f'the same model in run {known.run}'}"
+        if known.shares.keys() != new.shares.keys() or new.survivors not in ([], known.survivors):
+            other = ", ".join(sorted(set(known.survivors) ^ set(new.survivors or new.shares))) or "no site"
             return (
-                f"the sum differs by {difference} of the sites from an earlier one of the same request; the minimum is "
-                f"{min_sites}"
+                f"{where}, this site has helped to reveal the sum over {', '.join(known.survivors)}; the new one "
+                f"differs by {other}, whose values two sums could isolate"
             )
-    if len(known) >= MOST_SETS:
-        return f"sums over {len(known)} different sets of sites were revealed for the same request, the limit"
+        if known.answer == new.answer and known.shares != new.shares:
+            return f"{where}, this site has helped to reveal a sum of the same answer that weighed the sites otherwise"
     return ""
 
 

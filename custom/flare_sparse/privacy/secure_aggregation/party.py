@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,26 +12,13 @@ import numpy as np
 from ...core.errors import RequestRefused
 from .identities import SiteIdentity
 from .keys import SignedKeys, commit_to
-from .limits import FEWEST_SITES
+from .limits import FEWEST_SITES, compute_threshold, count_needed
 from .pads import TAG_BYTES, SumId, agree, decrypt_shares, derive_key, draw_pad, encrypt_shares, get_public_key
 from .rings import MAX_SITES, RingFormat
 from .shamir import SHARE_BYTES, split_secret
 
 BOX_BYTES = 2 * SHARE_BYTES + TAG_BYTES
 """Length of the box with one site's shares for another."""
-
-
-def compute_threshold(sites: int) -> int:
-    """Return t: shares that recover a secret, and fewest sites that end a sum which ``sites`` sites began.
-
-    More than two thirds: an honest site reveals one share of each other site, of the one secret or of the other. A
-    server that tells sites different things needs t answers of both kinds, which fewer than a third colluding sites do
-    not give.
-
-    >>> [compute_threshold(sites) for sites in (3, 4, 5, 8, 10)]
-    [3, 3, 4, 6, 7]
-    """
-    return 2 * sites // 3 + 1
 
 
 def compute_sign(name: str, other: str) -> int:
@@ -59,12 +47,14 @@ class _Progress:
 
     Attributes:
         members: keys of all sites that published some, by name, itself included.
+        digest: digest of the members' names, numbers of examples and public keys.
         own_shares: shares of this site's seed and of its key of pads, in the order of the members' names.
-        shares: shares of the seed and of the key of pads of every site of the sum, by site.
+        shares: shares of the seed and of the key of pads of every member, by site.
         has_revealed: whether the site has sent shares of others.
     """
 
     members: Mapping[str, SignedKeys] | None = None
+    digest: str = ""
     own_shares: tuple[list[bytes], list[bytes]] | None = None
     shares: Mapping[str, tuple[bytes, bytes]] | None = None
     has_revealed: bool = False
@@ -112,11 +102,6 @@ class SumParty:
         """Name of this site."""
         return self.identity.name
 
-    @property
-    def members(self) -> list[str]:
-        """Names of the sites of the sum, those whose shares this site holds."""
-        return sorted(self._progress.shares or ())
-
     def share(self, members: Sequence[SignedKeys]) -> list[bytes]:
         """Return a box of ``BOX_BYTES`` bytes for every other site, in the order of their names.
 
@@ -138,13 +123,14 @@ class SumParty:
             )
         for keys in members:
             keys.verify(self.identity.root, self.sum_id)
-        threshold = compute_threshold(len(members))
+        threshold = compute_threshold(len(members), self.min_sites)
         seeds = split_secret(self._secrets.seed, len(members), threshold)
         pads = split_secret(self._secrets.pad, len(members), threshold)
-        self._progress = _Progress(dict(sorted(by_name.items())), (seeds, pads))
+        ordered = dict(sorted(by_name.items()))
+        self._progress = _Progress(ordered, digest_members(ordered.values(), self.sum_id), (seeds, pads))
         return [
             encrypt_shares(self._agree_channel(keys, self.name, name), seed + pad)
-            for (name, keys), seed, pad in zip(sorted(by_name.items()), seeds, pads, strict=True)
+            for (name, keys), seed, pad in zip(ordered.items(), seeds, pads, strict=True)
             if name != self.name
         ]
 
@@ -152,20 +138,21 @@ class SumParty:
         """Return the section of this site's values with all pads added.
 
         Args:
-            boxes: box for this site of every other site of the sum, by sender; not trusted.
+            boxes: box for this site of every other member, by sender; not trusted.
             values: uint8 ``(ring.section_bytes,)``, the section of the values.
             ring: format of the section.
 
         Raises:
-            RejectedMessage: a box is not one of its sender for this site, or its sender has another model.
-            RequestRefused: a sender has published no keys, or the sites are too few.
+            RejectedMessage: a box is not one of its sender for this site, or its sender has another model or other
+                members.
+            RequestRefused: they are not those of all other members.
         """
         members, own_shares = self._progress.members, self._progress.own_shares
         if members is None or own_shares is None or self._progress.shares is not None:
             raise RequestRefused("the values of this sum are asked for out of order")
-        if self.name in boxes or not boxes.keys() <= members.keys():
-            raise RequestRefused("the boxes are not those of other sites that published keys")
-        self._require_enough(len(boxes) + 1, len(members))
+        # All of them: each box shows that its sender knows the same members, so that all weigh and pad alike.
+        if boxes.keys() != members.keys() - {self.name}:
+            raise RequestRefused("the boxes are not those of all other sites that published keys")
         opened = {
             name: decrypt_shares(self._agree_channel(members[name], name, self.name), box, name)
             for name, box in boxes.items()
@@ -207,23 +194,28 @@ class SumParty:
             raise RequestRefused("the shares of this sum are asked for out of order, or twice")
         if len(set(survivors)) != len(survivors) or self.name not in survivors or not set(survivors) <= shares.keys():
             raise RequestRefused("the survivors are not sites of this sum, each once, with this one among them")
-        self._require_enough(len(survivors), len(members))
+        if len(survivors) < (needed := count_needed(len(members), self.min_sites)):
+            raise RequestRefused(
+                f"{len(survivors)} of {len(members)} sites are left in the sum; this site requires {needed}"
+            )
         return shares
-
-    def _require_enough(self, sites: int, members: int) -> None:
-        """Raises:
-        RequestRefused: fewer sites than the threshold or this site's minimum are left.
-        """
-        needed = max(self.min_sites, compute_threshold(members))
-        if sites < needed:
-            raise RequestRefused(f"{sites} of {members} sites are left in the sum; this site requires {needed}")
 
     def _agree_channel(self, keys: SignedKeys, sender: str, receiver: str) -> bytes:
         # The model is part of the key and never travels: a server that sends one site a model of its own, and the
         # others one with known answers, would read that site's answer in the sum (Pasquini et al. 2022, section 7).
-        # Boxes of sites with different models do not open, so no values leave.
-        purpose = f"shares {self.model_digest}"
+        # Boxes of sites with different models do not open, so no values leave; nor do those of sites with different
+        # members, whose values would have other factors in one sum than in the next.
+        purpose = f"shares {self.model_digest} {self._progress.digest}"
         return agree(self._secrets.channel, keys.channel_key, purpose, self.sum_id, (sender, receiver))
+
+
+def digest_members(members: Iterable[SignedKeys], sum_id: SumId) -> str:
+    """Return the SHA-256, 64 hex digits, of all that the members of a sum have signed, in the order of names."""
+    digest = hashlib.sha256()
+    for keys in members:
+        signed = keys.list_signed(sum_id)
+        digest.update(len(signed).to_bytes(4, "little") + signed)
+    return digest.hexdigest()
 
 
 def agree_pad(private_key: bytes, public_key: bytes, sum_id: SumId, name: str, other: str) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...core.checkpoint.writing import write_json
 from ...core.errors import FlareSparseError, RequestRefused
-from ...privacy.secure_aggregation.limits import find_difference_violation
+from ...privacy.secure_aggregation.limits import RevealedSum, find_violation
 from .site_state import RequestId
 
 
@@ -40,21 +40,6 @@ class AnsweredRequest(BaseModel):
     start: int
     answers: int
     time: float
-
-
-class RevealedSum(BaseModel):
-    """A sum that the site has helped to reveal.
-
-    Attributes:
-        kind, round: id of the request whose updates were summed.
-        sites: names of the sites of the sum.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    kind: str
-    round: int
-    sites: list[str]
 
 
 class RunRecord(BaseModel):
@@ -147,24 +132,22 @@ class RequestLog:
             record.evaluations[key] = time.time()
         return True
 
-    def admit_sum(self, request: RequestId, sites: Sequence[str], min_sites: int) -> None:
-        """Record a sum before this site helps to reveal it.
-
-        Args:
-            request: kind and round of the request whose updates are summed.
-            sites: names of the sites of the sum.
-            min_sites: fewest sites of a sum.
+    def admit_sum(self, new: RevealedSum) -> None:
+        """Check a sum before this site takes part in it and, once its survivors are known, record it.
 
         Raises:
-            RequestRefused: with an earlier sum of the same request it would reveal one over fewer sites, or the record
-                cannot be read or written.
+            RequestRefused: this site has helped to reveal another sum over its answer, or the record cannot be read or
+                written.
         """
         with self._open() as record:
-            same_request = [entry.sites for entry in record.sums if (entry.kind, entry.round) == request]
-            if reason := find_difference_violation(same_request, sites, min_sites):
-                raise RequestRefused(f"request {request.kind!r} of round {request.round}: {reason}")
-            if sorted(sites) not in same_request:
-                record.sums.append(RevealedSum(kind=request.kind, round=request.round, sites=sorted(sites)))
+            if reason := find_violation((known for part in self._list_records(record) for known in part.sums), new):
+                raise RequestRefused(
+                    f"request {new.kind!r} of round {new.round}: {reason}. Go on with the same sites, or submit a job "
+                    f"with another seed. If the difference may be read, remove the record of that run: {self.file}, "
+                    "or one beside it"
+                )
+            if new.survivors and new not in record.sums:
+                record.sums.append(new)
 
     def _count_answer(self, record: RunRecord, request: RequestId, digest: str, *, is_regrown: bool) -> None:
         """Add an answer to the record.
@@ -199,11 +182,12 @@ class RequestLog:
 
     def _count_released(self, record: RunRecord) -> int:
         """Return how many models of all runs had their metrics released."""
-        records = [record]
-        if self.file is not None:
-            others = [file for file in self.file.parent.glob("*.json") if file != self.file]
-            records += [read_record(file) for file in others]
-        return sum(len(part.evaluations) for part in records)
+        return sum(len(part.evaluations) for part in self._list_records(record))
+
+    def _list_records(self, record: RunRecord) -> list[RunRecord]:
+        """Return the records of all runs of this site, given that of this run."""
+        others = [] if self.file is None else [file for file in self.file.parent.glob("*.json") if file != self.file]
+        return [record, *map(read_record, others)]
 
     @contextmanager
     def _open(self) -> Iterator[RunRecord]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,31 @@ SUM_SITE = "sum"
 """Site of the contribution that stands for all summed ones."""
 
 
+@dataclass
+class RequestSums:
+    """What the server remembers of the attempts at the sum of one request.
+
+    Attributes:
+        members, survivors: those of the last sum whose shares it asked for; the survivors reveal no other one.
+        silent: reason code of each site that published keys and did not share the secrets of its pads; None: it did
+            not answer.
+    """
+
+    members: frozenset[str] = frozenset()
+    survivors: frozenset[str] = frozenset()
+    silent: dict[str, str | None] = field(default_factory=dict)
+
+    def choose_members(self, sites: Collection[str]) -> list[str]:
+        """Return which of the sites with an update to ask for keys, in the order of names."""
+        if self.members and self.members <= set(sites):
+            return sorted(self.members)
+        return sorted(set(sites) - self.silent.keys())
+
+    def choose_survivors(self, members: Collection[str]) -> frozenset[str]:
+        """Return which members to ask for values."""
+        return self.survivors if self.members == set(members) else frozenset(members)
+
+
 @dataclass(frozen=True)
 class ServerSums:
     """What the server knows of the sums of a job.
@@ -53,6 +78,7 @@ class ServerSums:
         get_weights: weights of the method's aggregation, by kind of request.
         root: root certificate of the federation; None: the sums have no pads.
         ledger: receives a line per message.
+        attempts: what is remembered of the attempts at the current request, by its kind and round.
     """
 
     layout: Layout
@@ -61,6 +87,7 @@ class ServerSums:
     get_weights: Callable[[str], Weights]
     root: RootCertificate | None
     ledger: Ledger
+    attempts: dict[tuple[str, int], RequestSums] = field(default_factory=dict)
 
     def start(self, assignments: Mapping[str, Assignment], sequence: int) -> SumExchange | None:
         """Return the sum over the updates of an attempt; None if its requests ask for metrics only.
@@ -75,7 +102,11 @@ class ServerSums:
         if any(other is not assignment for other in assignments.values()):
             raise ValueError("updates can only be summed if all sites have the same assignment")
         request = assignment.request
-        return SumExchange(self, SumId(self.run, request.kind, request.round, sequence), assignment, mask)
+        if (key := (request.kind, request.round)) not in self.attempts:
+            self.attempts.clear()
+            self.attempts[key] = RequestSums()
+        sum_id = SumId(self.run, request.kind, request.round, sequence)
+        return SumExchange(self, sum_id, assignment, mask, self.attempts[key])
 
 
 class SumExchange:
@@ -84,11 +115,12 @@ class SumExchange:
     Attributes:
         steps: the steps, in their order.
         section: format in which a hub can add the values of several sites.
+        attempts: what is remembered of all attempts at the request.
         failure: why the sum has failed; empty: it has not.
     """
 
-    def __init__(self, sums: ServerSums, sum_id: SumId, assignment: Assignment, mask: Mask):
-        self.sums, self.sum_id, self.assignment, self.mask = sums, sum_id, assignment, mask
+    def __init__(self, sums: ServerSums, sum_id: SumId, assignment: Assignment, mask: Mask, attempts: RequestSums):
+        self.sums, self.sum_id, self.assignment, self.mask, self.attempts = sums, sum_id, assignment, mask, attempts
         ring = build_ring(assignment.expected.content, mask, sums.layout, sums.rules)
         self.section = ring.section
         self.steps = PADDED_STEPS if sums.rules.is_padded else (Step.TERMS,)
@@ -104,6 +136,8 @@ class SumExchange:
             step: the step.
             examples: reported numbers of examples of the sites that have an update.
         """
+        if self.failure:
+            return {}
         try:
             payloads = dict(self._iterate_payloads(step, examples))
         except TooFewSites as error:
@@ -119,13 +153,14 @@ class SumExchange:
 
     def _iterate_payloads(self, step: Step, examples: Mapping[str, int]) -> Iterator[tuple[str, bytes]]:
         if step == Step.KEYS:
-            yield from dict.fromkeys(sorted(examples), b"").items()
+            yield from dict.fromkeys(self.attempts.choose_members(examples), b"").items()
         elif step == Step.SHARES:
             members = pack_members(self._padded.list_members())
             yield from dict.fromkeys(sorted(self._padded.members), members).items()
         elif step == Step.VALUES:
-            for site in self._padded.sharers:
-                yield site, pack_boxes(self._padded.list_boxes(site))
+            boxes = {site: pack_boxes(self._padded.list_boxes(site)) for site in self._padded.sharers}
+            # Sites that have begun to reveal a sum reveal that one only: a member that was lost in it stays out of it.
+            yield from ((site, boxes[site]) for site in sorted(self.attempts.choose_survivors(boxes)))
         elif step == Step.TERMS:
             # Its share alone: a site need not learn the numbers of examples of the others.
             weigh = self.sums.get_weights(self.sum_id.kind)
@@ -133,6 +168,7 @@ class SumExchange:
                 yield site, pack_share(share)
         else:
             survivors = self._padded.list_survivors()
+            self.attempts.members, self.attempts.survivors = frozenset(self._padded.members), frozenset(survivors)
             yield from dict.fromkeys(survivors, pack_names(survivors)).items()
 
     def accept(self, step: Step, sites: Sequence[str], data: Any, examples: Mapping[str, int]) -> None:

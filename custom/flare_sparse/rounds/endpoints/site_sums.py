@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,7 @@ from ...core.exchange import Patch, Update
 from ...core.params import Layout
 from ...methods.aggregation.weighted import Weights
 from ...privacy.secure_aggregation.identities import SiteIdentity
-from ...privacy.secure_aggregation.keys import SignedKeys
-from ...privacy.secure_aggregation.limits import SumRules
+from ...privacy.secure_aggregation.limits import RevealedSum, SumRules
 from ...privacy.secure_aggregation.messages import (
     FINGERPRINT_BYTES,
     HEADER_BYTES,
@@ -58,7 +58,7 @@ class Withheld:
 
 
 class SiteSums:
-    """Answers the steps of the sums of a job. Nothing is kept on disk but the sites of the revealed sums.
+    """Answers the steps of the sums of a job. Nothing is kept on disk but the records of the revealed sums.
 
     Args:
         identity: signs this site's keys and checks those of the others; the site's name alone, for sums without pads.
@@ -66,7 +66,7 @@ class SiteSums:
         run: id of the run, 16 hex digits.
         rules: bound and smallest size of the sums.
         get_weights: weights of the method's aggregation, by kind of request.
-        requests: record of the revealed sums; None: they are remembered as long as this process runs.
+        requests: records of the revealed sums; None: they are remembered as long as this process runs.
 
     Raises:
         ValueError: padded sums need keys, and the identity is a name alone.
@@ -93,7 +93,7 @@ class SiteSums:
         self.reply: np.ndarray | None = None
         self._withheld: Withheld | None = None
         self._party: SumParty | None = None
-        self._members: dict[str, SignedKeys] = {}
+        self._sum: RevealedSum | None = None
         self._newest = 0
 
     def withhold(
@@ -165,7 +165,7 @@ class SiteSums:
 
     def _publish_keys(self, sum_id: SumId, payload: bytes) -> bytes:
         """Return this site's keys; nothing if no update waits, as at a site without training examples."""
-        self._party, self._members = None, {}
+        self._party = self._sum = None
         if payload:
             raise RejectedMessage("E_LEN", "payload", 0, len(payload), "server")
         if self._withheld is None:
@@ -203,21 +203,38 @@ class SiteSums:
         section = withheld.ring.encode(withheld.values, share)
         return bytes.fromhex(withheld.update.patch.mask.fingerprint) + section.tobytes()
 
+    def _require_withheld(self) -> Withheld:
+        """Return the update that waits for its sum.
+
+        Raises:
+            RequestRefused: there is none.
+        """
+        if self._withheld is None:
+            raise RequestRefused("the values of this update have left in a sum already")
+        return self._withheld
+
     def _share(self, party: SumParty, payload: bytes) -> bytes:
-        members = unpack_members(payload)
+        members, withheld = unpack_members(payload), self._require_withheld()
         boxes = party.share(members)
-        self._members = {keys.name: keys for keys in members}
+        examples = {keys.name: keys.num_examples for keys in members}
+        new = RevealedSum(
+            run=party.sum_id.run,
+            kind=party.sum_id.kind,
+            round=party.sum_id.round,
+            model=withheld.model_digest,
+            answer=hashlib.sha256(withheld.values.tobytes()).hexdigest(),
+            shares=compute_shares(examples, list(examples), self.get_weights(party.sum_id.kind)),
+        )
+        # Checked again with the survivors; a sum that cannot be revealed should fail before the values are sent.
+        self.requests.admit_sum(new)
+        self._sum = new
         return b"".join(boxes)
 
     def _pad(self, party: SumParty, payload: bytes) -> bytes:
-        withheld, boxes = self._withheld, unpack_boxes(payload)
-        if withheld is None:
-            raise RequestRefused("the values of this update have left in a sum already")
-        if not boxes.keys() <= self._members.keys():
-            raise RequestRefused("the boxes are not those of other sites that published keys")
-        examples = {name: keys.num_examples for name, keys in self._members.items()}
-        weigh = self.get_weights(withheld.request.kind)
-        share = compute_shares(examples, [self.name, *boxes], weigh)[self.name]
+        withheld, boxes = self._require_withheld(), unpack_boxes(payload)
+        if self._sum is None:
+            raise RequestRefused("the values of this sum are asked for before the shares")
+        share = self._sum.shares[self.name]
         section = party.pad(boxes, withheld.ring.encode(withheld.values, share), withheld.ring)
         # The same values are never padded twice: another sum needs another attempt at the request.
         self._withheld = None
@@ -225,8 +242,8 @@ class SiteSums:
 
     def _reveal(self, party: SumParty, payload: bytes) -> bytes:
         survivors = unpack_names(payload)
-        request = RequestId(party.sum_id.kind, party.sum_id.round)
         party.check_survivors(survivors)
+        assert self._sum is not None, "a site with shares of others has shared its own"
         # Recorded before anything is revealed: a site that is killed in between must not forget it.
-        self.requests.admit_sum(request, survivors, self.rules.min_sites)
+        self.requests.admit_sum(self._sum.model_copy(update={"survivors": sorted(survivors)}))
         return b"".join(party.reveal(survivors))

@@ -68,6 +68,7 @@ class AttemptResult:
         timed_out: sites that did not reply.
         counts_empty: sites of which an update with an empty selection contributes a delta of zero.
         total: contribution that stands for all others, whose values the server cannot read; None: it reads each.
+        sum_failure: why the server could not read the sum; empty: it could, or reads each.
     """
 
     attempt: Attempt
@@ -76,6 +77,7 @@ class AttemptResult:
     timed_out: list[str]
     counts_empty: frozenset[str] = frozenset()
     total: Contribution | None = None
+    sum_failure: str = ""
 
     def drop_values(self) -> AttemptResult:
         """Return the result without values, as a record of an attempt that has failed."""

@@ -197,12 +197,13 @@ class RoundRunner:
         self.events.add_reports(sorted(accepted, key=lambda contribution: contribution.site))
         for site in self.endpoint.find_sites_with_wrong_key(accepted):
             replies[site] = "E_KEY"
-        total = None
+        total, failure = None, ""
         if self.endpoint.sums is not None and self.connections.exchange_sum is not None:
             exchange = self.endpoint.sums.start(assignments, attempt.sequence)
             if exchange is not None:
                 replies, total = sum_replies(exchange, replies, self.connections.exchange_sum, deadline)
-        return replace(_group_replies(attempt, assignments, replies), total=total), roster
+                failure = exchange.failure
+        return replace(_group_replies(attempt, assignments, replies), total=total, sum_failure=failure), roster
 
     def _send(
         self, attempt: Attempt, deadline: float | None, assignments: Mapping[str, Assignment]
@@ -215,12 +216,13 @@ class RoundRunner:
     def _describe_failure(self, result: AttemptResult, contributed: int, asked: int) -> str:
         rejected = [f"{site} {code}" for site, code in sorted(result.rejected.items())]
         safe = "The last committed model is intact." if result.attempt.round > 1 else "No round was committed."
+        failed_sum = f"The sum failed: {result.sum_failure}. " if result.sum_failure else ""
         by_weight = f" with {self.rules.min_weight:.0%} of the examples of the sites asked"
         return (
             f"round {result.attempt.round} ({result.attempt.kind}): {contributed} of {asked} sites contributed in the "
             f"last of {self.rules.retries + 1} attempts, {self.rules.min_sites} are needed"
             f"{by_weight if self.rules.min_weight else ''}; rejected: {_list(rejected)}; timed out: "
-            f"{_list(result.timed_out)}. {safe}"
+            f"{_list(result.timed_out)}. {failed_sum}{safe}"
         )
 
 

@@ -35,20 +35,34 @@ def sum_replies(
     # A weight of 0 adds nothing to a sum, and a sum of such weights cannot be divided by them.
     examples = {site: reply.num_examples for site, reply in contributions.items() if reply.num_examples}
     after: dict[str, Reply] = dict(replies)
+    refused: dict[str, str] = {}
+    for site in exchange.attempts.silent.keys() & examples.keys():
+        _apply_code(after, site, exchange.attempts.silent[site])
     for step in exchange.steps:
         questions = exchange.ask(step, examples)
         answers = _send(step, questions, transport, deadline, exchange, examples) if questions else {}
         if step == Step.REVEAL:
+            # Their values are in the sum: what they answer matters only if it fails.
+            refused = {site: code for site, code in answers.items() if code}
             break
+        if step == Step.SHARES:
+            # All members must share: the next attempt at this request begins without those that did not.
+            exchange.attempts.silent |= {site: answers.get(site) for site in questions if answers.get(site) != ""}
         for site in questions:
-            if site not in answers:
-                del after[site]
-            elif answers[site]:
-                after[site] = answers[site]
+            _apply_code(after, site, answers.get(site))
     total, summed = exchange.finish(contributions)
     if exchange.failure:
+        after.update(refused)
         _LOG.warning("round %d (%s): %s", exchange.sum_id.round, exchange.sum_id.kind, exchange.failure)
     return {**after, **summed}, total
+
+
+def _apply_code(replies: dict[str, Reply], site: str, code: str | None) -> None:
+    """Remove the reply of a site that was silent (None) in a step of the sum, or replace it by its code, if any."""
+    if code is None:
+        replies.pop(site, None)
+    elif code:
+        replies[site] = code
 
 
 def _send(

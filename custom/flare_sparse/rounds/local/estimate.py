@@ -22,6 +22,11 @@ from ...wire.values import COMPRESSED
 CIPHERTEXT_TOLERANCE = 0.001
 """Largest relative deviation of an encrypted message's length: ciphertexts are compressed, and their noise is new."""
 
+CERTIFICATES_REASON = (
+    "the certificates of the startup kits decide how long the keys of masked sums are; typical are those of a run on "
+    "one machine"
+)
+
 
 @dataclass(frozen=True)
 class BytesRange:
@@ -73,7 +78,12 @@ def bound_messages(
         bounds = None if is_fixed else method.traffic.bound_selection(facts)
         size = _bound_bytes(line, bounds, buffers, len(sites))
         # Bounds that meet in one number of bytes are exact, whatever decides the entries.
-        yield line, size, "" if size.is_exact or bounds is None else bounds.reason
+        if size.is_exact:
+            yield line, size, ""
+        elif _count_certificates(line, len(sites)):
+            yield line, size, CERTIFICATES_REASON
+        else:
+            yield line, size, bounds.reason if bounds is not None else ""
 
 
 def _bound_bytes(line: LedgerLine, bounds: SelectionBounds | None, buffers: int, sites: int) -> BytesRange:
@@ -106,6 +116,12 @@ def _bound_sum_bytes(line: LedgerLine, bounds: SelectionBounds | None, sites: in
         # 4 bytes a value, and 8 for buffers.
         start = HEADER_BYTES + FINGERPRINT_BYTES
         return BytesRange(start + 4 * bounds.least, size, start + 8 * bounds.most)
-    has_certificates = line.encoding == "keys" and line.direction == "up"
-    count = 1 if has_certificates else sites if line.encoding == "shares" and line.direction == "down" else 0
+    count = _count_certificates(line, sites)
     return BytesRange(HEADER_BYTES if count else size, size, size + count * MAX_KEYS_BYTES)
+
+
+def _count_certificates(line: LedgerLine, sites: int) -> int:
+    """Return how many certificates a message holds, of which each federation has others."""
+    if line.values != "masked" or (line.encoding, line.direction) not in (("keys", "up"), ("shares", "down")):
+        return 0
+    return 1 if line.encoding == "keys" else sites

@@ -1,0 +1,76 @@
+"""No combination of the sums that a deviating server reads isolates few sites; under an earlier rule one did."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flare_sparse.privacy.secure_aggregation.limits import RevealedSum, compute_threshold, count_needed
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "faults" / "masked_sums.py"
+
+
+@pytest.fixture(scope="module")
+def search() -> ModuleType:
+    """The search, which runs for minutes as a script."""
+    spec = importlib.util.spec_from_file_location("masked_sums", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def refuse_small_differences(earlier: Iterable[RevealedSum], new: RevealedSum) -> str:
+    """The earlier rule: at most two sets of a request, which differ by three sites or more."""
+    known = {frozenset(entry.survivors) for entry in earlier if entry.run == new.run}
+    survivors = frozenset(new.survivors)
+    is_small = any(len(survivors ^ sites) < 3 for sites in known)
+    return "refused" if survivors not in known and (is_small or len(known) > 1) else ""
+
+
+@pytest.mark.parametrize("choices", ["attempts", "jobs"])
+def test_no_attempts_of_up_to_five_sites_isolate_few_of_them(search: ModuleType, choices: str) -> None:
+    counts: Counter[str] = Counter()
+    for sites, min_sites in ((3, 3), (4, 3), (4, 4), (5, 4), (5, 5)):
+        assert search.search_all(sites, min_sites, choices, 3, search.Rules(), counts) == []
+        assert search.search_lies(sites, min_sites, search.Rules(), counts) == {}
+    assert counts["combinations"] > 500
+
+
+@pytest.mark.parametrize("sites", [6, 9, 12])
+def test_no_random_attempts_isolate_few_sites(search: ModuleType, sites: int) -> None:
+    counts: Counter[str] = Counter()
+    for min_sites in (3, 5):
+        assert search.search_at_random(sites, min_sites, 10, search.Rules(), 1, counts) == []
+    assert counts["sums read"] > 10
+
+
+def test_search_finds_three_sums_under_the_earlier_rule(search: ModuleType) -> None:
+    """With five sites: {0, 1, 2}, {0, 3, 4} and {1, 2, 3, 4} give 3 and 4, whose number is below the minimum."""
+    rules, counts = search.Rules(find_violation=refuse_small_differences), Counter()
+    found = search.search_all(5, 3, "attempts", 3, rules, counts)
+    assert [ask.members for ask in found] == [(0, 1, 2), (0, 3, 4), (1, 2, 3, 4)]
+    assert search.search_at_random(6, 3, 100, rules, 1, counts)
+    assert len(search.search_all(4, 3, "jobs", 2, rules, counts)) == 2
+
+
+def test_lies_about_survivors_are_why_more_than_the_threshold_must_be_left(search: ModuleType) -> None:
+    """A server that told each of 12 sites of three others that they are lost would read a sum over 8, below 9."""
+    told = [{8, 9, 10}, {8, 9, 11}, {8, 10, 11}, {9, 10, 11}]
+    # No site is told of itself that it is lost.
+    denied = [told[site % 4] for site in range(8)] + [{8, 9, 10, 11} - {site} for site in range(8, 12)]
+    lists = {site: frozenset(range(12)) - lost for site, lost in enumerate(denied)}
+    threshold = compute_threshold(12, 9)
+    assert {len(survivors) for survivors in lists.values()} == {threshold} == {9}
+    assert search.read_sum(range(12), lists, threshold) == frozenset(range(8))
+    assert count_needed(12, 9) == 10
+    # Up to a minimum of six the threshold is enough.
+    assert all(count_needed(n, m) == compute_threshold(n, m) for n in range(3, 60) for m in range(3, min(n, 6) + 1))
