@@ -30,6 +30,7 @@ from flare_sparse.privacy.secure_aggregation.messages import (
 )
 from flare_sparse.privacy.secure_aggregation.pads import get_public_key, read_sum_id
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
+from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.federation import RoundRules
@@ -286,6 +287,26 @@ def test_server_that_asks_for_three_sums_of_one_request_reads_the_first() -> Non
     assert read == [True, False, False]
 
 
+def test_second_job_of_one_model_has_the_same_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round of two jobs of one seed is the same: over one site less, the difference would be its values."""
+
+    def run_job(run: str, sites: int) -> LocalFederation:
+        monkeypatch.setattr("local_federation.RUN", run)
+        bench = ToyBench(Plain())
+        federation = build_federation(
+            sites, bench=bench, settings={"rounds": 1}, rules=RoundRules(min_sites=3, retries=0)
+        )
+        for site, sums in federation.sums.items():
+            sums.requests = RequestLog(run, lambda kind, t: 1, attempts=1, file=tmp_path / site / f"{run}.json")
+        federation.run()
+        return federation
+
+    run_job("1" * 16, 5)
+    with pytest.raises(RoundFailed, match="site-1 E_REQUEST, site-2 E_REQUEST"):
+        run_job("2" * 16, 4)
+    assert run_job("3" * 16, 5).records[0].sites_contributed == [f"site-{number}" for number in range(1, 6)]
+
+
 def test_swapped_key_is_refused_by_every_site() -> None:
     federation = build_federation(4, rules=RoundRules(min_sites=3, retries=0))
 
@@ -400,7 +421,13 @@ def test_run_resumes_after_a_kill_and_ends_as_without_one(tmp_path: Path) -> Non
         def open_store(end: str, folder: Path = folder) -> Store:
             return Store(folder / end, {})
 
-        federation = build_federation(4, name="neurosfl", stores=open_store, settings={"rounds": 3})
+        def build(open_store: Any = open_store, folder: Path = folder) -> LocalFederation:
+            federation = build_federation(4, name="neurosfl", stores=open_store, settings={"rounds": 3})
+            for site, sums in federation.sums.items():
+                sums.requests = RequestLog(RUN, lambda kind, t: 1, attempts=3, file=folder / site / "requests.json")
+            return federation
+
+        federation = build()
 
         def kill(site: str, question: Any, step: Step = step, federation: LocalFederation = federation) -> Any:
             current = question[6]
@@ -411,5 +438,4 @@ def test_run_resumes_after_a_kill_and_ends_as_without_one(tmp_path: Path) -> Non
         federation.change_question = kill
         with pytest.raises(Killed):
             federation.run()
-        resumed = build_federation(4, name="neurosfl", stores=open_store, settings={"rounds": 3})
-        assert torch.equal(resumed.run(resume=True).weights, expected.weights)
+        assert torch.equal(build().run(resume=True).weights, expected.weights)

@@ -105,9 +105,7 @@ class Policy(BaseModel):
         description="refuse weights, deltas and scores that are not masked (wire.aggregation), so that the "
         "server reads their sum only",
     )
-    min_sum_sites: int = Field(
-        3, ge=3, description="fewest sites of a masked sum, and fewest by which two sums of one request differ"
-    )
+    min_sum_sites: int = Field(3, ge=3, description="fewest sites of a masked sum, and of a combination of several")
     foreign_jobs: bool = Field(False, description="let results of other packages' jobs leave without any check")
 
     @field_validator("*", mode="before")

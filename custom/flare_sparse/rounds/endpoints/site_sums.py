@@ -222,7 +222,7 @@ class SiteSums:
             kind=party.sum_id.kind,
             round=party.sum_id.round,
             model=withheld.model_digest,
-            answer=hashlib.sha256(withheld.values.tobytes()).hexdigest(),
+            answer=hashlib.sha256(withheld.values.data).hexdigest(),
             shares=compute_shares(examples, list(examples), self.get_weights(party.sum_id.kind)),
         )
         # Checked again with the survivors; a sum that cannot be revealed should fail before the values are sent.
