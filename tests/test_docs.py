@@ -10,7 +10,6 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,15 +89,9 @@ def find_command_lines(page: Path, program: str) -> Iterator[str]:
                 yield found[1].strip()
 
 
-@cache
-def build_command() -> Any:
-    """The commands of ``flare-sparse``, which take a while to build."""
-    return get_command(app)
-
-
 def find_unknown_options(line: str) -> set[str]:
     """Options of a ``flare-sparse`` line that its command lacks; the whole line if there is no such command."""
-    root: Any = build_command()
+    root: Any = get_command(app)
     command, words = root, line.split()
     while words and hasattr(command, "commands"):
         names = words.pop(0).split("|")  # site allow|no-code KIT

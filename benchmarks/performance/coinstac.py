@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import hosts
-from idle_resnet import IdleResNet, IdleTask
+from idle_task import IdleNet, IdleTask
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 from nvflare.recipe import SimEnv
 from round_time import CLIENT, parse_round_starts
@@ -43,7 +43,7 @@ SITES = tuple(f"site-{i}" for i in range(1, 6))
 PAPER = {"resnet32": 1.20, "resnet44": 1.24, "resnet56": 1.30, "resnet110": 2.32}
 FLARE, BUSY, DENSE, SPARSE = "FLARE FedAvg", "FLARE FedAvg, 0.05 s", "our FedAvg", "NeuroSFL 90 %"
 FLARES = (FLARE, BUSY)
-TASK_MODULE = Path(__file__).resolve().with_name("idle_resnet.py")
+TASK_MODULE = Path(__file__).resolve().with_name("idle_task.py")
 LEAD = "lead@coordination.org"
 Runner = Callable[[str, str, int, Path], list[float]]
 """Takes contestant, network, rounds and an empty folder; returns the seconds of all rounds but the first."""
@@ -57,10 +57,10 @@ def build_recipe(contestant: str, network: str, rounds: int) -> SparseRecipe:
     settings = {
         "name": f"{method['name']}_{network}",
         "method": {**method, "rounds": rounds, "training": {"optimizer": "sgd", "lr": 1e-6}},
-        "task": {"class": "idle_resnet.IdleTask", "network": network},
+        "task": {"class": "idle_task.IdleTask", "network": network},
         "federation": {"min_sites": len(SITES), "task_timeout_s": 300},
     }
-    config = RunConfig.model_validate(settings, context={"task": {"idle_resnet.IdleTask": IdleTask.Config}})
+    config = RunConfig.model_validate(settings, context={"task": {"idle_task.IdleTask": IdleTask.Config}})
     return SparseRecipe(config, packaging="byoc", modules=(TASK_MODULE,))
 
 
@@ -70,7 +70,7 @@ def build_flare_recipe(contestant: str, network: str, rounds: int, folder: Path)
     script.write_text(CLIENT)
     recipe = FedAvgRecipe(
         name=f"flare_{network}",
-        model=IdleResNet(network),
+        model=IdleNet(network),
         min_clients=len(SITES),
         num_rounds=rounds,
         train_script=str(script),
@@ -118,7 +118,7 @@ def start_federation(rate: float, delay_ms: float, folder: Path) -> Iterator[Run
     with hosts.build_network(rate, delay_ms, ("server", *SITES, "lead")):
         kits = hosts.provision(folder, SITES)
         for kit in ("server", *SITES):
-            hosts.run_command("flare-sparse", "site", "allow", str(kits / kit), "--also", "idle_resnet.")
+            hosts.run_command("flare-sparse", "site", "allow", str(kits / kit), "--also", "idle_task.")
             (kits / kit / "local" / "flare_sparse.yaml").write_text(f"data: {folder}\ncheckpoints: off\n")
         hosts.start(kits, SITES)
 

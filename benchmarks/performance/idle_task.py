@@ -1,4 +1,7 @@
-"""A task that sends large networks and trains next to nothing, so that a round's time and memory are the package's."""
+"""A task that sends networks and trains next to nothing, so that a round's time and memory are the package's.
+
+Benchmarks send this module to the sites.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,25 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from flare_sparse.tasks.models.registry import build_model
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
 SITES = [f"site-{i}" for i in range(1, 5)]
 
 
 class IdleNet(nn.Module):
-    """``millions`` M weights that are sent but not trained, and one scalar that the loss depends on."""
+    """Tensors that are sent but not trained, and one scalar, on which alone the loss depends.
 
-    def __init__(self, millions: int = 30):
+    Args:
+        network: name of the package's network that has the tensors; empty: one linear layer.
+        millions: weights of that layer, in millions.
+    """
+
+    def __init__(self, network: str = "", millions: int = 30):
         super().__init__()
-        self.body = nn.Linear(1000, 1000 * millions, bias=False)
+        # FLARE's export reads a component's arguments back from its attributes.
+        self.network, self.millions = network, millions
+        self.body = build_model(network) if network else nn.Linear(1000, 1000 * millions, bias=False)
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -26,6 +37,7 @@ class IdleNet(nn.Module):
 
 
 class IdleConfig(TaskConfig):
+    network: str = ""
     millions: int = 30
 
 
@@ -40,7 +52,7 @@ class IdleTask(Task):
     def model(self) -> nn.Module:
         if self._start is None:
             self._start = read_memory("VmRSS")
-        return IdleNet(self.config.millions)
+        return IdleNet(self.config.network, self.config.millions)
 
     def load(self, data: SiteData, seed: int) -> Examples:
         self._file = data.path / f"{data.site}.memory"

@@ -108,7 +108,7 @@ def time_flare(millions: int, rounds: int, folder: Path, interval_s: float | Non
     script = folder / "client.py"
     script.write_text(CLIENT)
     recipe = FedAvgRecipe(
-        name="fedavg", model=IdleNet(millions), min_clients=4, num_rounds=rounds, train_script=str(script)
+        name="fedavg", model=IdleNet(millions=millions), min_clients=4, num_rounds=rounds, train_script=str(script)
     )
     if interval_s is not None:
         recipe.add_server_config({"server": {"task_request_interval": interval_s}})

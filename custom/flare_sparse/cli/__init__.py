@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,7 @@ class _LazyCommands(Commands):
         super().format_help(ctx, formatter)
 
 
+@cache
 def load_command(name: str) -> Any:
     """Import and return a command of ``COMMANDS``, for ``site`` the group of its commands."""
     function = getattr(import_module(f".{_get_module(name)}", __package__), _get_module(name))

@@ -23,8 +23,8 @@ from .screen import Screen
 
 
 @dataclass(frozen=True)
-class CommandOptions:
-    """What the user typed."""
+class AuditCommandOptions:
+    """Options of ``flare-sparse audit``."""
 
     runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)]
     attackers: Annotated[str, typer.Option(help="Attackers, separated by commas: outsider, member, server")] = ",".join(
@@ -50,8 +50,8 @@ class CommandOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON")] = False
 
 
-@take_options(CommandOptions)
-def audit(options: CommandOptions) -> None:
+@take_options(AuditCommandOptions)
+def audit(options: AuditCommandOptions) -> None:
     """Attack the models of finished runs as an outsider, as another site and as the server, and measure the success.
 
     Members are the training examples of the sites, non-members their test examples, so the data of all sites must be on
@@ -65,14 +65,14 @@ def audit(options: CommandOptions) -> None:
     chosen = _parse_attackers(options.attackers)
     site_policy = read_policy(find_policy_file(Path(options.policy))) if options.policy else None
     settings = AuditOptions(
-        options.references,
-        options.canaries,
-        options.epsilon,
-        options.delta,
-        options.resamples,
-        options.steps,
-        site_policy,
-        options.policy or "",
+        references=options.references,
+        canaries=options.canaries,
+        epsilon=options.epsilon,
+        delta=options.delta,
+        resamples=options.resamples,
+        steps=options.steps,
+        policy=site_policy,
+        policy_name=options.policy or "",
     )
     records = [Run(run, Screen(err)).audit(chosen, settings) for run in options.runs]
     if options.as_json:

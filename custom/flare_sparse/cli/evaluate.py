@@ -21,8 +21,8 @@ from .screen import Screen
 
 
 @dataclass(frozen=True)
-class CommandOptions:
-    """What the user typed."""
+class EvaluateOptions:
+    """Options of ``flare-sparse evaluate``."""
 
     runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)]
     data: Annotated[
@@ -49,8 +49,8 @@ class CommandOptions:
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier evaluation of this name")] = False
 
 
-@take_options(CommandOptions)
-def evaluate(options: CommandOptions) -> None:
+@take_options(EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> None:
     """Evaluate a run's model on the data of a hospital that took no part, or every model of a run at every site.
 
     The run's own task loads and preprocesses the data with the run's settings, and computes all its metrics, with
@@ -91,7 +91,7 @@ def evaluate(options: CommandOptions) -> None:
         console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
 
 
-def _check_options(options: CommandOptions) -> None:
+def _check_options(options: EvaluateOptions) -> None:
     """Raises:
     ConfigError: the options exclude each other.
     """

@@ -25,8 +25,8 @@ from .summary import PARTIAL, find_idle_sites, read_last_round, show_result
 
 
 @dataclass(frozen=True)
-class CommandOptions:
-    """What the user typed."""
+class RunOptions:
+    """Options of ``flare-sparse run``."""
 
     config: ConfigFile
     env: Annotated[
@@ -73,8 +73,8 @@ class CommandOptions:
     set_: Overrides = None
 
 
-@take_options(CommandOptions)
-def run(options: CommandOptions) -> None:
+@take_options(RunOptions)
+def run(options: RunOptions) -> None:
     """Run a job, show a line for each round, and write model and record to the result folder.
 
     The same settings end with the same model in every environment, bit for bit. Unless --env is given, the job runs in
@@ -166,7 +166,7 @@ def open_screen(env: Env) -> Iterator[Console]:
         yield Console(file=screen, highlight=False, soft_wrap=True)
 
 
-def _check_options(options: CommandOptions) -> None:
+def _check_options(options: RunOptions) -> None:
     """Raises:
     ConfigError: an option does not apply to the environment.
     """
@@ -182,7 +182,7 @@ def _check_options(options: CommandOptions) -> None:
         raise ConfigError(f"{option} is for --env prod, not for --env {options.env}; leave it out")
 
 
-def _check_continuation(options: CommandOptions) -> None:
+def _check_continuation(options: RunOptions) -> None:
     """Raises:
     ConfigError: --continue-from does not apply to the other options.
     """
@@ -207,7 +207,7 @@ def _refuse_lost_state(study: Study, env: str) -> None:
         )
 
 
-def _check_step_back(options: CommandOptions) -> None:
+def _check_step_back(options: RunOptions) -> None:
     """Raises:
     ConfigError: --step-back does not apply to the environment or to the other options.
     """

@@ -22,6 +22,7 @@ from ..config.user_tasks import list_user_code, load_task
 from ..config.yaml_files import format_yaml
 from ..core.errors import ConfigError
 from ..tasks.script import ScriptConfig, ScriptTask
+from ..training.script_trainer import WeighBy
 from .aggregator import StagingAggregator
 from .controller import FederatedController
 from .executor import SparseExecutor
@@ -33,8 +34,6 @@ from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, Serve
 from .tracking import MlflowTracker
 
 Packaging = Literal["installed", "byoc"]
-# Arguments of from_script, by the setting of the task that each becomes.
-_SCRIPT_SETTINGS = {"train_args": "args", "launch": "launch", "metric": "metric", "weigh_by": "weigh_by"}
 
 
 def check_packaging(packaging: str) -> None:
@@ -127,9 +126,14 @@ class SparseRecipe(Recipe):
         method: Mapping[str, Any] | str,
         rounds: int,
         name: str = "sparse",
+        train_args: str = "",
+        launch: str = "",
+        min_clients: int = 1,
+        metric: Mapping[str, Any] | str = "accuracy",
+        weigh_by: WeighBy = "steps",
         seed: int = 0,
         packaging: Packaging = "byoc",
-        **settings: Any,
+        **sections: Mapping[str, Any],
     ) -> SparseRecipe:
         """Return the recipe of a training script on FLARE's Client API, as FLARE's ``FedAvgRecipe`` takes it.
 
@@ -146,35 +150,46 @@ class SparseRecipe(Recipe):
             method: name and settings of the method, such as ``{"name": "neurosfl", "sparsity": 0.9}``, or its name.
             rounds: number of rounds; not in ``method``.
             name: name of the job.
+            train_args: command line of the script.
+            launch: command that starts the script as a process of its own, such as ``python`` or ``torchrun
+                --nproc_per_node=2``; empty: the script runs in the site's process.
+            min_clients: quorum of a round.
+            metric: key of the metric in what the script sends, or its ``name``, ``mode`` and ``unit``.
+            weigh_by: what weighs a site: its ``steps``, its ``examples``, or ``equal``.
             seed: seed of the run.
             packaging: as in the constructor; the script travels with both.
-            settings: ``train_args``: command line of the script; ``launch``: command that starts it as a process of
-                its own, such as ``python`` or ``torchrun --nproc_per_node=2``; ``metric``: key of the metric in what
-                the script sends, or its ``name``, ``mode`` and ``unit``; ``weigh_by``: what weighs a site, its
-                ``steps``, its ``examples``, or ``equal``; ``min_clients``: quorum of a round; and further sections of
-                a configuration, such as ``wire={"values": "bfloat16"}``, except ``task``.
+            sections: further sections of a configuration, such as ``wire={"values": "bfloat16"}``; ``task`` is not one
+                of them.
 
         Raises:
             ConfigError: the settings are invalid, or the network cannot be built from its class.
         """
         script = Path(train_script).resolve()
-        if "task" in settings:
+        if "task" in sections:
             raise ConfigError(
                 "task: from_script builds this section from its arguments; give task.args as train_args, and model, "
                 "launch, metric and weigh_by under their own names"
             )
-        chosen = {"name": method} if isinstance(method, str) else dict(method)
-        if "rounds" in chosen:
+        settings = {"name": method} if isinstance(method, str) else dict(method)
+        if "rounds" in settings:
             raise ConfigError("method.rounds: from_script has an argument rounds; leave rounds out of method")
         class_path, model_args = describe_network(model)
-        task: dict[str, Any] = {"script": script.name, "model": class_path, "model_args": model_args}
-        task |= {setting: settings.pop(key) for key, setting in _SCRIPT_SETTINGS.items() if key in settings}
-        if "metric" in task:
-            task["metric"] = {"name": task["metric"]} if isinstance(task["metric"], str) else dict(task["metric"])
-        federation = {"min_sites": settings.pop("min_clients", 1), **settings.pop("federation", {})}
-        method_settings = {**chosen, "rounds": rounds}
-        data = {"name": name, "seed": seed, "method": method_settings, "task": task, "federation": federation}
-        data |= settings
+        data = {
+            "name": name,
+            "seed": seed,
+            "method": {**settings, "rounds": rounds},
+            "task": {
+                "script": script.name,
+                "model": class_path,
+                "model_args": model_args,
+                "args": train_args,
+                "launch": launch,
+                "metric": {"name": metric} if isinstance(metric, str) else dict(metric),
+                "weigh_by": weigh_by,
+            },
+            **sections,
+        }
+        data["federation"] = {"min_sites": min_clients, **sections.get("federation", {})}
         config = parse_job(data, ScriptTask)
         modules = list_user_code(config, script.parent)
         # Here and not first in the running job: the path may name no class, or the arguments may not fit it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import numpy as np
 import torch
@@ -216,13 +216,19 @@ class NeuroSFL(AveragingMethod[Config, State]):
         scored, training, lots = self._maskable & request.trainable, self.config.training, self.config.minibatches
         # The saliency of a weight at zero is zero, whatever its gradient: such tensors are scored by |g|.
         factors = site.weights.masked_fill(self._find_zero_start(site.weights).bits, 1.0)
-        options: dict[str, Any] = {"signed": self.config.signed, "factors": factors}
         if site.trainer.mechanism is not None:
-            scores = compute_private_saliency(site, site.weights, scored, training, lots, **options)
+            scores = compute_private_saliency(
+                site, site.weights, scored, training, lots, signed=self.config.signed, factors=factors
+            )
         else:
-            batch_size = training.batch_size
             scores = compute_saliency(
-                site, site.weights, batch_size=batch_size, batches=lots, t=request.round, **options
+                site,
+                site.weights,
+                batch_size=training.batch_size,
+                batches=lots,
+                t=request.round,
+                signed=self.config.signed,
+                factors=factors,
             )
         return Update(Patch.from_vector(scores, scored), "scores", site.num_examples)
 

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from scripts import load_script
 
 from flare_sparse.privacy.secure_aggregation.limits import RevealedSum, compute_threshold, count_needed
-
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "faults" / "masked_sums.py"
 
 
 @pytest.fixture(scope="module")
 def search() -> ModuleType:
     """The search, which runs for minutes as a script."""
-    spec = importlib.util.spec_from_file_location("masked_sums", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("faults/masked_sums")
 
 
 def refuse_small_differences(earlier: Iterable[RevealedSum], new: RevealedSum) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from scripts import load_script
 
 from flare_sparse.api.estimate import compute_figures, name_sites
 from flare_sparse.config.loading import load_config
@@ -47,16 +46,8 @@ EXACT = {
 
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
-    """The script that writes docs/results/estimate.md."""
-    spec = importlib.util.spec_from_file_location(
-        "estimate_table", ROOT / "benchmarks" / "performance" / "estimate_table.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """The script that writes docs/results/estimate.csv."""
+    return load_script("performance/estimate_table")
 
 
 @pytest.mark.slow
