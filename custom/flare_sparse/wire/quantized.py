@@ -99,18 +99,22 @@ def write_quantized(
     Raises:
         RejectedMessage: a value is NaN or infinite, or above ``LARGEST``.
     """
-    rounded = differences[~is_exact]
+    is_rounded = None if not is_exact.any() else ~is_exact
+    rounded = differences if is_rounded is None else differences[is_rounded]
     exact = exact_values[is_exact].astype("<f4")
-    with np.errstate(invalid="ignore"):
-        if not (np.isfinite(exact).all() and (np.abs(rounded) <= LARGEST).all()):
-            raise RejectedMessage("E_FINITE", f"values as {value_type}", f"numbers up to {LARGEST:g}", "others")
+    blocks = _pad_blocks(rounded)
+    # The maximum of a block with NaN is NaN, which compares as false.
+    largest = np.maximum(np.abs(blocks.max(1)), np.abs(blocks.min(1)))
+    if not (np.isfinite(exact).all() and (largest <= LARGEST).all()):
+        raise RejectedMessage("E_FINITE", f"values as {value_type}", f"numbers up to {LARGEST:g}", "others")
     bits = BITS[value_type]
-    scales, codes = _round_blocks(rounded, bits, torch.rand(rounded.size, generator=generator).numpy())
+    noise = torch.rand(rounded.size, generator=generator).numpy()
+    scales, codes = _round_blocks(blocks, largest, bits, noise)
     head = exact.size.to_bytes(_COUNT_BYTES, "little")
-    parts = [head, exact.tobytes(), scales.astype("<u2").tobytes(), _pack_codes(codes, bits).tobytes()]
+    packed = _pack_codes(codes, bits)[: -(-rounded.size * bits // 8)]
+    parts = [head, exact.tobytes(), scales.astype("<u2").tobytes(), packed.tobytes()]
     # As the receiver computes them, so that the vectors of both ends stay equal bit for bit over all rounds.
-    values = reference.copy()
-    values[~is_exact] += _expand_blocks(scales, codes, bits)
+    values = _add_blocks(reference, is_rounded, _expand_blocks(scales, codes, bits)[: rounded.size])
     values[is_exact] = exact
     return QuantizedValues(np.frombuffer(b"".join(parts), np.uint8), values)
 
@@ -141,12 +145,11 @@ def read_quantized(section: np.ndarray, reference: np.ndarray, is_exact: np.ndar
     _check_scales(scales)
     codes = _unpack_codes(section[scales_end:], rounded, bits)
     # A block of zeros has one form; other codes would carry data that no check of the values sees.
-    if codes[np.repeat(scales == 0, BLOCK)[:rounded]].any():
+    if codes[scales == 0].any():
         raise RejectedMessage("E_CANON", "codes", "zeros in a block with scale 0", "others")
-    values = reference.copy()
     # Finite numbers may overflow in the sum; the caller checks that every value is finite.
     with np.errstate(over="ignore"):
-        values[~is_exact] += _expand_blocks(scales, codes, bits)
+        values = _add_blocks(reference, ~is_exact if count else None, _expand_blocks(scales, codes, bits)[:rounded])
     values[is_exact] = np.frombuffer(section[_COUNT_BYTES:exact_end].tobytes(), "<f4")
     return values
 
@@ -158,36 +161,68 @@ def _check_scales(scales: np.ndarray) -> None:
         raise RejectedMessage("E_FINITE", "scales", "finite numbers", "NaN or infinity")
 
 
-def _round_blocks(values: np.ndarray, bits: int, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales, uint16 ``(blocks,)``, and the codes, uint8 ``(n,)``, of float32 ``(n,)``.
+def _pad_blocks(values: np.ndarray) -> np.ndarray:
+    """Return a copy of float32 ``(n,)`` in blocks ``(blocks, BLOCK)``, padded with zeros."""
+    blocks = np.empty((-(-values.size // BLOCK), BLOCK), np.float32)
+    blocks.reshape(-1)[: values.size] = values
+    blocks.reshape(-1)[values.size :] = 0
+    return blocks
+
+
+def _round_blocks(
+    position: np.ndarray, largest: np.ndarray, bits: int, noise: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scales, uint16 ``(blocks,)``, and the codes, uint8 ``(blocks, BLOCK)``, of blocks of values.
 
     Args:
-        values: float32 ``(n,)``, finite.
-        bits: bits of a code.
-        noise: float32 ``(n,)``, uniform in [0, 1).
+        position: float32 ``(blocks, BLOCK)``, finite; overwritten, because memory that is written for the first time
+            costs more than the arithmetic.
+        largest: float32 ``(blocks,)``, the largest magnitude of each block.
+        bits: bits of a code; those behind the last value are 0.
+        noise: float32 ``(n,)``, uniform in [0, 1), for the values without the padding.
     """
-    largest_code = 2**bits - 1
-    padded = np.zeros(-(-values.size // BLOCK) * BLOCK, np.float32)
-    padded[: values.size] = np.abs(values)
+    largest_code, size = np.float32(2**bits - 1), noise.size
     # Rounded up to bfloat16: a scale below the largest value would clip it, and the rounding would be biased.
-    scales = ((padded.reshape(-1, BLOCK).max(1).view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
+    scales = ((largest.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
     scales[_widen(scales) < _SMALLEST_SCALE] = 0
-    steps = np.repeat(_widen(scales) / np.float32(largest_code), BLOCK)[: values.size]
+    steps = _widen(scales) / largest_code
     # A division by 0 would make the codes NaN.
     is_zero = steps == 0
     steps[is_zero] = 1
-    position = (values / steps + np.float32(largest_code)) / 2
+    position /= steps[:, None]
+    position += largest_code
+    position /= 2
     # The next lower code, or with the probability of the fraction the next higher one: right on average.
-    codes = np.clip(np.floor(position + noise), 0, largest_code).astype(np.uint8)
+    position.reshape(-1)[:size] += noise
+    np.floor(position, out=position)
+    np.clip(position, 0, largest_code, out=position)
+    codes = position.astype(np.uint8)
     codes[is_zero] = 0
+    codes.reshape(-1)[size:] = 0
     return scales, codes
 
 
 def _expand_blocks(scales: np.ndarray, codes: np.ndarray, bits: int) -> np.ndarray:
-    """Return the values of codes, float32 ``(n,)``: the same bits at both ends, which add them to one vector."""
-    largest_code = 2**bits - 1
-    steps = np.repeat(_widen(scales) / np.float32(largest_code), BLOCK)[: codes.size]
-    return (2 * codes.astype(np.float32) - np.float32(largest_code)) * steps
+    """Return the values of codes ``(blocks, BLOCK)``, float32 ``(blocks * BLOCK,)``.
+
+    They have the same bits at both ends, which add them to one vector.
+    """
+    largest_code = np.float32(2**bits - 1)
+    values = codes.astype(np.float32)
+    values *= 2
+    values -= largest_code
+    values *= (_widen(scales) / largest_code)[:, None]
+    return values.reshape(-1)
+
+
+def _add_blocks(reference: np.ndarray, is_rounded: np.ndarray | None, values: np.ndarray) -> np.ndarray:
+    """Return ``reference + values``, where ``is_rounded`` or, if that is None, everywhere; may overwrite ``values``."""
+    if is_rounded is None:
+        values += reference
+        return values
+    added = reference.copy()
+    added[is_rounded] += values
+    return added
 
 
 def _widen(scales: np.ndarray) -> np.ndarray:
@@ -196,21 +231,26 @@ def _widen(scales: np.ndarray) -> np.ndarray:
 
 
 def _pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    per_byte = 8 // bits
-    padded = np.zeros((-(-codes.size // per_byte), per_byte), np.uint8)
-    padded.reshape(-1)[: codes.size] = codes
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return np.bitwise_or.reduce(padded << shifts, axis=1) if codes.size else padded.reshape(-1)
+    """Return codes ``(blocks, BLOCK)`` as bytes, the first one in the lowest bits."""
+    parts = codes.reshape(-1, 8 // bits)
+    packed = parts[:, 0].copy()
+    for place in range(1, parts.shape[1]):
+        packed |= parts[:, place] << np.uint8(bits * place)
+    return packed
 
 
 def _unpack_codes(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
-    """Return the codes, uint8 ``(count,)``.
+    """Return the codes, uint8 ``(blocks, BLOCK)``, those behind ``count`` 0.
 
     Raises:
         RejectedMessage: a padding bit of the last byte is set.
     """
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    codes = ((packed[:, None] >> shifts) & np.uint8(2**bits - 1)).reshape(-1)
-    if codes[count:].any():
+    codes = np.zeros((-(-count // BLOCK), BLOCK), np.uint8)
+    flat, per_byte = codes.reshape(-1), 8 // bits
+    for place in range(per_byte):
+        part = packed >> np.uint8(bits * place)
+        part &= np.uint8(2**bits - 1)
+        flat[place : packed.size * per_byte : per_byte] = part
+    if flat[count:].any():
         raise RejectedMessage("E_CANON", "padding of the codes", "zero bits", "other bits")
-    return codes[:count]
+    return codes

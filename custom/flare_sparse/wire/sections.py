@@ -14,7 +14,7 @@ from ..core.params import Layout
 from .plan import Plan, ValueType
 from .quantized import find_exact_values, measure_quantized, read_quantized, write_quantized
 from .shuffled import measure_shuffled, pack_shuffled, unpack_shuffled
-from .values import BYTES_PER_VALUE, COMPRESSED, is_quantized, read_values, require_finite, write_values
+from .values import BYTES_PER_VALUE, COMPRESSED, add_residual, is_quantized, read_values, require_finite, write_values
 
 WITHOUT_BASE: ValueType = "int8"
 """Format of weights in a quantized message whose receiver holds no vector: fewer bits lose too much of whole weights,
@@ -84,14 +84,15 @@ def _code_quantized(
     mask, is_exact = patch.mask, find_exact_values(patch.mask, layout)
     reference = _take_reference(mask, base_vector)
     # Error feedback, as in the plain formats; buffers have no residual, because they are not rounded.
-    new_residual = torch.zeros(mask.size) if residual is None else residual.clone()
-    target = (patch.values + mask.take(new_residual)).detach().numpy()
+    new_residual, with_residual = add_residual(patch, residual)
+    target = with_residual.detach().numpy()
     written = write_quantized(
         patch.values.detach().numpy(), target - reference, reference, is_exact, value_type, generator
     )
     received = torch.from_numpy(written.values)
-    error = torch.from_numpy(np.where(is_exact, np.float32(0), target - written.values))
-    return CodedValues(written.section, mask.put(error, new_residual), received)
+    error = target - written.values
+    error[is_exact] = 0
+    return CodedValues(written.section, mask.put(torch.from_numpy(error), new_residual), received)
 
 
 def _code_compressed(patch: Patch, value_type: ValueType, residual: Tensor | None) -> CodedValues:

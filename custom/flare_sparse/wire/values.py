@@ -78,17 +78,23 @@ def write_values(patch: Patch, value_type: ValueType, residual: Tensor | None, o
             np.take(source, patch.mask.indices.numpy(), out=target, mode="clip")
         require_finite(target, "values")
         return residual
-    mask = patch.mask
-    new_residual = torch.zeros(mask.size) if residual is None else residual.clone()
     # Error feedback: without it, an update below half a unit in the last place would be rounded away in every round and
     # never reach the receiver. The residual carries it over until it is large enough to be represented.
-    exact = patch.values + mask.take(new_residual)
+    new_residual, exact = add_residual(patch, residual)
     rounded = exact.to(_TORCH_TYPES[value_type])
     widened = rounded.float()
     require_finite(widened.numpy(), f"values as {value_type}")
     # numpy has no bfloat16: the bits travel as int16, in the byte order that "<i2" fixes.
     np.copyto(out.view("<i2"), rounded.contiguous().view(torch.int16).numpy())
-    return mask.put(exact - widened, new_residual)
+    return patch.mask.put(exact - widened, new_residual)
+
+
+def add_residual(patch: Patch, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return a vector ``(P,)`` for the next residual, which holds the last one, and the values with it ``(k,)``."""
+    if residual is None:
+        # torch would write every entry; numpy takes memory that the system clears where it is first written.
+        return torch.from_numpy(np.zeros(patch.mask.size, np.float32)), patch.values + 0.0
+    return residual.clone(), patch.values + patch.mask.take(residual)
 
 
 def read_values(section: np.ndarray, value_type: ValueType) -> Tensor:
