@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import importlib.util
 import json
 import re
@@ -157,16 +158,10 @@ def test_imports_on_a_page_exist(page: Path) -> None:
     assert missing == set()
 
 
-def list_glossary_rows() -> list[list[str]]:
-    """Cells of the rows of ``docs/glossary.md``: term, meaning, FLARE's word, name in code."""
-    lines = (ROOT / "docs/glossary.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return [row for row in rows if row[0] not in ("term", "---")]
-
-
 def test_glossary_names_exist_in_the_package() -> None:
     words = {word for path in PACKAGE.rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
-    cited = {name for row in list_glossary_rows() for name in re.findall(r"`(\w+)`", row[3])}
+    with (ROOT / "docs/glossary.csv").open(encoding="utf-8", newline="") as file:
+        cited = {row["in code"] for row in csv.DictReader(file)}
     assert cited - words == set()
 
 

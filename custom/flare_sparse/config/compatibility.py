@@ -62,15 +62,21 @@ def format_page() -> str:
         marks = ["no" if column[name] else "yes" for column in reasons]
         lines.append(f"| [`{name}`](algorithms.md) | {' | '.join(marks)} |")
     lines += ["", "## Why not", ""]
+    groups: dict[tuple[str, ...], list[str]] = {}
     for feature, column in zip(columns, reasons, strict=True):
-        lines += [f"### `{feature.name}`", ""]
-        for reason in dict.fromkeys(filter(None, column.values())):
-            names = ", ".join(f"`{name}`" for name, text in column.items() if text == reason)
-            lines += textwrap.wrap(f"- {names}: {reason}", 120, subsequent_indent="  ", break_on_hyphens=False)
+        groups.setdefault(tuple(column.values()), []).append(f"`{feature.name}`")
+    for texts, names in groups.items():
+        lines += [f"### {', '.join(names)}", ""]
+        for reason in dict.fromkeys(filter(None, texts)):
+            methods = ", ".join(f"`{name}`" for name, text in zip(METHODS, texts, strict=True) if text == reason)
+            lines += textwrap.wrap(f"- {methods}: {reason}", 120, subsequent_indent="  ", break_on_hyphens=False)
         lines.append("")
-    lines += ["## Features with features", "", "The second one needs what the first one takes away.", ""]
+    lines += ["## Features with features", ""]
+    pairs: dict[tuple[str, str], list[str]] = {}
     for first, second, reason in list_pairs():
-        text = f"- `{first.name}`, `{second.name}`: {reason}"
+        pairs.setdefault((second.name, reason), []).append(f"`{first.name}`")
+    for (name, reason), names in pairs.items():
+        text = f"- `{name}` not with {', '.join(names)}: {reason}"
         lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines).rstrip() + "\n"
 
