@@ -21,6 +21,8 @@ from .tasks.task import SiteData
 from .training.loop import disable_dropout
 from .training.script_exchange import GRADIENTS, REQUEST_KIND, TRAINABLE
 
+__all__ = ["masked", "send_scores", "site_data", "wants_scores"]
+
 
 def site_data(site: str = "") -> SiteData:
     """Return the location of this site's data, which the site itself has set (docs/hospital.md).
@@ -30,6 +32,11 @@ def site_data(site: str = "") -> SiteData:
 
     Raises:
         DataError: the site has set no location.
+
+    Examples:
+        >>> os.environ["FLARE_SPARSE_DATA"] = "patients.csv"
+        >>> site_data("site-1").path.name
+        'patients.csv'
     """
     if not site:
         import nvflare.client as flare
@@ -51,6 +58,19 @@ def masked(net: nn.Module, optimizer: torch.optim.Optimizer, received: Any) -> I
             of the received tensors.
         optimizer: its optimiser.
         received: model that ``flare.receive()`` returned.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        >>> start = torch.tensor([[1.0, 2.0]])
+        >>> _ = net.load_state_dict({"weight": start})
+        >>> trainable = {TRAINABLE: {"weight": torch.tensor([[True, False]])}}
+        >>> with masked(net, optimizer, SimpleNamespace(params={"weight": start}, meta=trainable)):
+        ...     net(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> net.weight.tolist()
+        [[0.0, 2.0]]
     """
     trainable: Mapping[str, Tensor] = (received.meta or {}).get(TRAINABLE) or {}
     frozen: list[tuple[nn.Parameter, Tensor, Tensor]] = []
@@ -76,7 +96,13 @@ def masked(net: nn.Module, optimizer: torch.optim.Optimizer, received: Any) -> I
 
 
 def wants_scores(received: Any) -> bool:
-    """Return whether the method asks for scores of the received model; answer with :func:`send_scores`."""
+    """Return whether the method asks for scores of the received model; answer with :func:`send_scores`.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> wants_scores(SimpleNamespace(meta={REQUEST_KIND: "score"}))
+        True
+    """
     return (received.meta or {}).get(REQUEST_KIND) == "score"
 
 
@@ -100,6 +126,12 @@ def send_scores(
 
     Raises:
         ConfigError: there is no minibatch.
+
+    Examples:
+        >>> send_scores(nn.Linear(2, 1), [], lambda net, batch: net(batch).mean())
+        Traceback (most recent call last):
+        ...
+        flare_sparse.core.errors.ConfigError: send_scores: there is no minibatch; give at least one
     """
     import nvflare.client as flare
 

@@ -31,6 +31,11 @@ class Deployment:
         byoc: send the package's source with the job.
         mlflow: tracking URI, resolved; None: no tracking.
         restart_command: command that submits the job again, for the user; empty: unknown.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> Deployment(kit=Path("kits/lead"), byoc=True).kit.name
+        'lead'
     """
 
     kit: Path | None = None

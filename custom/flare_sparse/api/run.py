@@ -41,6 +41,15 @@ class Run:
     Attributes:
         path: result folder.
         observer: hears of problems with the sites' data.
+
+    Examples:
+        >>> import flare_sparse
+        >>> _ = flare_sparse.run("study.yaml", out="out", overwrite=True, observer=SILENT)
+        >>> run = Run.load("out")
+        >>> sorted(run.summary["final"]["metrics"]), run.model().training
+        (['bias', 'mae', 'r2', 'rmse', 'test_examples'], False)
+        >>> sorted(run.evaluate()["results"])
+        ['A', 'B']
     """
 
     path: Path

@@ -36,9 +36,6 @@ def run(
 ) -> Run:
     """Run a configuration, print a line for each round, and return the finished run.
 
-        run = flare_sparse.run("app_configs/neurosfl_brain_age.yaml", overrides={"method.sparsity": 0.98})
-        run.summary["final"]["metrics"]
-
     The same settings end with the same model in every environment, bit for bit.
 
     Args:
@@ -55,6 +52,11 @@ def run(
     Raises:
         ConfigError: a wrong setting, or ``out`` holds a run that would be lost; nothing was started.
         FlareSparseError: the run failed; it can be resumed if a round was committed.
+
+    Examples:
+        >>> done = run("study.yaml", overrides={"method.rounds": 1}, out="short", observer=Observer())
+        >>> done.summary["rounds"], sorted(done.summary["final"]["sites"])
+        (1, ['A', 'B'])
     """
     study = Study.load(config, list_overrides(overrides))
     name = name_run(study, env)

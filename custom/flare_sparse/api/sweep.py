@@ -77,6 +77,12 @@ def sweep(
 
     Raises:
         ConfigError: a wrong setting, no validation examples, Optuna is not installed, or no run has finished.
+
+    Examples:
+        >>> grid = {"method.sparsity": [0.5, 0.75]}
+        >>> best = sweep("study.yaml", grid, {"task.split.validation": 0.2}, seeds=1, out="swept")
+        >>> len(best.results), best.winner.name
+        (2, 'best.yaml')
     """
     file, shared = Path(config), list_overrides(overrides)
     if isinstance(grid, Mapping):

@@ -24,6 +24,11 @@ class Study:
     Attributes:
         config: validated settings.
         file: where they were read from; the user's own modules lie beside it.
+
+    Examples:
+        >>> study = Study.load("study.yaml", ["method.sparsity=0.75"])
+        >>> study.config.method.name, study.config.method.config.sparsity
+        ('neurosfl', 0.75)
     """
 
     config: RunConfig

@@ -13,7 +13,16 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 class FlareSparseError(Exception):
-    """Base class of all errors of this package. ``code`` is stable and listed in docs/troubleshooting.md."""
+    """Base class of all errors of this package. ``code`` is stable and listed in docs/troubleshooting.md.
+
+    Examples:
+        >>> from flare_sparse import Study
+        >>> try:
+        ...     Study.load("absent.yaml")
+        ... except FlareSparseError as error:
+        ...     print(error.code)
+        E_CONFIG
+    """
 
     code = "E_FLARE_SPARSE"
 

@@ -48,6 +48,11 @@ class Patch:
         base: ``"zeros"``, or ``"previous"``: the vector that the receiver holds since the last message.
         encrypted: ciphertext of the values. Where it cannot be decrypted, ``source`` is NaN, and so is every
             result computed from it; NaN is never sent.
+
+    Examples:
+        >>> patch = Patch.from_vector(torch.tensor([1.0, 2.0, 3.0]), Mask(torch.tensor([True, False, True])))
+        >>> patch.values, patch.to_vector()
+        (tensor([1., 3.]), tensor([1., 0., 3.]))
     """
 
     source: Tensor
@@ -100,6 +105,11 @@ class Request:
         round: 1-based; 0 before training.
         model: patch that turns the site's vector into the model of the request.
         trainable: entries that training may change; all others keep their value bit for bit.
+
+    Examples:
+        >>> request = Request("train", 1, Patch.empty(3), Mask.full(3))
+        >>> request.kind, request.trainable.count
+        ('train', 3)
     """
 
     kind: str
@@ -156,6 +166,12 @@ class Update:
             it empty, the site endpoint adds the former, unless the update carries scores.
         is_complete: whether every entry outside the patch is zero at the site and at the server, so that no rounding
             residual of it is left to send.
+
+    Examples:
+        >>> patch = Patch.from_vector(torch.tensor([1.0, 2.0, 3.0]), Mask(torch.tensor([True, False, True])))
+        >>> update = Update(patch, "weights", num_examples=40, metrics={"mae": 5.8})
+        >>> update.patch.mask.count, update.num_examples
+        (2, 40)
     """
 
     patch: Patch

@@ -27,6 +27,11 @@ class Mask:
 
     Attributes:
         bits: bool tensor ``(P,)``.
+
+    Examples:
+        >>> mask = Mask(torch.tensor([True, False, True]))
+        >>> mask.count, mask.take(torch.tensor([5.0, 6.0, 7.0]))
+        (2, tensor([5., 7.]))
     """
 
     def __init__(self, bits: Tensor):

@@ -7,7 +7,19 @@ from typing import Any
 
 
 class Observer:
-    """Hears what happens in a run; this one ignores it."""
+    """Hears what happens in a run; this one ignores it.
+
+    Examples:
+        >>> import flare_sparse
+        >>> class Log(Observer):
+        ...     def see_round(self, line):
+        ...         print(line["round"], line["sites_contributed"])
+        >>> run = flare_sparse.run("study.yaml", out="observed", observer=Log())
+        0 ['A', 'B']
+        1 ['A', 'B']
+        2 ['A', 'B']
+        3 ['A', 'B']
+    """
 
     def say(self, text: str) -> None:
         """Hear a line of text about the run."""

@@ -71,6 +71,13 @@ class Layout:
             models reject each other's messages.
         skeleton: the network on torch's ``meta`` device, that is without values, for code that needs to know how
             tensors connect; None if only the tensors are known. It takes no part in comparisons.
+
+    Examples:
+        >>> layout = Layout.from_module(nn.Linear(2, 1))
+        >>> [(tensor.name, tensor.shape) for tensor in layout.tensors], layout.size
+        ([('weight', (1, 2)), ('bias', (1,))], 3)
+        >>> layout.unflatten(torch.tensor([1.0, 2.0, 3.0]))["bias"]
+        tensor([3.])
     """
 
     tensors: tuple[TensorSpec, ...]

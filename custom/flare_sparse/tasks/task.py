@@ -59,7 +59,14 @@ Kind = Literal["regression", "binary", "classes", "survival"]
 
 
 class TaskConfig(Settings):
-    """Base class of a task's settings; an unknown field is an error."""
+    """Base class of a task's settings; an unknown field is an error.
+
+    Examples:
+        >>> class Config(TaskConfig):
+        ...     hidden: int = 16
+        >>> Config(hidden=32, split={"test": 0.5}).split.test
+        0.5
+    """
 
     split: SplitConfig = Field(
         default_factory=SplitConfig, description="which of a site's subjects are for training, validation and testing"
@@ -82,6 +89,10 @@ class Metric:
 
     Raises:
         ConfigError: the name is empty or reserved, or the mode is neither ``"min"`` nor ``"max"``.
+
+    Examples:
+        >>> Metric("mae", "years", "min").is_better(5.8, 6.1)
+        True
     """
 
     name: str
@@ -120,6 +131,10 @@ class SiteData:
         path: folder or file.
         subset: identifiers of the site's examples; None for all examples of ``path``.
         methods: settings that the site chooses for itself, by name of the method.
+
+    Examples:
+        >>> SiteData("site-1", Path("/data/brains"), subset=("sub-01", "sub-07")).subset
+        ('sub-01', 'sub-07')
     """
 
     site: str
@@ -146,6 +161,13 @@ class Examples:
         test_subjects, validation_subjects: the same of the other examples.
         notes: what the record of an evaluation on these examples states, such as the rows that inputs are scaled by.
         warnings: what does not stop a run but may spoil its result; shown by ``flare-sparse check`` and logged.
+
+    Examples:
+        >>> from torch.utils.data import TensorDataset
+        >>> rows = TensorDataset(torch.zeros(3, 2))
+        >>> examples = Examples(train=rows, test=rows, train_subjects=["a", "a", "b"])
+        >>> examples.n_train, examples.count_train_subjects()
+        (3, 2)
     """
 
     train: Dataset[Any]
@@ -242,6 +264,29 @@ class Task(ABC):
         metric: the metric that rounds and models are compared by.
         reads: the data that ``load`` reads, in one sentence; ``flare-sparse tasks`` shows it.
         kind: what the targets are, for baselines and paired comparisons; None: runs are compared by their metrics only.
+
+    Examples:
+        >>> from torch.utils.data import TensorDataset
+        >>> class Dose(Task):
+        ...     metric = Metric("mae", "mg", "min")
+        ...
+        ...     def model(self):
+        ...         return nn.Linear(2, 1)
+        ...
+        ...     def load(self, data, seed):
+        ...         rows = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
+        ...         return Examples(train=rows, test=rows)
+        ...
+        ...     def predict(self, model, batch):
+        ...         return model(batch[0]), batch[1]
+        ...
+        ...     def loss(self, model, batch):
+        ...         return nn.functional.mse_loss(*self.predict(model, batch))
+        ...
+        ...     def metrics(self, predictions, targets):
+        ...         return {"mae": float((predictions - targets).abs().mean())}
+        >>> Dose().metrics(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+        {'mae': 1.0}
     """
 
     Config: ClassVar[type[TaskConfig]] = TaskConfig

@@ -54,6 +54,10 @@ class RunFolder:
         path: the folder.
         resume: the run that it holds is continued from its last committed round.
         step_back: number of commits that are discarded before; only with ``resume``.
+
+    Examples:
+        >>> RunFolder.choose("study").path
+        PosixPath('runs/study')
     """
 
     path: Path

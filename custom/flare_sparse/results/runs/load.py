@@ -18,9 +18,11 @@ from .models import read_run_model
 def load_model(run: str | Path, *, best: bool = False, compute: Compute = "dense") -> nn.Module:
     """Load the network of a run with its trained weights, in evaluation mode; masked entries are zero.
 
-        >>> from flare_sparse import load_model
-        >>> model = load_model("runs/neurosfl_brain_age")  # doctest: +SKIP
-        >>> ages = model(volumes)                          # doctest: +SKIP
+    Examples:
+        >>> import flare_sparse
+        >>> _ = flare_sparse.run("study.yaml", out="out", overwrite=True, observer=flare_sparse.Observer())
+        >>> load_model("out")(torch.zeros(1, 2)).shape
+        torch.Size([1, 1])
 
     Args:
         run: result folder of ``flare-sparse run``.
