@@ -25,7 +25,7 @@ def build_settings_table(config: type[BaseModel], section: str, title: str) -> T
     """
     table = Table(box=None, pad_edge=False, title=escape(title))
     table.title_justify = "left"
-    rows = list(_iterate_settings(config, section))
+    rows = list(iterate_settings(config, section))
     # rich cuts a word that is wider than its column, and a setting that cannot be read cannot be typed.
     table.add_column("setting", min_width=max((len(row[0]) for row in rows), default=0), no_wrap=True)
     for column in ("default", "allowed", "meaning"):
@@ -40,7 +40,7 @@ def get_first_line(documented: Any) -> str:
     return (inspect.getdoc(documented) or "").partition("\n")[0].replace("``", "")
 
 
-def _iterate_settings(
+def iterate_settings(
     config: type[BaseModel], path: str, section: BaseModel | None = None
 ) -> Iterator[tuple[str, str, str, str]]:
     """Yield path, default, allowed values and meaning of each setting; ``section`` overrides the defaults."""
@@ -50,7 +50,7 @@ def _iterate_settings(
         default = default if section is None else getattr(section, name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             nested = default if isinstance(default, BaseModel) else None
-            yield from _iterate_settings(field.annotation, f"{path}.{name}", nested)
+            yield from iterate_settings(field.annotation, f"{path}.{name}", nested)
             # The settings of a network depend on its name; shown are those of the default network.
             for key, value in ((nested.model_extra or {}) if nested else {}).items():
                 yield f"{path}.{name}.{key}", json.dumps(value), "as the network needs", "setting of this network"

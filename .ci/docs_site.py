@@ -1,0 +1,183 @@
+"""Pages of the documentation site that the package itself writes: commands, settings, API; and tables from CSV files.
+
+MkDocs calls the functions ``on_...`` (.ci/mkdocs.yml). Nothing of this is committed.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pydantic import BaseModel
+from typer.main import get_command
+
+import flare_sparse
+from flare_sparse import client
+from flare_sparse.cli import app
+from flare_sparse.cli.methods import find_source
+from flare_sparse.cli.settings_table import get_first_line, iterate_settings
+from flare_sparse.config.policy.policy import Policy
+from flare_sparse.config.schema import RunConfig
+from flare_sparse.methods.method import MethodConfig
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.tasks.data.source import SiteFile
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import TaskConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIES = "repository"
+"""Folder of the site with files of the repository that pages link to."""
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages, and the files outside docs/ that pages link to."""
+    for name, text in (("cli", format_commands()), ("settings", format_settings())):
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    linked = {file for page in files.documentation_pages() for file in list_outside_links(page)}
+    for file in sorted(linked):
+        name = f"{COPIES}/{file.relative_to(ROOT)}"
+        files.append(File.generated(config, name, abs_src_path=str(file)))
+    return files
+
+
+def list_outside_links(page: File) -> Iterator[Path]:
+    """Yield the files of the repository outside docs/ that a page links to, but no folders and no pages."""
+    source = Path(page.abs_src_path or "")
+    if source.is_file():
+        for _, _, target, _ in LINK.findall(source.read_text(encoding="utf-8")):
+            file = (source.parent / target).resolve()
+            if file.is_file() and not file.is_relative_to(ROOT / "docs") and file.suffix != ".md":
+                yield file
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put tables and the API in the place of their marks, and let links to the repository point into the site."""
+    folder = (ROOT / "docs" / page.file.src_uri).parent
+
+    def insert_table(match: re.Match[str]) -> str:
+        with (folder / match[1]).open(encoding="utf-8", newline="") as file:
+            return format_table(list(csv.reader(file)))
+
+    def move_link(match: re.Match[str]) -> str:
+        target = (folder / match[3]).resolve()
+        if "://" in match[3] or not target.exists() or target.is_relative_to(ROOT / "docs"):
+            return match[0]
+        if target.is_dir() or target.suffix == ".md":
+            return f"{match[2]} (`{target.relative_to(ROOT)}` in the repository)"
+        up = "../" * page.file.src_uri.count("/")
+        return f"[{match[2]}]({up}{COPIES}/{target.relative_to(ROOT)})"
+
+    markdown = re.sub(r"^<!-- table: (\S+) -->$", insert_table, markdown, flags=re.MULTILINE)
+    return LINK.sub(move_link, markdown.replace("<!-- api -->", format_api()))
+
+
+def format_table(rows: list[list[str]]) -> str:
+    """Return a Markdown table whose first row is its head."""
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+
+
+def format_api() -> str:
+    """Return the public names, as mkdocstrings reads them."""
+    parts = [("flare_sparse", flare_sparse.__all__, flare_sparse), ("flare_sparse.client", client.__all__, client)]
+    lines = []
+    for module, names, place in parts:
+        lines += ["", f"## {module}", ""]
+        for name in names:
+            value = getattr(place, name)
+            lines += ["", f"::: {value.__module__}.{value.__qualname__}"]
+    return "\n".join(lines)
+
+
+def format_commands() -> str:
+    """Return the page of all commands: what ``--help`` says."""
+    lines = ["# Command line", "", "Every command, as `flare-sparse COMMAND --help` shows it.", ""]
+    for path, command in list_commands("flare-sparse", get_command(app)):
+        lines += [f"## {path.removeprefix('flare-sparse ')}", "", *format_help(command.help or ""), ""]
+        rows = [["argument or option", "default", "meaning"], *map(list_cells, command.params)]
+        lines += [f"`{path} {' '.join(list_usage(command))}`", "", format_table(rows), ""]
+    return "\n".join(lines)
+
+
+def list_commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the full name of each command that does something, with the command."""
+    for name, part in getattr(command, "commands", {}).items():
+        yield from list_commands(f"{path} {name}", part)
+    if not hasattr(command, "commands"):
+        yield path, command
+
+
+def list_usage(command: Any) -> Iterator[str]:
+    """Yield the words after a command's name."""
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            yield parameter.make_metavar() if not hasattr(parameter, "ctx") else parameter.name.upper()
+    yield "[OPTIONS]"
+
+
+def list_cells(parameter: Any) -> list[str]:
+    """Return name, default and meaning of a parameter."""
+    is_argument = parameter.param_type_name == "argument"
+    names = parameter.name.upper() if is_argument else ", ".join((*parameter.opts, *parameter.secondary_opts))
+    default = "required" if parameter.required else parameter.default
+    shown = "" if callable(default) or default in (None, False, (), []) else f"`{default}`"
+    return [f"`{names}`", shown if not parameter.required else "required", strip_markup(parameter.help or "")]
+
+
+def format_help(text: str) -> Iterator[str]:
+    """Yield the lines of a command's description; its examples become code."""
+    for paragraph in text.split("\n\n"):
+        plain = " ".join(strip_markup(paragraph).split())
+        yield f"```\n{plain}\n```" if paragraph.strip().startswith("[dim]") else plain
+        yield ""
+
+
+def strip_markup(text: str) -> str:
+    """Return a text without rich's marks for its look."""
+    return re.sub(r"\[/?(?:dim|bold|red|green|cyan|yellow)?\]", "", text)
+
+
+def format_settings() -> str:
+    """Return the page of all settings: section by section, then methods and tasks with what is their own."""
+    lines = ["# Settings", "", "Every setting of a configuration, from the schema that validates it.", ""]
+    for name, field in RunConfig.model_fields.items():
+        section = find_section(field.annotation)
+        if section is not None and name not in ("method", "task"):
+            lines += [f"## {name}", "", get_first_line(section), "", format_rows(section, name), ""]
+    lines += ["## method", "", "Of every method:", "", format_rows(MethodConfig, "method"), ""]
+    common = set(iterate_settings(MethodConfig, "method"))
+    for name, method in METHODS.items():
+        lines += [f"### {name}", "", f"{find_source(method)}. {get_first_line(method)}", ""]
+        lines += [format_rows(method.Config, "method", common), ""]
+    lines += ["## task", "", "Of every task:", "", format_rows(TaskConfig, "task"), ""]
+    common = set(iterate_settings(TaskConfig, "task"))
+    for name, task in TASKS.items():
+        lines += [f"### {name}", "", f"{get_first_line(task)} {task.reads}", "", format_rows(task.Config, "task", common)]
+        lines += [""]
+    lines += ["## A site's policy", "", get_first_line(Policy), "", format_rows(Policy, ""), ""]
+    lines += ["## The site file", "", get_first_line(SiteFile), "", format_rows(SiteFile, ""), ""]
+    return "\n".join(lines)
+
+
+def find_section(annotation: Any) -> type[BaseModel] | None:
+    """Return the class of a section's settings; None for a single setting."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def format_rows(section: type[BaseModel], name: str, common: set[tuple[str, ...]] = frozenset()) -> str:  # type: ignore[assignment]
+    """Return a table of the settings of a section that are not common ones."""
+    rows = [row for row in iterate_settings(section, name) if row not in common]
+    if not rows:
+        return "No settings of its own."
+    cells = [[f"`{path.removeprefix('.')}`", f"`{default}`", allowed, text] for path, default, allowed, text in rows]
+    return format_table([["setting", "default", "allowed", "meaning"], *cells])
