@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,11 +15,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic import BaseModel
-from typer.main import get_command
 
 import flare_sparse
 from flare_sparse import client
-from flare_sparse.cli import app
+from flare_sparse.cli import COMMANDS, load_command
 from flare_sparse.cli.methods import find_source
 from flare_sparse.cli.settings_table import get_first_line, iterate_settings
 from flare_sparse.config.policy.policy import Policy
@@ -57,7 +56,7 @@ def list_outside_links(page: File) -> Iterator[Path]:
                 yield file
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Put tables and the API in the place of their marks, and let links to the repository point into the site."""
     folder = (ROOT / "docs" / page.file.src_uri).parent
 
@@ -99,27 +98,24 @@ def format_api() -> str:
 def format_commands() -> str:
     """Return the page of all commands: what ``--help`` says."""
     lines = ["# Command line", "", "Every command, as `flare-sparse COMMAND --help` shows it.", ""]
-    for path, command in list_commands("flare-sparse", get_command(app)):
-        lines += [f"## {path.removeprefix('flare-sparse ')}", "", *format_help(command.help or ""), ""]
-        rows = [["argument or option", "default", "meaning"], *map(list_cells, command.params)]
-        lines += [f"`{path} {' '.join(list_usage(command))}`", "", format_table(rows), ""]
+    for name in COMMANDS:
+        for path, command in list_commands(f"flare-sparse {name}", load_command(name)):
+            usage = " ".join(p.name.upper() for p in command.params if p.param_type_name == "argument")
+            lines += [f"## {path.removeprefix('flare-sparse ')}", "", *format_help(command.help or "")]
+            lines += [f"`{path} {usage} [OPTIONS]`".replace("  ", " "), ""]
+            lines += [
+                format_table([["argument or option", "default", "meaning"], *map(list_cells, command.params)]),
+                "",
+            ]
     return "\n".join(lines)
 
 
 def list_commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
     """Yield the full name of each command that does something, with the command."""
-    for name, part in getattr(command, "commands", {}).items():
-        yield from list_commands(f"{path} {name}", part)
     if not hasattr(command, "commands"):
         yield path, command
-
-
-def list_usage(command: Any) -> Iterator[str]:
-    """Yield the words after a command's name."""
-    for parameter in command.params:
-        if parameter.param_type_name == "argument":
-            yield parameter.make_metavar() if not hasattr(parameter, "ctx") else parameter.name.upper()
-    yield "[OPTIONS]"
+    for name, part in getattr(command, "commands", {}).items():
+        yield from list_commands(f"{path} {name}", part)
 
 
 def list_cells(parameter: Any) -> list[str]:
@@ -159,8 +155,8 @@ def format_settings() -> str:
     lines += ["## task", "", "Of every task:", "", format_rows(TaskConfig, "task"), ""]
     common = set(iterate_settings(TaskConfig, "task"))
     for name, task in TASKS.items():
-        lines += [f"### {name}", "", f"{get_first_line(task)} {task.reads}", "", format_rows(task.Config, "task", common)]
-        lines += [""]
+        lines += [f"### {name}", "", f"{get_first_line(task)} {task.reads}", ""]
+        lines += [format_rows(task.Config, "task", common), ""]
     lines += ["## A site's policy", "", get_first_line(Policy), "", format_rows(Policy, ""), ""]
     lines += ["## The site file", "", get_first_line(SiteFile), "", format_rows(SiteFile, ""), ""]
     return "\n".join(lines)
@@ -174,7 +170,7 @@ def find_section(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def format_rows(section: type[BaseModel], name: str, common: set[tuple[str, ...]] = frozenset()) -> str:  # type: ignore[assignment]
+def format_rows(section: type[BaseModel], name: str, common: Collection[tuple[str, ...]] = ()) -> str:
     """Return a table of the settings of a section that are not common ones."""
     rows = [row for row in iterate_settings(section, name) if row not in common]
     if not rows:
