@@ -131,7 +131,7 @@ def format_help(text: str) -> Iterator[str]:
     """Yield the lines of a command's description; its examples become code."""
     for paragraph in text.split("\n\n"):
         plain = " ".join(strip_markup(paragraph).split())
-        yield f"```\n{plain}\n```" if paragraph.strip().startswith("[dim]") else plain
+        yield f"```bash\n{plain}\n```" if plain.startswith("flare-sparse ") else plain
         yield ""
 
 
