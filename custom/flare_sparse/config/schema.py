@@ -23,7 +23,7 @@ from .choice import Choice, ChoiceSerializer, build_choice_validator, build_erro
 from .needs import find_conflicts
 
 RESERVED_NAMES = frozenset({"server", "sum"})
-"""Names that stand for something else than a hub in a ledger."""
+"""Names that a ledger uses for something other than a hub."""
 _SCRIPT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*\.py")
 
 

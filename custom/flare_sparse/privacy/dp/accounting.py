@@ -54,7 +54,7 @@ class SamplingPlan:
     lot_size: int
     steps: int
     trainings: int
-    # Not in the text that names a question: one question has no steps of another kind.
+    # Left out of the text that names a question, which has steps of one kind only.
     score_steps: int = field(default=0, repr=False)
 
     @classmethod

@@ -62,7 +62,7 @@ class ModelComparison:
         return self.metric.is_better(evaluation.overall[self.name], best.overall[self.name])
 
     def is_stopped(self, progress: Progress) -> bool:
-        """Whether so many models in a row were no better than the best one that the run ends early."""
+        """Whether the run ends early: as many models in a row as ``patience`` says were not better than the best."""
         if self.patience is None or progress.best.round < 0:
             return False
         best_sites = progress.best.evaluation.list_sites_with(self.name)
