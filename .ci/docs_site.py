@@ -6,6 +6,7 @@ MkDocs calls the functions ``on_...`` (.ci/mkdocs.yml). Nothing of this is commi
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -66,6 +67,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
     def move_link(match: re.Match[str]) -> str:
         target = (folder / match[3]).resolve()
+        if match[2] == target.name and target.suffix == ".md" and target.is_file():
+            return f"[{find_title(target)}]({match[3]}{match[4] or ''})"
         if "://" in match[3] or not target.exists() or target.is_relative_to(ROOT / "docs"):
             return match[0]
         if target.is_dir() or target.suffix == ".md":
@@ -75,6 +78,11 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
     markdown = re.sub(r"^<!-- table: (\S+) -->$", insert_table, markdown, flags=re.MULTILINE)
     return LINK.sub(move_link, markdown.replace("<!-- api -->", format_api()))
+
+
+def find_title(page: Path) -> str:
+    """Return the first heading of a page."""
+    return page.read_text(encoding="utf-8").partition("# ")[2].partition("\n")[0]
 
 
 def format_table(rows: list[list[str]]) -> str:
@@ -128,16 +136,16 @@ def list_cells(parameter: Any) -> list[str]:
 
 
 def format_help(text: str) -> Iterator[str]:
-    """Yield the lines of a command's description; its examples become code."""
-    for paragraph in text.split("\n\n"):
-        plain = " ".join(strip_markup(paragraph).split())
-        yield f"```bash\n{plain}\n```" if plain.startswith("flare-sparse ") else plain
-        yield ""
+    """Yield the paragraphs of a command's description; examples in a row become one block of code."""
+    paragraphs = [" ".join(strip_markup(paragraph).split()) for paragraph in text.split("\n\n")]
+    for are_examples, group in itertools.groupby(paragraphs, lambda plain: plain.startswith("flare-sparse ")):
+        lines = list(group)
+        yield "\n".join(["```bash", *lines, "```", ""]) if are_examples else "\n\n".join([*lines, ""])
 
 
 def strip_markup(text: str) -> str:
-    """Return a text without rich's marks for its look."""
-    return re.sub(r"\[/?(?:dim|bold|red|green|cyan|yellow)?\]", "", text)
+    """Return a text without rich's marks for its look, its placeholders such as <name> safe from HTML."""
+    return re.sub(r"\[/?(?:dim|bold|red|green|cyan|yellow)?\]", "", text).replace("<", "&lt;")
 
 
 def format_settings() -> str:
