@@ -77,6 +77,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"[{match[2]}]({up}{COPIES}/{target.relative_to(ROOT)})"
 
     markdown = re.sub(r"^<!-- table: (\S+) -->$", insert_table, markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^Table of \d+ rows: \[\S+\]\((\S+)\)\.$", insert_table, markdown, flags=re.MULTILINE)
     return LINK.sub(move_link, markdown.replace("<!-- api -->", format_api()))
 
 

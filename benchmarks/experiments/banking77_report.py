@@ -27,7 +27,7 @@ def update_docs(folder: Path) -> None:
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
     tables = [*format_runs(runs), *format_differences(runs)] if runs else ["No run has finished yet."]
-    text = move_tables("\n".join([START, "", *tables, "", END]), PAGE, {1: "banking77"})
+    text = move_tables("\n".join([START, "", *tables, "", END]), PAGE, {1: "banking77", 2: "banking77_differences"})
     PAGE.write_text(before + text + rest.partition(END)[2], encoding="utf-8")
 
 

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "brain_t1.md"
 PLOT = ROOT / "docs" / "images" / "result.png"
 MARK = "<!-- tables -->"
-MOVED = {2: "sites", 3: "differences", 4: "densities", 5: "live", 6: "methods", 7: "uniform", 8: "skewed", 9: "sex"}
-"""Tables of the page that are files of their own, by number."""
+NAMES = ("error", "sites", "differences", "densities", "live", "methods", "uniform", "skewed", "sex")
+"""Names of the tables, which are files of their own."""
 SITES = ("IXI-HH-1", "IXI-HH-2", "IXI-HH-3", "IXI-HH-4", "NSK")
 LINEAR = {
     "site_mean": "site mean",
@@ -257,7 +257,9 @@ def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str], more: 
         *(line for table, labels in more.items() for line in format_more(folder, table, labels)),
     ]
     plot_errors(arms, [label for label in main if label in arms], PLOT)
-    PAGE.write_text(text + move_tables("\n".join(lines) + "\n", PAGE, MOVED), encoding="utf-8")
+    PAGE.write_text(
+        text + move_tables("\n".join(lines) + "\n", PAGE, dict(enumerate(NAMES, start=1))), encoding="utf-8"
+    )
 
 
 def plot_errors(arms: Mapping[str, Arm], labels: Sequence[str], path: Path) -> None:

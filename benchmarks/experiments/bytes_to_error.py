@@ -27,6 +27,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from page_tables import move_tables
 from runs import CONFIGS, claim
 
 from flare_sparse.config.assemble import assemble
@@ -220,7 +221,8 @@ def main() -> int:
         print(*tables, sep="\n\n")
     if arguments.docs:
         text = PAGE.read_text().partition(MARK)[0]
-        PAGE.write_text(f"{text}{MARK}\n\n" + "\n\n".join(tables) + "\n")
+        moved = move_tables("\n\n".join(tables) + "\n", PAGE, dict(enumerate(arguments.only, start=1)))
+        PAGE.write_text(f"{text}{MARK}\n\n{moved}")
     return 0
 
 

@@ -31,8 +31,8 @@ TITLES = {
     "openneuro": "OpenNeuro",
     "abide1": "ABIDE I",
 }
-MOVED = {2: "fcon1000_left_out", 3: "openneuro", 4: "openneuro_left_out", 5: "abide1", 6: "abide1_left_out"}
-"""Tables of the page that are files of their own, by number."""
+NAMES = ("fcon1000", "fcon1000_left_out", "openneuro", "openneuro_left_out", "abide1", "abide1_left_out")
+"""Names of the tables, which are files of their own."""
 LABELS = {
     "site_mean": "site mean",
     "ridge_pooled": "ridge, pooled",
@@ -57,7 +57,9 @@ def update_docs(folder: Path) -> None:
     page = ROOT / "docs" / "results" / "cohorts.md"
     text = page.read_text(encoding="utf-8").partition(MARK)[0] if page.is_file() else HEAD
     sections = [section for name in TITLES for section in format_cohort(folder / name, name)]
-    page.write_text(text + MARK + "\n" + move_tables("".join(sections), page, MOVED), encoding="utf-8")
+    page.write_text(
+        text + MARK + "\n" + move_tables("".join(sections), page, dict(enumerate(NAMES, start=1))), encoding="utf-8"
+    )
 
 
 def format_cohort(folder: Path, name: str) -> Iterable[str]:

@@ -50,7 +50,7 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "app_configs" / "scbf_mortality.yaml"
-MOVED = {2: "diabetes", 3: "diabetes_by_age"}
+MOVED = {1: "eicu", 2: "diabetes", 3: "diabetes_by_age"}
 """Tables of the page that are files of their own, by number."""
 METHODS = {
     "FedAvg": "name: fedavg",

@@ -1,8 +1,9 @@
-"""docs/bad-input.md and the tests name the same rows: every row has its test, and every test its row."""
+"""docs/bad_input.csv and the tests name the same rows: every row has its test, and every test its row."""
 
 from __future__ import annotations
 
 import ast
+import csv
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -11,11 +12,10 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "bad-input.md"
-ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+?) \| (.+?) \| `(\w+)\.py` \|$", re.MULTILINE)
-CODE = re.compile(r"`([EW]_[A-Z_]+)`")
+TABLE = HERE.parents[1] / "docs" / "bad_input.csv"
+CODE = re.compile(r"[EW]_[A-Z_]+")
 
-ROWS = {int(row[1]): row for row in ROW.finditer(PAGE.read_text(encoding="utf-8"))}
+ROWS = {int(row["row"]): row for row in csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines())}
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,16 @@ def find_row(node: ast.FunctionDef) -> int | None:
 @pytest.mark.parametrize("number", ROWS)
 def test_codes_of_a_row_are_those_of_its_test(number: int) -> None:
     row = ROWS[number]
-    functions = read_functions(row[5])
+    module = row["test"].removesuffix(".py")
+    functions = read_functions(module)
     source = "".join(function.source for function in functions if function.row == number)
     helpers = "".join(
         function.source
         for function in functions
         if not function.name.startswith("test_") and f"{function.name}(" in source
     )
-    implied = "E_DATA" if row[5] == "test_data" else ""
-    assert [code for code in CODE.findall(row[4]) if code not in source + helpers + implied] == []
+    implied = "E_DATA" if module == "test_data" else ""
+    assert [code for code in CODE.findall(row["code"]) if code not in source + helpers + implied] == []
 
 
 def test_every_marked_test_has_its_row() -> None:
@@ -61,4 +62,4 @@ def test_every_marked_test_has_its_row() -> None:
     marked = {
         (function.row, module) for module in modules for function in read_functions(module) if function.row is not None
     }
-    assert marked == {(number, row[5]) for number, row in ROWS.items()}
+    assert marked == {(number, row["test"].removesuffix(".py")) for number, row in ROWS.items()}
