@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from local_federation import LocalFederation, Upload
 from torch import nn
-from toy import Toy, ToyBench
+from toy import Plain, Toy, ToyBench
 
 from flare_sparse.compute.structure.scaling import InputScaler
 from flare_sparse.core.exchange import Contribution
+from flare_sparse.methods.aggregation.weighted import weigh_by_examples, weighted_sum
 from flare_sparse.rounds.federation import RoundRules
 
 LAYOUT = ToyBench(Toy()).layout
@@ -109,3 +113,82 @@ def test_sites_that_missed_a_round_receive_the_full_model(bench: Any) -> None:
         last_received[line.site] = line.sequence
     assert any(line.scalars_sent < bench.layout.size for line in down)
     assert outcome.rounds[-1].round == 7
+
+
+def test_both_ends_select_by_chunk(bench: Any) -> None:
+    method = bench.method("topk_ef", fraction=0.25, down=0.5, chunk=32)
+    _, ledger = bench.run("topk_ef", fraction=0.25, down=0.5, chunk=32, rounds=3)
+    sizes = [32] * (LAYOUT.trainable_size // 32) + [LAYOUT.trainable_size % 32]
+    assert method.upload_size == sum(size // 4 for size in sizes)
+    assert method.download_size == sum(size // 2 for size in sizes)
+    buffers = LAYOUT.size - LAYOUT.trainable_size
+    sent = {(line.direction, line.scalars_sent) for line in ledger.lines if line.round > 1 and line.scalars_sent}
+    assert sent == {("up", method.upload_size + buffers), ("down", method.download_size + buffers)}
+
+
+def test_the_last_evaluation_sends_the_last_change_alone(bench: Any) -> None:
+    outcome, ledger = bench.run("topk_ef", fraction=0.1, down=0.2, rounds=3)
+    sent = {line.scalars_sent for line in ledger.lines if line.kind == "evaluate" and line.direction == "down"}
+    assert sent == {int(0.2 * LAYOUT.size) + LAYOUT.size - LAYOUT.trainable_size}
+    assert outcome.evaluation.overall["mse"] > 0
+
+
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 2**16), decay=st.sampled_from([1.0, 0.8, 0.5]))
+def test_what_arrived_and_what_both_ends_keep_is_the_sum_of_all_deltas(seed: int, decay: float) -> None:
+    """With decay: and what was decayed away. Rounds that a site loses for good, it starts over from its last memory."""
+    bench, random = ToyBench(Plain()), np.random.default_rng(seed)
+    federation = LocalFederation(
+        "topk_ef", bench, rules=RoundRules(min_sites=2, retries=9), rounds=50, fraction=0.05, down=0.08, decay=decay,
+        training={"optimizer": "sgd", "lr": 0.01, "epochs": 1},
+    )  # fmt: skip
+    deltas: dict[tuple[str, int], torch.Tensor] = {}
+    arrived: dict[tuple[str, int], torch.Tensor] = {}
+    residuals = {name: torch.zeros(bench.layout.size) for name in federation.sites}
+    decayed = {name: torch.zeros(bench.layout.size) for name in federation.sites}
+    kept: dict[tuple[str, int], torch.Tensor] = {}
+    steps = torch.zeros(bench.layout.size, dtype=torch.float64)
+    server_decayed = torch.zeros(bench.layout.size)
+
+    def record_training(name: str, train: Any) -> Any:
+        def record(weights: torch.Tensor, mask: Any, training: Any, t: int, **options: Any) -> torch.Tensor:
+            trained = train(weights, mask, training, t, **options)
+            deltas[name, t] = trained - weights
+            return trained
+
+        return record
+
+    for name, site in federation.sites.items():
+        site.train = record_training(name, site.train)  # type: ignore[method-assign]
+    federation.is_silent = lambda site, attempt: bool(random.random() < 0.2)
+
+    def change_message(upload: Upload) -> Upload | None:
+        key = (upload.site, upload.request.round)
+        kept[key] = upload.endpoint.site.memory.get("residual", torch.zeros(bench.layout.size)).clone()
+        return None if random.random() < 0.15 else upload
+
+    federation.change_message = change_message
+    learn = federation.method.learn
+
+    def record_step(state: Any, contributions: Any) -> Any:
+        nonlocal server_decayed
+        for contribution in contributions:
+            key = (contribution.site, state.round)
+            arrived[key] = contribution.patch.to_vector()
+            decayed[contribution.site] += (1 - decay) * residuals[contribution.site]
+            residuals[contribution.site] = kept[key]
+        steps.add_(weighted_sum(contributions, weigh_by_examples))
+        server_decayed = server_decayed + (1 - decay) * state.residual
+        return learn(state, contributions)
+
+    federation.method.learn = record_step  # type: ignore[method-assign]
+    outcome = federation.run()
+    assert len(outcome.rounds) == 51
+    for name in federation.sites:
+        own = [key for key in arrived if key[0] == name]
+        assert 0 < len(own) < 50
+        total = sum(deltas[key] for key in own)
+        found = sum(arrived[key] for key in own) + residuals[name] + decayed[name]
+        assert torch.allclose(found, total, atol=1e-5)
+    final = outcome.weights - bench.weights + outcome.state.residual + server_decayed
+    assert torch.allclose(final.double(), steps, atol=1e-5)

@@ -30,7 +30,7 @@ from flare_sparse.rounds.federation import Outcome
 
 METHODS: dict[str, dict[str, Any]] = {
     "neurosfl": {"sparsity": 0.5},
-    "topk_ef": {"fraction": 0.1},
+    "topk_ef": {"fraction": 0.1, "down": 0.2, "decay": 0.8},
     "scbf": {"rate": 0.1},
     "metagater": {},
     "fedavg": {},

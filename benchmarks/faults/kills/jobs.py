@@ -20,7 +20,7 @@ from .federation import SERVER, Federation, Unexpected, wait_for
 
 METHODS = {
     "neurosfl": ("{name: neurosfl, rounds: 4, sparsity: 0.5, training: {lr: 0.01}}", "float32"),
-    "topk_ef": ("{name: topk_ef, rounds: 4, fraction: 0.1, training: {lr: 0.01}}", "bfloat16"),
+    "topk_ef": ("{name: topk_ef, rounds: 4, fraction: 0.1, down: 0.2, decay: 0.8, training: {lr: 0.01}}", "bfloat16"),
     "scbf": ("{name: scbf, rounds: 4, rate: 0.3, training: {optimizer: sgd, lr: 0.01}}", "float32"),
     "metagater": ("{name: metagater, rounds: 4, lasso: 0, training: {optimizer: sgd, lr: 0.05}}", "float32"),
 }

@@ -1,6 +1,7 @@
 """Top-k with error feedback (Stich et al. 2018), Algorithm 1 (Mem-SGD): large entries are sent, the rest is kept.
 
-"Sparsified SGD with Memory", arXiv 1809.07599; docs/algorithms.md, section 7.4.
+"Sparsified SGD with Memory", arXiv 1809.07599; docs/algorithms.md, section 7.4. With ``down`` the server selects and
+keeps, too, and ``decay`` shrinks what is kept, as in SparseLoCo (arXiv 2508.15706).
 
 Buffers are exchanged whole. Memory is for gradients, whose sum over rounds is a long step in the right direction. A
 running statistic moves to the site's own value in every round, so that the sum of its deltas leads past that value, and
@@ -14,16 +15,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from ..compute.structure.norms import clip_variances
-from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ..core.mask import Mask, floor_fraction, top_k
+from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.mask import Mask, count_per_chunk, floor_fraction, top_k, top_k_per_chunk
 from ..core.needs import Need, Needs
 from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
-from .method import Method, MethodConfig
+from .method import Method, MethodConfig, broadcast
 from .support.masks import unite_masks
 from .traffic.base import Traffic
 from .traffic.others import LargestEntriesTraffic
@@ -35,6 +37,28 @@ class Config(MethodConfig):
         gt=0,
         le=1,
         description="share of all entries that a site uploads in a round, running statistics not included",
+    )
+    # Left out at their defaults: a job without them keeps its run id.
+    down: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        exclude_if=lambda value: value is None,
+        description="share of all entries that the server sends in a round after the first, running statistics not "
+        "included; it keeps the rest for later rounds; null: all that the round changed",
+    )
+    decay: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        exclude_if=lambda value: value == 1,
+        description="factor of what a site, and with down the server, has kept, before it is added",
+    )
+    chunk: int | None = Field(
+        None,
+        ge=1,
+        exclude_if=lambda value: value is None,
+        description="number of successive entries of which each end selects its share, such as 4096; null: of all",
     )
 
     def needs(self) -> Needs:
@@ -49,11 +73,13 @@ class State:
         round: the next round, 1-based.
         weights: float32 ``(P,)``.
         changed: the entries that the last round changed; sites that took part in it hold all others.
+        residual: ``(P,)`` what the server keeps of the sites' deltas; None: nothing, it sends all.
     """
 
     round: int
     weights: Tensor
     changed: Mask
+    residual: Tensor | None = None
 
 
 @final
@@ -69,7 +95,8 @@ class TopKEF(Method[Config, State]):
         return LargestEntriesTraffic(self)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, Mask.full(self.layout.size))
+        residual = None if self.config.down is None else torch.zeros_like(weights)
+        return State(1, weights, Mask.full(self.layout.size), residual)
 
     def build_assignment(self, kind: str, state: State) -> Assignment:
         changed = Patch.from_vector(state.weights, state.changed, "previous" if state.round > 1 else "zeros")
@@ -80,30 +107,57 @@ class TopKEF(Method[Config, State]):
             full_model=model,
         )
 
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+        # Sites of the last round lack its change alone.
+        return broadcast(sites, self.build_assignment(EVALUATE, state))
+
     @property
     def upload_size(self) -> int:
         """Number of parameters in an update."""
-        return min(floor_fraction(self.config.fraction, self.layout.size), self.layout.trainable_size)
+        return self._count(self.config.fraction)
+
+    @property
+    def download_size(self) -> int | None:
+        """Number of parameters in a request after round 1; None: as many as the round before changed."""
+        return None if self.config.down is None else self._count(self.config.down)
 
     def answer(self, request: Request, site: Site) -> Update:
         training = self.config.get_training(request.round)
         trained = site.train(site.weights, request.trainable, training, request.round)
         delta = trained - site.weights
-        parameters = slice(self.layout.trainable_size)
-        if "residual" in site.memory:
-            delta[parameters] += site.memory["residual"][parameters]
-        # Of the buffers those that training has changed: statistics of inputs stay as they are.
-        bits = delta != 0
-        bits[parameters] = top_k(delta[parameters].abs(), self.upload_size).bits
-        mask = Mask(bits)
-        site.memory["residual"] = delta * ~mask.bits
+        mask, site.memory["residual"] = self._split(delta, site.memory.get("residual"), self.config.fraction)
         return Update(Patch.from_vector(delta, mask), self.update_content, site.num_examples)
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
-        weights = state.weights + weighted_sum(contributions, weigh_by_examples)
+        step, residual = weighted_sum(contributions, weigh_by_examples), None
+        if self.config.down is None:
+            changed = unite_masks(contribution.patch.mask for contribution in contributions)
+        else:
+            changed, residual = self._split(step, state.residual, self.config.down)
+            step = step * changed.bits
         # A mean of variances, unless a short number format has rounded the deltas, or a site makes them up.
-        weights = clip_variances(weights, Mask.full(self.layout.size), self.layout)
-        return State(state.round + 1, weights, unite_masks(contribution.patch.mask for contribution in contributions))
+        weights = clip_variances(state.weights + step, Mask.full(self.layout.size), self.layout)
+        return State(state.round + 1, weights, changed, residual)
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, Mask.full(self.layout.size))
+
+    def _count(self, fraction: float) -> int:
+        """Return the number of parameters that a share of all entries selects."""
+        if self.config.chunk is not None:
+            return count_per_chunk(self.layout.trainable_size, fraction, self.config.chunk)
+        return min(floor_fraction(fraction, self.layout.size), self.layout.trainable_size)
+
+    def _split(self, delta: Tensor, kept: Tensor | None, fraction: float) -> tuple[Mask, Tensor]:
+        """Add what was kept to a delta ``(P,)``, in place; return the entries to send, and what is kept ``(P,)``."""
+        parameters = slice(self.layout.trainable_size)
+        if kept is not None:
+            delta[parameters] += self.config.decay * kept[parameters]
+        # Of the buffers those that training has changed: statistics of inputs stay as they are.
+        bits = delta != 0
+        magnitudes, chunk = delta[parameters].abs(), self.config.chunk
+        bits[parameters] = (
+            top_k(magnitudes, self._count(fraction)) if chunk is None else top_k_per_chunk(magnitudes, fraction, chunk)
+        ).bits
+        mask = Mask(bits)
+        return mask, delta * ~mask.bits

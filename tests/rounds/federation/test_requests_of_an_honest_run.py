@@ -24,7 +24,7 @@ STRICT = read_policy(PRESETS["strict"])
 SITES = ("site-1", "site-2", "site-3")
 RULES = RoundRules(min_sites=3, retries=1)
 METHODS: dict[str, dict[str, Any]] = {
-    "topk_ef": {"fraction": 0.2},
+    "topk_ef": {"fraction": 0.2, "down": 0.3, "decay": 0.8},
     # Several requests in round 0, all of them before the training.
     "neurosfl": {"scores": "iter_snip", "iter_snip": "progressive", "iterations": 3, "sparsity": 0.5},
 }

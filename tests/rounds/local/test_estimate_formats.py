@@ -14,11 +14,12 @@ from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import LedgerLine
 
-METHODS: dict[str, dict[str, Any]] = {
-    "fedavg": {},
-    "fedsparsify": {"sparsity": 0.8},
-    "neurosfl": {"sparsity": 0.8, "scores": "random"},
-    "topk_ef": {"fraction": 0.1},
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fedavg": ("fedavg", {}),
+    "fedsparsify": ("fedsparsify", {"sparsity": 0.8}),
+    "neurosfl": ("neurosfl", {"sparsity": 0.8, "scores": "random"}),
+    "top-k": ("topk_ef", {"fraction": 0.1}),
+    "top-k both ways": ("topk_ef", {"fraction": 0.1, "down": 0.2, "decay": 0.8}),
 }
 KEY_MESSAGES = {("keys", "up"), ("shares", "down")}
 
@@ -33,7 +34,7 @@ def identify(line: LedgerLine) -> tuple[int, str, str]:
 @pytest.mark.parametrize("task", ["Plain", "Toy"])
 def test_every_message_lies_within_its_estimate(task: str, name: str, values: Any) -> None:
     bench = toy.ToyBench(getattr(toy, task)())
-    method = bench.method(name, rounds=3, **METHODS[name])
+    method = bench.method(METHODS[name][0], rounds=3, **METHODS[name][1])
     dry_sites = {site: Site(site, DryTrainer(site, bench.layout)) for site in bench.sites()}
     _, dry = dry_run(method, bench.weights, dry_sites, values)
     estimates: dict[tuple[int, str, str], BytesRange] = {
@@ -54,7 +55,7 @@ def test_every_message_lies_within_its_estimate(task: str, name: str, values: An
 def test_every_message_of_a_masked_run_lies_within_its_estimate(name: str) -> None:
     """Certificates of a federation have another length than those of a run on one machine."""
     bench, rules = toy.ToyBench(toy.Toy()), SumRules(64.0)
-    method = bench.method(name, rounds=2, **METHODS[name])
+    method = bench.method(name, rounds=2, **METHODS[name][1])
     dry_sites = {site: Site(site, DryTrainer(site, bench.layout)) for site in bench.sites()}
     _, dry = dry_run(method, bench.weights, dry_sites, "float32", sum_rules=rules)
     bounds = list(bound_messages(method, dry.lines, dry_sites))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import TRAIN, MessageFacts, SelectionBounds, Traffic, WholeModelTraffic
+from .base import MessageFacts, SelectionBounds, Traffic, WholeModelTraffic
 
 TRAIN_ALONE = "train_alone"
 """The kind of the one request of local-only training: train for all rounds."""
@@ -24,16 +24,19 @@ class MovingMaskTraffic(Traffic):
 
 
 class LargestEntriesTraffic(WholeModelTraffic):
-    """Uploads of the largest entries, and downloads of their union."""
+    """Uploads of the largest entries, and downloads of their union or of the largest entries of what the server has."""
 
     def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        size = self.method.upload_size
+        size, down = self.method.upload_size, self.method.download_size
         num_buffers = self.layout.size - self.layout.trainable_size
         if message.direction == "up":
             reason = "the sites' deltas decide which entries are uploaded"
             return SelectionBounds(size, max(size + num_buffers, message.count), reason)
-        if message.round == 1 or message.kind != TRAIN:
+        if message.round == 1:
             return None
-        # The union of the sites' uploads; a site that did not take part in the round before receives all entries.
+        # A site that did not take part in the round before receives all entries.
+        if down is not None:
+            reason = "the sum of the deltas decides which entries are sent down"
+            return SelectionBounds(down, max(down + num_buffers, message.count), reason)
         most = min(self.layout.size, message.num_sites * size + num_buffers)
         return SelectionBounds(size, max(most, message.count), "the overlap of the uploads decides what is sent down")
