@@ -41,6 +41,7 @@ def compute_figures(study: Study) -> dict[str, Any]:
         encrypted=config.encrypted,
         sum_rules=config.sum_rules,
         hubs=config.hubs,
+        builds_initial=config.builds_initial,
     )
     # Without the collections of hubs, which carry these messages: with hubs and without, a run has the same messages.
     own = Ledger([line for line in ledger.lines if line.site in sites])

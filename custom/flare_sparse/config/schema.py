@@ -55,6 +55,13 @@ class WireConfig(Section):
         description="masked, fixed_point: largest change of a parameter in a round; an update with a larger one is "
         "refused (E_RANGE); the sum is exact to 2^-20 of it or better",
     )
+    # Left out at its default: a job without it keeps its run id.
+    initial_model: Literal["sent", "built"] = Field(
+        "sent",
+        exclude_if=lambda value: value == "sent",
+        description="built: each site builds the initial model from the job's seed, and the first request has the "
+        "statistics of inputs alone; a site whose model has another digest than the server's receives all of it",
+    )
 
 
 class EarlyStopping(Section):
@@ -434,6 +441,11 @@ class JobConfig(Section):
         if self.wire.aggregation == "plain":
             return None
         return SumRules(self.wire.bound, self.federation.min_sites, self.is_masked)
+
+    @property
+    def builds_initial(self) -> bool:
+        """Whether each site builds the initial model from the seed."""
+        return self.wire.initial_model == "built"
 
     @property
     def hubs(self) -> dict[str, HubRules]:

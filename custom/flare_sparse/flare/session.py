@@ -15,6 +15,7 @@ from nvflare.apis.workspace import Workspace
 from torch import Tensor
 
 from ..compute.kernels.threads import set_kernel_threads
+from ..compute.structure.scaling import build_statistics_mask
 from ..config.assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_trainer, open_site
 from ..config.loading import parse_job
 from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
@@ -25,6 +26,7 @@ from ..methods.method import describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
 from ..results.runs.model_files import save_site_model
 from ..results.runs.record import LAYER_COMPUTE, write_layer_compute
+from ..rounds.endpoints.bases import InitialModel
 from ..rounds.endpoints.model_change import ChangeLimit
 from ..rounds.endpoints.request_log import RequestLog
 from ..rounds.endpoints.server import SERVER, ServerEndpoint
@@ -204,7 +206,10 @@ class SiteSession(FLComponent):
             job, assembly = _assemble(fl_ctx)
             # Before the data is read: no update of such a job may leave.
             raise_refusals(read_site_policy(fl_ctx).check_recording(records_updates=job.audit.record_updates))
-            # The site receives the initial weights from the server; its own copy would only take memory.
+            initial = None
+            if job.builds_initial:
+                initial = InitialModel(assembly.weights, build_statistics_mask(assembly.layout))
+            # Otherwise the site receives the initial weights from the server; its own copy would only take memory.
             assembly = replace(assembly, weights=torch.zeros(0))
             local = Path(get_workspace(fl_ctx).get_site_config_dir())
             site = self._open_site(assembly, name, local, fl_ctx)
@@ -220,7 +225,15 @@ class SiteSession(FLComponent):
             factor = read_site_policy(fl_ctx).max_model_change
             changes = None if factor is None else ChangeLimit(factor, assembly.layout)
             self._endpoint = SiteEndpoint(
-                site, assembly.method, assembly.run_id, job.wire.values, store, cipher or sums, requests, changes
+                site,
+                assembly.method,
+                assembly.run_id,
+                job.wire.values,
+                store,
+                cipher or sums,
+                requests,
+                changes,
+                initial,
             )
         return self._endpoint
 

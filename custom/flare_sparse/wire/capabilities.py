@@ -50,6 +50,9 @@ class Capabilities(Versions):
         None, gt=0, le=1, allow_inf_nan=False, description="largest share of the model's entries in a message"
     )
     rank: int | None = Field(None, ge=1, le=4096, description="rank budget of adapters")
+    initial_model: str | None = Field(
+        None, pattern=r"^[0-9a-f]{64}$", description="digest of the initial model that the site has built from the seed"
+    )
 
     def to_message(self) -> dict[str, str | int | float]:
         """Return the hello that declares these capabilities."""

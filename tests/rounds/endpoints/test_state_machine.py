@@ -39,7 +39,7 @@ def leave_damaged_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ignore_age_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites with one mask and bases of different age share an encoded request."""
-    old = 'base_sequence = base.sequence if base and (patch.base == "previous" or is_difference) else None'
+    old = 'base_sequence = base.sequence if base and (sent.base == "previous" or is_difference) else None'
     new = "base_sequence = None"
     monkeypatch.setattr(ServerEndpoint, "encode_requests", rewrite(ServerEndpoint, "encode_requests", server, old, new))
 

@@ -43,7 +43,9 @@ def find_policy_conflicts(
     trainers = {name: DryTrainer(name, layout, examples=count) for name, count in examples.items() if count}
     sites = {name: Site(name, trainer) for name, trainer in trainers.items()}
     sites = sites or {"site-1": Site("site-1", DryTrainer("site-1", layout))}
-    _, ledger = dry_run(method, assembly.weights, sites, job.wire.values, encrypted=job.encrypted)
+    _, ledger = dry_run(
+        method, assembly.weights, sites, job.wire.values, encrypted=job.encrypted, builds_initial=job.builds_initial
+    )
     usages = {name: trainer.usages for name, trainer in trainers.items()}
     conflicts = list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))
     has_values = any(line.direction == "up" and line.content != "metrics" for line in ledger.lines)

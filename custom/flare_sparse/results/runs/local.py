@@ -31,7 +31,7 @@ def run_assembly(
 
     Args and returned values are those of :func:`flare_sparse.rounds.local.run.run_locally`.
     """
-    transport = Transport(config.wire.values, contexts, config.sum_rules, config.hubs)
+    transport = Transport(config.wire.values, contexts, config.sum_rules, config.hubs, config.builds_initial)
     course = Course(assembly.run_id, build_rules(config), config.torch_threads, stores, resume)
     with limit_kernel_threads(config.federation.threads):
         return run_locally(

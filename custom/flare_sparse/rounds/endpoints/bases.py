@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -26,6 +27,41 @@ class SiteBase:
     mask: Mask
     sequence: int
     vector: Tensor | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """The model of a job's seed, which both ends build; in the place of a message it has the number 0.
+
+    Attributes:
+        weights: ``(P,)``.
+        statistics: its entries that are statistics of inputs, which no seed gives.
+    """
+
+    weights: Tensor
+    statistics: Mask
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of its values, 64 hex digits."""
+        return Patch.from_vector(self.weights, Mask.full(self.statistics.size)).digest
+
+    @cached_property
+    def base(self) -> SiteBase:
+        """The base of a site that holds it."""
+        return SiteBase(Mask.full(self.statistics.size), 0, self.weights)
+
+    def shorten(self, patch: Patch) -> Patch | None:
+        """Return the statistics alone of a patch that is this model with others; None: the patch is another model."""
+        if patch.base != "zeros" or not patch.mask.is_full or patch.encrypted is not None:
+            return None
+        is_same = patch.values == self.weights
+        is_same |= self.statistics.bits
+        return Patch.from_vector(patch.values, self.statistics, "previous") if bool(is_same.all()) else None
+
+    def complete(self, patch: Patch) -> Patch:
+        """Return the whole model of a patch over this one."""
+        return Patch.from_vector(patch.write_into(self.weights.clone()), Mask.full(self.statistics.size))
 
 
 def compute_site_vector(received: Patch, base: SiteBase | None) -> Tensor:

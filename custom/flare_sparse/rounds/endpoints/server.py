@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ...compute.structure.scaling import build_statistics_mask
 from ...core.errors import RejectedMessage
 from ...core.exchange import EVALUATE, EXACT_CONTENTS, Assignment, Contribution, Patch, UpdateSpec
 from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...privacy.encryption import ServerCipher
+from ...wire.capabilities import Capabilities
 from ...wire.codec import compute_min_message_bytes, decode, encode
 from ...wire.ledger import Ledger
 from ...wire.messages import Decoded, Encoded
 from ...wire.plan import ValueType
 from ...wire.values import is_quantized, is_representable
-from .bases import SiteBase, compute_site_vector, correct_variances, plan_request, plan_update
+from .bases import InitialModel, SiteBase, compute_site_vector, correct_variances, plan_request, plan_update
 from .encrypted import aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
 from .events import parse_events
 from .reported import validate_metrics, validate_num_examples
@@ -89,6 +91,20 @@ class ServerEndpoint:
         self.layout, self.run, self.values, self.ledger, self.cipher = layout, run, values, ledger, cipher
         self.seed, self.sums, self.updates = seed, sums, updates or UpdateStore()
         self._state = ServerState()
+        self._initial: InitialModel | None = None
+        self._builders: set[str] = set()
+        self._not_building: set[str] = set()
+
+    def note_builders(self, weights: Tensor, capabilities: Mapping[str, Capabilities]) -> None:
+        """Take note of the sites that have built the initial model ``(P,)``: their first request need not carry it.
+
+        A site with another digest is none of them, such as one with another version of torch.
+        """
+        declared = {site: own.initial_model for site, own in capabilities.items() if own.initial_model is not None}
+        if declared and self._initial is None:
+            self._initial = InitialModel(weights, build_statistics_mask(self.layout))
+        is_same = {site for site, digest in declared.items() if self._initial and digest == self._initial.digest}
+        self._builders = is_same - self._not_building
 
     @property
     def encrypted(self) -> EncryptedModel | None:
@@ -112,25 +128,33 @@ class ServerEndpoint:
         residuals: dict[str, Tensor | None] = {}
         vectors: dict[_MessageKey, Tensor] = {}
         site_vectors: dict[str, Tensor] = {}
+        shortened: dict[int, Patch | None] = {}
         is_difference = is_quantized(self.values)
         bases = self._state.bases_before if is_difference else self._state.bases
         for site in sorted(assignments):
             assignment = assignments[site]
             request, base = assignment.request, bases.get(site)
             patch = self._select_patch(base, assignment)
+            # What is sent may be shorter than what the site then holds: the initial model, which it has built itself.
+            sent = patch
+            if base is None and site in self._builders and self._initial is not None:
+                if id(patch) not in shortened:
+                    shortened[id(patch)] = self._initial.shorten(patch)
+                if (short := shortened[id(patch)]) is not None:
+                    sent, base = short, self._initial.base
             plan = plan_request(self.layout, self.run, base, request=request, sequence=self._state.sequence)
             # A patch over the previous model names the receiver's base. Sites with one mask can hold bases of different
             # age, for example after one of them missed an attempt, and each refuses a message over another base.
             # Differences refer to the receiver's vector, whatever the patch applies to. Two sites can hold different
             # vectors of one attempt, because one of them missed an earlier one and got a difference of its own.
-            base_sequence = base.sequence if base and (patch.base == "previous" or is_difference) else None
+            base_sequence = base.sequence if base and (sent.base == "previous" or is_difference) else None
             base_vector = id(base.vector) if base and is_difference else None
             key = (id(assignment), base.mask.fingerprint if base else None, base_sequence, base_vector)
             if key not in encoded:
                 # A broadcast has one residual, since all sites hold the same vector; different models have their own.
                 stream = "all" if len(self._state.assignments) == 1 else site
                 encoded[key] = encode(
-                    patch,
+                    sent,
                     plan,
                     trainable=request.trainable,
                     values=self.values,
@@ -139,15 +163,15 @@ class ServerEndpoint:
                 )
                 received = encoded[key].received
                 if received is not None:
-                    vectors[key] = compute_site_vector(Patch(received, patch.mask, patch.base), base)
+                    vectors[key] = compute_site_vector(Patch(received, sent.mask, sent.base), base)
                 # The residual of a broadcast is that of the regular patch. That of a full model counts only if no
                 # site of the stream can take the regular patch.
                 # Differences contain what earlier ones lost.
-                if not is_retry and not is_difference and (patch is request.model or stream not in residuals):
+                if not is_retry and not is_difference and (sent is request.model or stream not in residuals):
                     residual = encoded[key].residual
                     # A patch over zeros sets every entry outside it to zero, so no residual remains there.
-                    if residual is not None and patch.base == "zeros":
-                        residual = residual.where(patch.mask.bits, 0.0)
+                    if residual is not None and sent.base == "zeros":
+                        residual = residual.where(sent.mask.bits, 0.0)
                     residuals[stream] = residual
             messages[site], patches[site] = encoded[key].data, patch
             if is_difference:
@@ -205,6 +229,10 @@ class ServerEndpoint:
 
     def forget_base(self, site: str) -> None:
         """Send the full model to ``site`` with the next request; nothing else restores a lost base."""
+        if site in self._state.sent and self._state.sent[site].mask.is_full:
+            # It asks for everything: what it has built itself does not count, either.
+            self._not_building.add(site)
+            self._builders.discard(site)
         self._state = self._state.forget_base(site)
 
     def compute_min_upload(self, site: str, assignment: Assignment) -> tuple[int, int]:

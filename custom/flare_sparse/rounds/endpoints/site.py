@@ -21,7 +21,7 @@ from ...wire.codec import decode, encode, read_sequence
 from ...wire.messages import Decoded, Encoded
 from ...wire.plan import Plan, ValueType
 from ...wire.values import is_quantized
-from .bases import SiteBase, correct_variances, plan_request, plan_update
+from .bases import InitialModel, SiteBase, correct_variances, plan_request, plan_update
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event
 from .model_change import ChangeLimit, is_standstill
 from .request_checks import check_kind, check_trainable, is_training
@@ -49,6 +49,7 @@ class SiteEndpoint:
             None: all values travel in the clear.
         requests: record of the answered requests; None: requests are checked but not counted.
         changes: refuses models that are too far from the last one; None: they may be anywhere.
+        initial: the model of the job's seed, which the first request then need not carry; None: it does.
 
     Attributes:
         request: the last accepted request; None before the first.
@@ -66,11 +67,12 @@ class SiteEndpoint:
         protection: SiteCipher | SiteSums | None = None,
         requests: RequestLog | None = None,
         changes: ChangeLimit | None = None,
+        initial: InitialModel | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
         self.cipher = protection if isinstance(protection, SiteCipher) else None
         self.sums = protection if isinstance(protection, SiteSums) else None
-        self.requests, self.changes = requests, changes
+        self.requests, self.changes, self.initial = requests, changes, initial
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._state = SiteState()
@@ -234,7 +236,8 @@ class SiteEndpoint:
         Args:
             limits: limits of the site's policy, fields of :class:`~flare_sparse.wire.capabilities.Capabilities`.
         """
-        return local_capabilities(**get_site_limits(self.site), **limits).to_message()
+        digest = self.initial.digest if self.initial else None
+        return local_capabilities(**get_site_limits(self.site), initial_model=digest, **limits).to_message()
 
     def decrypt(self, patch: Patch) -> Patch:
         """Return the patch with readable values.
@@ -269,7 +272,15 @@ class SiteEndpoint:
                     message = self._decode_over(base, data)
                     if (message.kind, message.round) == self._state.received:
                         return self._keep_vector(message) if message.is_difference else message
+            if self.initial is not None:
+                with suppress(MissingBase):
+                    return self._decode_over_initial(data, self.initial)
             raise
+
+    def _decode_over_initial(self, data: Any, initial: InitialModel) -> Decoded:
+        """Return a message over the initial model as one of the whole model, which the server could also send."""
+        message = decode(data, plan_request(self.site.layout, self.run, initial.base), "server")
+        return replace(message, patch=initial.complete(message.patch))
 
     def _keep_vector(self, message: Decoded) -> Decoded:
         """Return a message whose differences this site has added already with the values that the site holds."""

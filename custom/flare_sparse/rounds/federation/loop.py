@@ -96,6 +96,7 @@ class Federation:
             # The first admission used an empty roster; that of the checkpoint may quarantine sites.
             participants = participants.select_available(progress.roster, self.rules)
         while True:
+            self.endpoint.note_builders(weights, participants.capabilities)
             # Also after a step back to the start, which discards the statistics with the first commit.
             if self._needs_statistics and not progress.records:
                 progress = self._exchange_statistics(weights, progress, participants)

@@ -145,14 +145,16 @@ def dry_run(
     encrypted: bool = False,
     sum_rules: SumRules | None = None,
     hubs: Mapping[str, HubRules] | None = None,
+    builds_initial: bool = False,
 ) -> tuple[Outcome, Ledger]:
     """Count the messages of a whole run over given sites, whose :class:`DryTrainer` then holds the usage per update.
 
     Args and returned values are those of :func:`estimate_traffic`; ``sum_rules`` are those of fixed-point sums, and
-    ``hubs`` those of each hub, whose collections the ledger then lists, too.
+    ``hubs`` those of each hub, whose collections the ledger then lists, too; ``builds_initial``: no message carries the
+    initial model.
     """
     contexts = KeyContexts.generate() if encrypted else None
-    transport = Transport(values, contexts, sum_rules, hubs or {})
+    transport = Transport(values, contexts, sum_rules, hubs or {}, builds_initial)
     watcher = Watcher(on_site_error=_raise_site_error)
     metric = Metric("none", "", "min")
     return run_locally(method, weights, dry_sites, metric, transport=transport, watcher=watcher)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ...compute.structure.scaling import build_statistics_mask
 from ...core.checkpoint.store import Store
 from ...core.errors import ConfigError, FlareSparseError, MissingBase, WireError, format_site_error, get_failure_code
 from ...core.exchange import Update
@@ -26,6 +27,7 @@ from ...training import Site
 from ...wire.capabilities import local_capabilities
 from ...wire.ledger import Ledger
 from ...wire.plan import ValueType
+from ..endpoints.bases import InitialModel
 from ..endpoints.events import pack_events
 from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.server_sums import ServerSums
@@ -65,12 +67,14 @@ class Transport:
         contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
         sum_rules: rules of the sums of fixed-point values; None: each update carries its values.
         hubs: rules of each hub, which adds the values of its sites; empty: the server reaches every site directly.
+        builds_initial: each site builds the initial model itself, and no message carries it.
     """
 
     values: ValueType = "float32"
     contexts: KeyContexts | None = None
     sum_rules: SumRules | None = None
     hubs: Mapping[str, HubRules] = field(default_factory=dict)
+    builds_initial: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,10 +150,13 @@ def run_locally(
     sums, site_sums = build_sums(method, run, rules, list(sites), ledger) if rules else (None, {})
     server = ServerEndpoint(method.layout, run, values, ledger, server_cipher, method.seed, sums)
     cipher = SiteCipher(contexts.client) if contexts else None
+    initial = InitialModel(weights, build_statistics_mask(method.layout)) if transport.builds_initial else None
     endpoints = {
         name: site
         if isinstance(site, Exception)
-        else SiteEndpoint(site, method, run, values, course.stores(name), cipher or site_sums.get(name))
+        else SiteEndpoint(
+            site, method, run, values, course.stores(name), cipher or site_sums.get(name), initial=initial
+        )
         for name, site in sorted(sites.items())
     }
     tree = build_tree(transport.hubs, server, endpoints, watcher.on_site_error)
