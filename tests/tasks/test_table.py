@@ -15,8 +15,10 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
+from flare_sparse.config.loading import load_config, serialize_job
+from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.config.yaml_files import parse_yaml
-from flare_sparse.core.errors import DataError
+from flare_sparse.core.errors import ConfigError, DataError
 from flare_sparse.tasks.data.atlases import ATLASES
 from flare_sparse.tasks.data.features import format_labels
 from flare_sparse.tasks.outcomes import compute_c_index, compute_cox_loss
@@ -143,6 +145,108 @@ def test_declared_label_is_no_missing_value(others: str, tmp_path: Path) -> None
     }
 
 
+def test_labels_are_merged_and_codes_are_missing_values(tmp_path: Path) -> None:
+    rows = ["p1,9,?,0,B", "p2,200.0,6,1,None", "p3,0,-9.0,2,C", "p4,180,3,9,B"]
+    task = TableTask(
+        {
+            "kind": "binary",
+            "target": "grade",
+            "classes": {"none": 0, "disease": [1, 2]},
+            "features": ["chol", "thal", "w"],
+        }
+        | {"categories": {"w": {"absent": "None", "present": ["B", "C"]}}, "missing": "impute", "id": "patient"}
+        | {"missing_codes": {"chol": 0, "thal": ["?", -9], "grade": 9}, "skip_bad_subjects": True}
+        | {"scaling": {"chol": [0, 1], "thal": [0, 1]}}
+    )
+    data = write(tmp_path, "\n".join(["patient,chol,thal,grade,w", *rows]))
+    again = TableTask(json.loads(json.dumps(task.config.model_dump(mode="json"), sort_keys=True)))
+    assert again.config == task.config
+    examples = again.load(data, seed=1)
+    assert examples.columns[:4] == ("chol", "thal", "w=absent", "w=present")
+    assert collect(examples) == {
+        "p1": ([9, 0, 0, 1, 0, 1, 0], [0]), "p2": ([200, 6, 1, 0, 0, 0, 0], [1]), "p3": ([0, 0, 0, 1, 1, 1, 0], [1])
+    }  # fmt: skip
+    described = {column.name: column for column in task.describe_columns(data)}
+    assert (described["thal"].missing, described["thal"].numbers.tolist()) == (2, [6, 3])
+    assert described["grade"].labels == {"0": 1, "1": 1, "2": 1}
+
+
+@pytest.mark.parametrize(("transform", "function"), [("log", np.log), ("log1p", np.log1p)])
+def test_transformed_target_is_predicted_in_its_own_unit(transform: str, function: Any) -> None:
+    task = build(kind="regression", target="months", target_scale=[2, 0.5], target_transform=transform, classes=[])
+    targets = torch.tensor([[3.0], [40.0]])
+    exact = torch.from_numpy((function(targets.numpy()) - 2) / 0.5)
+    assert task.loss(torch.nn.Identity(), (exact, targets)).item() == pytest.approx(0, abs=1e-6)
+    assert task.predict(torch.nn.Identity(), (exact, targets))[0].flatten().tolist() == pytest.approx([3, 40])
+
+
+@pytest.mark.parametrize(
+    ("features", "selected"),
+    [
+        ("[age, 'thick_*', '*_lh']", ["age", "thick_lh", "thick_rh", "area_lh"]),
+        ("{all_but: [site, 'area_*']}", ["age", "thick_lh", "thick_rh"]),
+        ("['*_x']", "task.features: no column '*_x'"),
+        ("{all_but: [stie]}", "task.features: no column 'stie'. Did you mean 'site'"),
+        ("{but: [site]}", "expected names and patterns, or {all_but:"),
+    ],
+)
+@pytest.mark.parametrize("header", ["", "header: columns.csv, "])
+def test_columns_are_selected_by_pattern_before_the_job_is_sent(
+    features: str, selected: list[str] | str, header: str, tmp_path: Path
+) -> None:
+    names = "id,site,age,thick_lh,thick_rh,area_lh,score"
+    (tmp_path / ("columns.csv" if header else "site-1.csv")).write_text(f"{names}\n")
+    data = "" if header else "simulator: {sites: 2, data: {path: '{site}.csv'}}\n"
+    (tmp_path / "job.yaml").write_text(
+        f"name: job\nmethod: {{name: fedavg, rounds: 1}}\n{data}"
+        f"task: {{name: table, kind: regression, target: score, id: id, {header}features: {features}}}\n"
+    )
+    if isinstance(selected, str):
+        with pytest.raises(ConfigError, match=re.escape(selected)):
+            load_config(tmp_path / "job.yaml")
+        return
+    task = serialize_job(load_config(tmp_path / "job.yaml"))["task"]
+    assert (task["features"], task["header"]) == (selected, None)
+
+
+def test_rows_of_a_subject_are_at_one_simulated_site(tmp_path: Path) -> None:
+    rows = [f"p{i % 20},{i},{i},F,A,benign,1,1" for i in range(60)]
+    path = write(tmp_path, "\n".join([ROWS.splitlines()[0], *rows])).path
+    (tmp_path / "job.yaml").write_text(
+        "name: job\nmethod: {name: fedavg, rounds: 1}\n"
+        "task: {name: table, kind: regression, target: months, features: [age], group: patient}\n"
+        f"simulator: {{sites: 4, data: {{path: {path}, partition: {{kind: iid}}}}}}\n"
+    )
+    config = load_config(tmp_path / "job.yaml")
+    sites = prepare_site_data(config, TableTask(config.task.config), tmp_path)
+    subjects = {name: {(int(row) - 1) % 20 for row in own.subset or ()} for name, own in sites.items()}
+    assert [len(own.subset or ()) for own in sites.values()] == [15, 15, 15, 15]
+    assert [len(own) for own in subjects.values()] == [5, 5, 5, 5]
+    assert len(set.union(*subjects.values())) == 20
+
+
+def test_check_shows_what_the_columns_of_all_sites_contain(tmp_path: Path) -> None:
+    header = ROWS.splitlines()[0]
+    for site, shift in (("site-1", 0), ("site-2", 10)):
+        rows = [f"p{i},{i},{i + shift},{'FM'[i % 2]},A,{'NA' if i < shift else i},1,1" for i in range(20)]
+        (tmp_path / f"{site}.csv").write_text("\n".join([header, *rows]) + "\n")
+    (tmp_path / "job.yaml").write_text(
+        "name: clinics\nmethod: {name: fedavg, rounds: 1}\ntask: {name: table, kind: regression, target: age, "
+        "features: [sex, outcome], categories: {sex: [F, M]}, group: patient, target_scale: [15, 8]}\n"
+        "simulator: {sites: 2, data: {path: '{site}.csv'}}\n"
+    )
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "job.yaml")], env={"COLUMNS": "160"})
+    lines = {line.split()[0]: " ".join(line.split()) for line in result.output.splitlines()}
+    assert lines["age"] == ("age target 0 0 to 29, mean 14.5, deviation 7.63 mean 9.5 (site-1) to 19.5 (site-2)")
+    assert lines["patient"] == "patient subject 0 20 subjects, up to 2 rows each 20 subjects have rows at several sites"
+    assert lines["sex"] == "sex category 0 F 20, M 20"
+    assert lines["outcome"] == (
+        "outcome number 10 (25%), 50% at site-2 0 to 19, mean 11.17 mean 9.5 (site-1) to 14.5 (site-2)"
+    )
+    # The table of columns explains why a site is refused.
+    assert "FAIL data of site-2" in result.output
+
+
 def test_missing_target_makes_a_row_unusable(tmp_path: Path) -> None:
     data = write(tmp_path, ROWS.replace("benign,5", ",5"))
     with pytest.raises(DataError, match="1: its outcome is missing"):
@@ -215,6 +319,17 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
             "column 'visit' has 2; expected 1 for an",
         ),
         (
+            {"features": ["ward"]},
+            (",[ABC],", ",3.12.19,"),
+            r"'ward' is among task.features, but it contains dates such as 3\.12\.19. Compute a number .*age",
+        ),
+        (
+            {"features": ["months"]},
+            (re.compile(r"(\d),([01])$", re.MULTILINE), r"2019030\1,\2"),
+            "contains dates such as 20190303",
+        ),
+        ({"kind": "regression", "target": "died", "target_transform": "log"}, ("", ""), "died' is 0 .row 2.*log1p"),
+        (
             {"kind": "survival", "target": "months", "event": "died"},
             (",5,1", ",-5,1"),
             r"is -5 \(row 1\); expected 0 or more",
@@ -222,12 +337,12 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
     ],
 )
 def test_defect_of_a_table_is_named_with_its_remedy(
-    settings: dict[str, Any], change: tuple[str, str], message: str, tmp_path: Path
+    settings: dict[str, Any], change: tuple[Any, str], message: str, tmp_path: Path
 ) -> None:
     base = {} if "kind" in settings else {"kind": "binary", "target": "outcome", "classes": ["benign", "malignant"]}
     task = TableTask({"features": ["age"], **base, **settings})
     with pytest.raises(DataError, match=message):
-        task.load(write(tmp_path, ROWS.replace(*change) if change[0] else ROWS), seed=1)
+        task.load(write(tmp_path, re.sub(*change, ROWS) if change[0] else ROWS), seed=1)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +357,14 @@ def test_defect_of_a_table_is_named_with_its_remedy(
         ({"missing": "impute", "features": ["age", "x"], "categories": {}, "scaling": {"age": [5, 1]}}, "'x' none"),
         ({"classes": ["a", "b", "c"]}, "classes has 3 labels; expected 2 for binary"),
         ({"classes": [True, False]}, "write labels such as 'yes' in quotes"),
-        ({"classes": ["a", "a"]}, "a label occurs twice"),
+        ({"classes": ["a", "a"]}, "a label occurs twice: 'a'"),
+        ({"classes": {"a": 1, "b": [2, 1]}}, "a label occurs twice: '1'"),
+        ({"classes": {"a": 1, "b": []}}, "class 'b' has no label"),
+        ({"classes": 2}, r"found 2; expected labels, \[a, b\], or groups of them"),
+        ({"missing_codes": {"sex": ["F", 9]}}, "'F' of column 'sex' is one of its labels, too"),
+        ({"missing_codes": {"agge": 0}}, "no column 'agge'. Did you mean 'age'"),
+        ({"features": ["ag*"], "categories": {}}, "columns are not known here; set task.header"),
+        ({"target_transform": "log"}, "target_transform is for kind regression"),
         ({"class_weights": [1, 4, 2]}, "class_weights has 3 numbers for 2 classes; give one for each"),
         ({"kind": "regression", "target": "months", "class_weights": [1, 4]}, "class_weights are for kinds binary and"),
         ({"event": "died"}, "event is for kind survival"),

@@ -23,6 +23,7 @@ from ..tasks.script import ScriptTask
 from ..tasks.task import SiteData, Task
 from ..training.compute import can_use_kernels, explain_missing_kernels
 from ..training.personal import select_personal
+from .check_columns import build_columns_table
 from .check_script import ScriptTooSlow, find_launcher, train_once
 from .check_sites import Finding, SiteCheck, build_sites_table, find_federation_problems, merge_findings
 from .console import get_exit_code
@@ -222,6 +223,8 @@ def _check_sites(
         return []
     sites = [SiteCheck.run(settings, task, layout, site) for site in data.values()]
     console.print(build_sites_table(sites, task.metric))
+    if columns := {site.name: site.columns for site in sites if site.columns}:
+        console.print(build_columns_table(columns))
     findings = merge_findings([finding for site in sites for finding in site.findings])
     for finding in [*findings, *find_federation_problems(settings, sites)]:
         report.report_finding(finding)

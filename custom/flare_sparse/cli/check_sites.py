@@ -18,7 +18,7 @@ from ..core.errors import ConfigError, DataError, FlareSparseError, TaskFailed
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..core.seeds import seed_torch
-from ..tasks.task import Examples, Metric, SiteData, Task, load_examples
+from ..tasks.task import Column, Examples, Metric, SiteData, Task, load_examples
 from ..training import LocalTask, build_site
 from ..training.inputs import NonFinite, find_non_finite
 from ..training.loop import TrainingDiverged
@@ -45,6 +45,7 @@ class SiteCheck:
     Attributes:
         name: name of the site.
         examples: its examples; None if they cannot be loaded.
+        columns: what the columns of its table contain; empty for other data.
         distance: L2 distance that one optimiser step moves the model; None if it was not taken.
         metrics: metrics of the initial model on test examples.
         findings: problems.
@@ -52,6 +53,7 @@ class SiteCheck:
 
     name: str
     examples: Examples | None = None
+    columns: Sequence[Column] = ()
     distance: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -68,6 +70,7 @@ class SiteCheck:
         """
         result = cls(data.site)
         try:
+            result.columns = task.describe_columns(data)
             examples = load_examples(task, data, settings.seed)
         except FlareSparseError as error:
             result.findings.append(Finding(f"data of {data.site}", error))

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, DataError
 from ..core.params import Layout
 from ..methods.method import Method
 from ..methods.registry import METHODS
+from ..tasks.data.tables import read_header
 from ..tasks.script import ScriptTask
+from ..tasks.table_config import select_columns
 from ..tasks.task import Task
 from .bundles import insert_bundle
 from .choice import Registries, find_name
@@ -41,7 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = Path(path)
     data = _locate_script_data(apply_overrides(_resolve_paths(read_yaml(file), file.parent), overrides), file.parent)
-    data = insert_bundle(_resolve_paths(data, Path.cwd()))
+    data = _insert_columns(insert_bundle(_resolve_paths(data, Path.cwd())), file)
     task_configs = dict(list_tasks())
     key, name = find_name("task", data.get("task"))
     if key == "class" and isinstance(name, str):
@@ -110,9 +112,40 @@ def _locate_script_data(data: dict[str, Any], base: Path) -> dict[str, Any]:
     return {**data, "simulator": {**simulator, "data": shared}}
 
 
+def _insert_columns(data: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Replace patterns of a table's columns by names, so that server and sites need no table to know the network.
+
+    Raises:
+        ConfigError: the header cannot be read, or a pattern selects nothing.
+    """
+    task = data.get("task")
+    if not isinstance(task, dict) or task.get("name") != "table":
+        return data
+    # The job carries names alone, and no path of this machine.
+    names, features = {key: value for key, value in task.items() if key != "header"}, task.get("features")
+    has_patterns = isinstance(features, list) and any("*" in name for name in features if isinstance(name, str))
+    path = task.get("header") or _find_table(data)
+    if not isinstance(path, str) or not (has_patterns or isinstance(features, dict)):
+        return {**data, "task": names}
+    others = {task[key] for key in ("target", "event", "id", "group") if isinstance(task.get(key), str)}
+    try:
+        selected = select_columns(features, read_header(Path(path.replace("{site}", "site-1"))), others)
+    except (ValueError, DataError) as error:
+        raise ConfigError(f"{file}: task.features: {error}") from error
+    return {**data, "task": {**names, "features": selected}}
+
+
+def _find_table(data: Mapping[str, Any]) -> Any:
+    """Return the path of the simulator's table; None without one."""
+    located = data.get("simulator")
+    for key in ("data", "path"):
+        located = located.get(key) if isinstance(located, dict) else None
+    return located
+
+
 def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make ``simulator.data.path`` and ``task.bundle`` absolute, relative to ``base``."""
-    for keys in (("simulator", "data", "path"), ("task", "bundle")):
+    """Make ``simulator.data.path``, ``task.bundle`` and ``task.header`` absolute, relative to ``base``."""
+    for keys in (("simulator", "data", "path"), ("task", "bundle"), ("task", "header")):
         data = _resolve_path(data, keys, base)
     return data
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ..core.errors import ConfigError, DataError, suggest
 from ..core.observer import SILENT, Observer
-from ..tasks.data.partition import PARTITIONERS, list_renamed_sites
+from ..tasks.data.partition import PARTITIONERS, Partition, list_renamed_sites
 from ..tasks.data.phantom import write_phantoms
 from ..tasks.data.site_folders import list_folders_without_examples
-from ..tasks.task import SiteData, Task
+from ..tasks.task import Cohort, SiteData, Task
 from .schema import PhantomConfig, RunConfig, SimulatorConfig
 
 
@@ -59,7 +63,9 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
             "fill the folder, or remove it"
         )
     try:
-        ids = PARTITIONERS[kind](cohort, count, **settings)
+        # Where the data names the sites, a subject may have been at several.
+        divide = PARTITIONERS[kind] if kind == "natural" or not cohort.subjects else partial(_divide_subjects, kind)
+        ids = divide(cohort, count, **settings)
         renamed = list_renamed_sites(cohort, settings.get("column", "site")) if kind == "natural" else {}
     # The partitioners know columns and counts, but not the file that they came from.
     except DataError as error:
@@ -68,6 +74,19 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
         pairs = ", ".join(f"{name} -> {flare_name}" for name, flare_name in sorted(renamed.items()))
         observer.note(f"sites renamed, because FLARE accepts only letters A to Z, digits, - and _: {pairs}")
     return {name: SiteData(name, path, ids[name]) for name in sorted(ids)}
+
+
+def _divide_subjects(kind: str, cohort: Cohort, count: int | None, **settings: Any) -> Partition:
+    """Return a partition in which all examples of a subject are at one site, by the columns of its first example."""
+    first = {subject: row for row, subject in reversed(list(enumerate(cohort.subjects)))}
+    rows = sorted(first.values())
+    columns = {name: np.asarray(values)[rows] for name, values in cohort.columns.items()}
+    parts = PARTITIONERS[kind](Cohort(tuple(cohort.subjects[row] for row in rows), columns), count, **settings)
+    site_of = {subject: site for site, subjects in parts.items() for subject in subjects}
+    return {
+        site: tuple(name for name, own in zip(cohort.ids, cohort.subjects, strict=True) if site_of.get(own) == site)
+        for site in parts
+    }
 
 
 def _prepare_phantoms(simulator: SimulatorConfig, folder: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,10 +12,16 @@ from torch.nn import functional
 
 from ..core.errors import DataError
 from .classes import compute_binary_metrics, compute_cross_entropy
-from .data.features import format_labels, read_labels
+from .data.features import Labels, format_labels, number_labels, read_labels
 from .data.tables import Table
 from .task import Kind, Metric
 
+_TRANSFORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "none": (lambda values: values, lambda values: values),
+    "log": (torch.log, torch.exp),
+    "log1p": (torch.log1p, torch.expm1),
+}
+"""Transforms of a target and their inverses."""
 PAIRS_AT_ONCE = 2**20
 """Pairs of subjects that a C-index compares at a time."""
 
@@ -51,26 +57,41 @@ class Outcome(ABC):
 
 
 class NumberOutcome(Outcome):
-    """A number, which the network sees as ``(value - center) / spread``."""
+    """A number, which the network sees as ``(transformed value - center) / spread``."""
 
     kind = "regression"
 
-    def __init__(self, target: str, unit: str, center: float, spread: float):
-        self._target, self._center, self._spread = target, center, spread
+    def __init__(self, target: str, unit: str, center: float, spread: float, transform: str = "none"):
+        self._target, self._center, self._spread, self._transform = target, center, spread, transform
         self.metric = Metric("mae", unit, "min")
 
     def read(self, table: Table) -> np.ndarray:
-        """Return the numbers in the target's column."""
+        """Return the numbers in the target's column.
+
+        Raises:
+            DataError: the logarithm of a number is undefined.
+        """
         values = table.get_numbers(self._target)
+        lowest = {"log": 0.0, "log1p": -1.0}.get(self._transform, -np.inf)
+        if len(rows := np.flatnonzero(values <= lowest)):
+            other = ", or set task.target_transform: log1p, the logarithm of 1 + x" if self._transform == "log" else ""
+            raise DataError(
+                f"{table.source}: column {self._target!r} is {values[rows[0]]:g} (row {rows[0] + 1}); "
+                f"task.target_transform: {self._transform} needs numbers above {lowest:g}. Correct the data{other}"
+            )
         return np.where(np.isfinite(values), values, np.nan)[:, None]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the smooth L1 error of the standardised value."""
-        return functional.smooth_l1_loss(outputs, (targets - self._center) / self._spread)
+        return functional.smooth_l1_loss(outputs, self.standardise(targets))
+
+    def standardise(self, targets: Tensor) -> Tensor:
+        """Return targets in the network's units."""
+        return (_TRANSFORMS[self._transform][0](targets) - self._center) / self._spread
 
     def predict(self, outputs: Tensor) -> Tensor:
-        """Return the values."""
-        return outputs * self._spread + self._center
+        """Return the values in the target's own unit."""
+        return _TRANSFORMS[self._transform][1](outputs * self._spread + self._center)
 
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         """Return mean absolute, root mean squared and mean signed error, and R2 if the targets vary."""
@@ -87,8 +108,8 @@ class NumberOutcome(Outcome):
 class ClassOutcome(Outcome):
     """One of some labels: two have one output, the logit of the second; more have one output each."""
 
-    def __init__(self, target: str, labels: Sequence[str], class_weights: Sequence[float] = ()):
-        self._target, self._labels, self._is_binary = target, tuple(labels), len(labels) == 2
+    def __init__(self, target: str, labels: Labels, class_weights: Sequence[float] = ()):
+        self._target, self._labels, self._is_binary = target, labels, len(labels) == 2
         self._class_weights = class_weights
         self.kind = "binary" if self._is_binary else "classes"
         self.outputs = 1 if self._is_binary else len(labels)
@@ -102,17 +123,17 @@ class ClassOutcome(Outcome):
         Raises:
             DataError: a label is none of the known ones.
         """
-        labels = read_labels(table, self._target, self._labels)
+        position = number_labels(self._labels)
+        labels = read_labels(table, self._target, position)
         found = sorted({label for label in labels if label})
-        if set(found) - set(self._labels):
+        if set(found) - set(position):
             shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
             raise DataError(
                 f"{table.source}: column {self._target!r} has the labels {shown}, but the job knows "
-                f"{', '.join(self._labels)}. Set task.classes: {format_labels(found)} with the labels of all sites, in "
+                f"{', '.join(position)}. Set task.classes: {format_labels(found)} with the labels of all sites, in "
                 "the same order at every site; of two, the second is class 1"
             )
-        number = {label: float(index) for index, label in enumerate(self._labels)}
-        return np.array([[number.get(label, np.nan)] for label in labels])
+        return np.array([[position.get(label, np.nan)] for label in labels])
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy, the mean over examples with their weights."""

@@ -17,11 +17,12 @@ from torch.utils.data import Dataset, TensorDataset
 from ..compute.structure.scaling import TargetScaler
 from ..core.errors import DataError
 from ..core.split import Split
-from .data.features import Features, compute_scale, encode_features, read_labels
+from .data.features import Features, compute_scale, encode_features, number_labels, read_labels
 from .data.screening import screen_subjects
 from .data.tables import Table, read_table
+from .outcomes import NumberOutcome
 from .table_config import TableConfig
-from .task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
+from .task import Cohort, Column, Examples, Metric, SiteData, Task, TaskConfig, build_examples
 
 FEW_ROWS = 20
 """Number of rows below which their scale is inaccurate: the standard error of the deviation of 20 rows is 16 %."""
@@ -55,9 +56,9 @@ class TableTask(Task):
         """Return center and spread of the training targets in the network's units, and statistics of the inputs."""
         described = {}
         if self.config.target_scaling == "site":
-            center, spread = self.config.target_scale
-            targets = self.tabulate_all(train)[1]
-            described["target.statistics"] = TargetScaler().compute_statistics((targets - center) / spread)
+            assert isinstance(self._outcome, NumberOutcome), "checked with the settings"
+            targets = self._outcome.standardise(self.tabulate_all(train)[1])
+            described["target.statistics"] = TargetScaler().compute_statistics(targets)
         if self.config.scaling == "combat":
             described["scaler.site"] = self.config.build_scaler().compute_statistics(self.tabulate_all(train)[0])
         return described
@@ -65,12 +66,39 @@ class TableTask(Task):
     def cohort(self, path: Path) -> Cohort:
         """Return the rows with all columns of the table."""
         table = _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0)
-        return Cohort(self._get_ids(table), table.columns)
+        ids = self._get_ids(table)
+        subjects = self._get_subjects(table, {name: row for row, name in enumerate(ids)}) if self.config.group else {}
+        return Cohort(ids, table.columns, tuple(subjects.values()))
+
+    def _read(self, path: Path) -> Table:
+        """Return the table at ``path`` without the values that stand for missing ones."""
+        table = _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0)
+        return table.mark_missing(self.config.codes_by_column) if self.config.missing_codes else table
+
+    def describe_columns(self, data: SiteData) -> list[Column]:
+        """Return what the columns of the settings contain in the rows of a site; a column that it lacks is left out."""
+        config, table = self.config, self._read(data.path)
+        row_of = {name: row for row, name in enumerate(self._get_ids(table))}
+        rows = [row_of[name] for name in data.subset or row_of if name in row_of]
+        kinds = {config.target: "target", config.event: "event", config.group: "subject"}
+        kinds |= {name: "category" if name in config.categories else "number" for name in config.features}
+        described = []
+        for name in [name for name in kinds if name is not None and name in table.columns]:
+            labelled = {config.target: config.classes, **config.categories}.get(name, ())
+            column, empty = table.columns[name][rows], np.zeros(0)
+            if column.dtype.kind == "f" and not labelled and name != config.group:
+                present = column[np.isfinite(column)]
+                described.append(Column(name, kinds[name], len(rows) - len(present), present))
+                continue
+            every = read_labels(table, name, number_labels(labelled))
+            labels = Counter(label for label in (every[row] for row in rows) if label)
+            kind = "text" if kinds[name] == "number" else kinds[name]
+            described.append(Column(name, kind, len(rows) - sum(labels.values()), empty, labels))
+        return described
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read the rows of a site."""
-        config, path = self.config, data.path
-        table = _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0)
+        config, table = self.config, self._read(data.path)
         has_indicators = config.missing == "impute"
         features = encode_features(table, config.features, config.categories, has_indicators=has_indicators)
         targets, ids = self._outcome.read(table), self._get_ids(table)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -10,10 +12,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..compute.structure.harmonization import Harmonizer
 from ..compute.structure.scaling import InputScaler, StatisticsLayer
+from ..core.errors import suggest
 from ..core.needs import Need, Needs
 from .classes import check_class_weights, list_weight_needs
 from .data.atlases import ATLASES
-from .data.features import count_inputs
+from .data.features import Labels, count_inputs, name_labels, number_labels
 from .models import ModelConfig
 from .models.config import require_input
 from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
@@ -26,25 +29,90 @@ MOST_SPREADS = 5
 
 
 def _read_labels(value: Any) -> Any:
-    """Return labels as text; YAML reads ``yes`` and ``no`` as booleans."""
+    """Return labels as text, and merged ones, ``{disease: [1, 2]}``, as pairs: their order must survive any file."""
+    if isinstance(value, dict):
+        return _read_labels([[name, group] for name, group in value.items()])
     if not isinstance(value, (list, tuple)):
-        return value
-    if wrong := [label for label in value if isinstance(label, bool) or not isinstance(label, (str, int))]:
-        raise ValueError(f"label {wrong[0]!r}: expected text or a whole number; write labels such as 'yes' in quotes")
-    labels = tuple(str(label) for label in value)
-    if len(set(labels)) < len(labels):
-        raise ValueError("a label occurs twice")
-    return labels
+        raise ValueError(f"found {value!r}; expected labels, [a, b], or groups of them, {{none: 0, disease: [1, 2]}}")
+    labels: list[Any] = [_read_group(*item) if isinstance(item, (list, tuple)) else _read_label(item) for item in value]
+    flat = [label for item in labels for label in ((item,) if isinstance(item, str) else item[1])]
+    names = name_labels(tuple(labels))
+    if repeated := [label for some in (flat, names) for label in some if some.count(label) > 1]:
+        raise ValueError(f"a label occurs twice: {repeated[0]!r}; give each to one class")
+    return tuple(labels)
 
 
-Labels = Annotated[tuple[str, ...], BeforeValidator(_read_labels)]
+def _read_group(name: Any = None, group: Any = (), *more: Any) -> tuple[str, tuple[str, ...]]:
+    members = tuple(group) if isinstance(group, (list, tuple)) else (group,)
+    if more or not members:
+        raise ValueError(f"class {name!r} has no label; expected the labels of the table that it stands for, [1, 2]")
+    return _read_label(name), tuple(_read_label(label) for label in members)
+
+
+def _read_label(label: Any) -> str:
+    """Return a label as text; YAML reads ``yes`` and ``no`` as booleans."""
+    if isinstance(label, bool) or not isinstance(label, (str, int)):
+        raise ValueError(f"label {label!r}: expected text or a whole number; write labels such as 'yes' in quotes")
+    return str(label)
+
+
+def _read_codes(value: Any) -> Any:
+    """Return codes for missing values as text."""
+    codes = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if wrong := [code for code in codes if isinstance(code, bool) or not isinstance(code, (str, int, float))]:
+        raise ValueError(f"code {wrong[0]!r}: expected a number or text, or a list of them, ['?', 9]")
+    return tuple(str(code) for code in codes)
+
+
+LabelList = Annotated[Labels, BeforeValidator(_read_labels)]
+Codes = Annotated[tuple[str, ...], BeforeValidator(_read_codes)]
 
 
 def _expand_atlases(value: Any) -> Any:
     """Return names of columns, with the columns of an atlas in place of its name."""
+    if isinstance(value, dict) or any("*" in str(name) for name in value if isinstance(value, (list, tuple))):
+        raise ValueError("the columns are not known here; set task.header to a table of a site, or to its first line")
     if not isinstance(value, (list, tuple)):
         return value
     return [column for name in value for column in (ATLASES.get(name, (name,)) if isinstance(name, str) else (name,))]
+
+
+def select_columns(features: Any, header: Sequence[str], others: Collection[str]) -> Any:
+    """Return the columns that patterns and ``{all_but: [...]}`` select; other names as they are.
+
+    Args:
+        features: the setting: names and patterns such as ``thick_*``, or ``{all_but: [id, site]}``.
+        header: names of the table's columns, in order.
+        others: columns that no pattern selects: target, identifiers.
+
+    Raises:
+        ValueError: a pattern selects nothing, or ``all_but`` names an unknown column.
+    """
+    rest = [name for name in header if name not in others]
+    if isinstance(features, dict):
+        if set(features) != {"all_but"} or not isinstance(features["all_but"], (list, tuple)):
+            raise ValueError(f"found {features!r}; expected names and patterns, or {{all_but: [names and patterns]}}")
+        left_out = {column for name in features["all_but"] for column in match_columns(str(name), header)}
+        return [name for name in rest if name not in left_out]
+    selected: list[Any] = []
+    for name in features:
+        is_pattern = isinstance(name, str) and "*" in name and name not in header
+        selected += match_columns(name, rest) if is_pattern else [name]
+    # Patterns may overlap, but a name that is given twice is a mistake.
+    return [name for i, name in enumerate(selected) if name not in selected[:i] or features.count(name) > 1]
+
+
+def match_columns(pattern: str, columns: Sequence[str]) -> list[str]:
+    """Return the columns that a name or a pattern such as ``thick_*`` stands for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    expression = re.escape(pattern).replace(r"\*", ".*")
+    if not (found := [name for name in columns if name == pattern or re.fullmatch(expression, name)]):
+        shown = ", ".join(columns[:12]) + (f" and {len(columns) - 12} more" if len(columns) > 12 else "")
+        raise ValueError(f"no column {pattern!r}.{suggest(pattern, columns)} Found: {shown}")
+    return found
 
 
 class TableConfig(TaskConfig):
@@ -57,14 +125,25 @@ class TableConfig(TaskConfig):
     target: str = Field(description="column to predict; for survival, the time of the event or of the last visit")
     features: Annotated[tuple[str, ...], BeforeValidator(_expand_atlases)] = Field(
         min_length=1,
-        description="columns of the inputs, in order; destrieux and desikan stand for the columns of these FreeSurfer "
-        "atlases",
+        description="columns of the inputs, in order: names and patterns such as thick_*, or {all_but: [id, site]}; "
+        "destrieux and desikan stand for the columns of these FreeSurfer atlases",
     )
-    categories: dict[str, Labels] = Field(
-        default_factory=dict, description="labels of the input columns that are categories, {sex: [F, M]}"
+    header: str | None = Field(
+        None,
+        description="file whose first line names the columns that patterns select from; read where the job is started, "
+        "by default the table of the simulator. The job names the columns",
+    )
+    categories: dict[str, LabelList] = Field(
+        default_factory=dict,
+        description="labels of the input columns that are categories, {sex: [F, M]}; groups of labels: {stage: {early: "
+        "[1, 2], late: [3, 4]}}",
     )
     event: str | None = Field(None, description="survival: column with 1 for an event, 0 for the end of observation")
-    classes: Labels = Field((), description="labels of the target for binary and classes; default for binary: 0, 1")
+    classes: LabelList = Field(
+        (),
+        description="labels of the target for binary and classes, or groups of labels, {none: 0, disease: [1, 2, 3]}; "
+        "default for binary: 0, 1",
+    )
     class_weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         (),
         description="weight of an example in the loss, by label of classes; empty: 1. Constants of the job, as [1, 4]",
@@ -73,6 +152,10 @@ class TableConfig(TaskConfig):
         "refuse",
         description="missing inputs: refuse the example, or impute the center of the column and add an input per "
         "column that marks it",
+    )
+    missing_codes: dict[str, Codes] = Field(
+        default_factory=dict,
+        description="values that stand for a missing one, by column or pattern: {chol: 0, 'lab_*': [-9, '?']}",
     )
     scaling: Literal["site", "federated", "combat", "none"] | dict[str, tuple[float, Annotated[float, Field(gt=0)]]] = (
         Field(
@@ -87,6 +170,11 @@ class TableConfig(TaskConfig):
     )
     target_scale: tuple[float, Annotated[float, Field(gt=0)]] = Field(
         (0.0, 1.0), description="regression: value for the network's output 0, and the change per unit of the output"
+    )
+    target_transform: Literal["none", "log", "log1p"] = Field(
+        "none",
+        description="regression: what the network learns: the target, its logarithm, or that of 1 + target; "
+        "target_scale is that of the logarithm, and metrics are in the target's own unit",
     )
     target_scaling: Literal["none", "site"] = Field(
         "none",
@@ -119,6 +207,10 @@ class TableConfig(TaskConfig):
         for name, extra in (("categories", set(self.categories) - known), ("scaling", scaled - known)):
             if extra:
                 raise ValueError(f"{name}: {min(extra)!r} is not among the features; add it there or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_target(self) -> TableConfig:
         if self.kind == "survival" and self.event is None:
             raise ValueError("event is missing; set the column with 1 for an event, 0 for the end of observation")
         if self.kind != "survival" and self.event is not None:
@@ -131,6 +223,16 @@ class TableConfig(TaskConfig):
         if self.class_weights and self.kind not in expected:
             raise ValueError(f"class_weights are for kinds binary and classes, not for {self.kind}; remove them")
         check_class_weights(self.class_weights, len(self.classes or BINARY_LABELS))
+        return self
+
+    @model_validator(mode="after")
+    def _check_codes(self) -> TableConfig:
+        for column, codes in self.codes_by_column.items():
+            declared = self.classes if column == self.target else self.categories.get(column, ())
+            if both := codes & set(number_labels(declared)):
+                raise ValueError(
+                    f"missing_codes: {min(both)!r} of column {column!r} is one of its labels, too; remove it from one"
+                )
         return self
 
     @model_validator(mode="after")
@@ -149,8 +251,9 @@ class TableConfig(TaskConfig):
                 f"missing: impute imputes the center of a column, and scaling gives {uncentered[0]!r} none; add "
                 f"{uncentered[0]}: [center, spread] to scaling, or set scaling: site or federated"
             )
-        if self.kind != "regression" and self.target_scaling != "none":
-            raise ValueError(f"target_scaling is for kind regression, not for {self.kind}; remove it")
+        for name in ("target_scaling", "target_transform"):
+            if self.kind != "regression" and getattr(self, name) != "none":
+                raise ValueError(f"{name} is for kind regression, not for {self.kind}; remove it")
         return self
 
     def needs(self) -> Needs:
@@ -180,6 +283,16 @@ class TableConfig(TaskConfig):
         return (*inputs, *(False for _ in range(self.num_inputs - len(inputs))))
 
     @property
+    def codes_by_column(self) -> dict[str, set[str]]:
+        """Values that stand for missing ones, by name of a column."""
+        used = [*self.features, self.target, *([self.event] if self.event else [])]
+        found: dict[str, set[str]] = {}
+        for name, codes in self.missing_codes.items():
+            for column in match_columns(name, used):
+                found.setdefault(column, set()).update(codes)
+        return found
+
+    @property
     def scales_in_network(self) -> bool:
         """Whether the network's first layer scales the inputs, by statistics of all sites."""
         return self.scaling in ("federated", "combat")
@@ -188,14 +301,17 @@ class TableConfig(TaskConfig):
         """Return a warning if the network's output is far from these targets ``(n, t)`` of a regression, else ""."""
         if self.kind != "regression" or self.target_scaling == "site" or not len(targets):
             return ""
+        if self.target_transform != "none":
+            targets = np.log(targets) if self.target_transform == "log" else np.log1p(targets)
         (center, spread), mean, deviation = self.target_scale, float(targets.mean()), float(targets.std())
         if max(abs(mean - center), deviation) <= MOST_SPREADS * spread:
             return ""
+        name = self.target if self.target_transform == "none" else f"{self.target_transform}({self.target})"
         # Digits that tell a tenth of the deviation; that of equal targets is 0 or a rounding error.
         unit = deviation if deviation > 1e-9 * abs(mean) else 1.0
         digits = max(1 - math.floor(math.log10(unit)), 0)
         return (
-            f"{self.target} has the mean {mean:.3g} and the standard deviation {deviation:.2g} in the training rows, "
+            f"{name} has the mean {mean:.3g} and the standard deviation {deviation:.2g} in the training rows, "
             f"but task.target_scale is [{center:g}, {spread:g}]: the network starts at {center:g} and takes many "
             f"rounds to get there. Set task.target_scale: [{mean:.{digits}f}, {unit:.{digits}f}], the same "
             "at all sites, or task.target_scaling: site with method.personal: site"
@@ -215,7 +331,7 @@ class TableConfig(TaskConfig):
     def build_outcome(self) -> Outcome:
         """Return the outcome of the configured kind."""
         if self.kind == "regression":
-            return NumberOutcome(self.target, self.unit, *self.target_scale)
+            return NumberOutcome(self.target, self.unit, *self.target_scale, self.target_transform)
         if self.kind == "survival":
             assert self.event is not None, "checked above"
             return SurvivalOutcome(self.target, self.event)

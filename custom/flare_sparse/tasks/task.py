@@ -211,6 +211,7 @@ class Cohort:
     Attributes:
         ids: unique identifiers.
         columns: per-example values such as ``site``, ``age``, ``label``; strings or numbers.
+        subjects: subject of each example, where one may have several; empty: every example is a subject of its own.
 
     Raises:
         DataError: an identifier is not text or occurs twice, or a column differs in length.
@@ -218,6 +219,7 @@ class Cohort:
 
     ids: tuple[str, ...]
     columns: dict[str, np.ndarray]
+    subjects: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if others := [name for name in self.ids if not isinstance(name, str)]:
@@ -234,6 +236,30 @@ class Cohort:
                 raise DataError(
                     f"cohort: column {name!r} has {len(values)} values for {len(self.ids)} examples; expected one each"
                 )
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column of a site's table contains, for ``flare-sparse check``; it stays where it was computed.
+
+    Attributes:
+        name: name of the column.
+        kind: what the column is, such as ``number`` or ``target``.
+        missing: number of rows without a value.
+        numbers: the values of a column of numbers; empty for others.
+        labels: number of rows by label, for others.
+    """
+
+    name: str
+    kind: str
+    missing: int
+    numbers: np.ndarray
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.missing + len(self.numbers) + sum(self.labels.values())
 
 
 @dataclass(frozen=True)
@@ -320,6 +346,14 @@ class Task(ABC):
             f"simulator.data.partition: {type(self).__name__} has no cohort(), which lists the examples to divide; "
             "give each site its own folder (path: data/{site}), or let it divide them (partition: {kind: shared})"
         )
+
+    def describe_columns(self, data: SiteData) -> Sequence[Column]:
+        """Return what each column of a site's table contains, for ``flare-sparse check``; by default nothing.
+
+        Raises:
+            DataError: the table cannot be read.
+        """
+        return ()
 
     def describe_site(self, train: Dataset[Any]) -> dict[str, Tensor]:
         """Return what the network knows of a site's own training examples, by name of the tensor; by default nothing.

@@ -10,7 +10,10 @@ import numpy as np
 import yaml
 
 from ...core.errors import DataError
-from .tables import MISSING, Table, is_number
+from .tables import DATES, MISSING, Table, is_number
+
+Labels = tuple[str | tuple[str, tuple[str, ...]], ...]
+"""Labels in order; one that stands for several of the table is a pair: ``("disease", ("1", "2"))``."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,28 @@ class Features:
         return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def count_inputs(columns: Sequence[str], categories: Mapping[str, Sequence[str]], *, has_indicators: bool) -> int:
+def number_labels(labels: Labels) -> dict[str, int]:
+    """Return the position of every label of the table.
+
+    >>> number_labels(("none", ("disease", ("1", "2"))))
+    {'none': 0, '1': 1, '2': 1}
+    """
+    groups = [(label,) if isinstance(label, str) else label[1] for label in labels]
+    return {label: position for position, group in enumerate(groups) for label in group}
+
+
+def name_labels(labels: Labels) -> list[str]:
+    """Return the names of labels, in order; that of merged ones is the name of the group."""
+    return [label if isinstance(label, str) else label[0] for label in labels]
+
+
+def count_inputs(columns: Sequence[str], categories: Mapping[str, Labels], *, has_indicators: bool) -> int:
     """Return the number of inputs of :func:`encode_features`, which server and sites must agree on without data."""
     return sum(len(categories.get(name, ("",))) for name in columns) + (len(columns) if has_indicators else 0)
 
 
 def encode_features(
-    table: Table, columns: Sequence[str], categories: Mapping[str, Sequence[str]], *, has_indicators: bool
+    table: Table, columns: Sequence[str], categories: Mapping[str, Labels], *, has_indicators: bool
 ) -> Features:
     """Return the inputs of every row: a number, or 0 and 1 for each category, column by column, then the indicators.
 
@@ -73,7 +91,7 @@ def encode_features(
     for name in columns:
         if name in categories:
             values, absent = _encode_categories(table, name, categories[name])
-            names += [f"{name}={category}" for category in categories[name]]
+            names += [f"{name}={category}" for category in name_labels(categories[name])]
         else:
             values = _get_numbers(table, name)[:, None]
             absent = ~np.isfinite(values[:, 0])
@@ -127,20 +145,23 @@ def _format_label(label: str) -> str:
     return text.strip()[1:-1]
 
 
-def _encode_categories(table: Table, name: str, categories: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    labels = read_labels(table, name, categories)
-    if unknown := sorted({label for label in labels if label} - set(categories)):
+def _encode_categories(table: Table, name: str, categories: Labels) -> tuple[np.ndarray, np.ndarray]:
+    position = number_labels(categories)
+    labels = read_labels(table, name, position)
+    if unknown := sorted({label for label in labels if label} - set(position)):
         raise DataError(
             f"{table.source}: column {name!r} has {unknown[0]!r} (row {labels.index(unknown[0]) + 1}), which is none "
-            f"of its categories {', '.join(categories)}; add it to task.categories.{name} for all sites, or correct "
+            f"of its categories {', '.join(position)}; add it to task.categories.{name} for all sites, or correct "
             "the data"
         )
-    one_hot = np.array([[label == category for category in categories] for label in labels], dtype=np.float64)
-    return one_hot, np.array([not label for label in labels])
+    numbers = np.array([position.get(label, -1) for label in labels])
+    return (numbers[:, None] == np.arange(len(categories))).astype(np.float64), numbers < 0
 
 
 def _get_numbers(table: Table, name: str) -> np.ndarray:
     column = table.get_column(name)
+    if date := table.find_date(name):
+        raise DataError(f"{table.source}: column {name!r} is among task.features, but {DATES.format(date=date)}")
     if column.dtype.kind == "f":
         return column
     found = sorted({label for label in read_labels(table, name) if label})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -17,6 +18,12 @@ from ..task import Cohort
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
 Values = dict[str, list[object]]
 """Columns as a file has them."""
+DATES = (
+    "it contains dates such as {date}. Compute a number from them in a column of its own, such as the age in years or "
+    "the days since admission; a date itself mostly tells when a site took part"
+)
+"""What is wrong with a column of dates, and the remedy."""
+_DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}([ T].*)?|\d{1,2}[./-]\d{1,2}[./-](\d{4}|\d{2})")
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Table:
             DataError: there is no such column, or it contains text.
         """
         column = self.get_column(name)
+        if date := self.find_date(name):
+            raise DataError(f"{self.source}: column {name!r} must have numbers, but {DATES.format(date=date)}")
         if column.dtype.kind != "f":
             row, text = next((row, text) for row, text in enumerate(column, start=1) if not is_number(str(text)))
             raise DataError(
@@ -74,6 +83,32 @@ class Table:
         """
         marks = self.marks.get(name, {})
         return [marks.get(row, format_identifier(value)) for row, value in enumerate(self.get_column(name).tolist())]
+
+    def find_date(self, name: str) -> str:
+        """Return the first value of a column of dates, such as ``2019-03-01``, ``1.3.19`` or 20190301; else ""."""
+        column = self.get_column(name)
+        if column.dtype.kind != "f":
+            texts = [text for text in column.tolist() if text.lower() not in MISSING]
+            return texts[0] if all(_DATE.fullmatch(text) for text in texts) else ""
+        values = np.unique(column[np.isfinite(column)])
+        years, months, days = values // 10_000, values // 100 % 100, values % 100
+        are_dates = (years >= 1900) & (years < 2100) & (months >= 1) & (months <= 12) & (days >= 1) & (days <= 31)
+        # A single value, or a constant, may be any number.
+        return f"{values[0]:.0f}" if len(values) > 1 and bool((are_dates & (days % 1 == 0)).all()) else ""
+
+    def mark_missing(self, codes: Mapping[str, Collection[str]]) -> Table:
+        """Return the table without the values that stand for missing ones, by column: ``{"chol": {"0"}}``.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        columns, marks = dict(self.columns), dict(self.marks)
+        for name, own in codes.items():
+            numbers = {_find_number(code) for code in own} - {None}
+            texts = ["" if text in own or _find_number(text) in numbers else text for text in self.get_texts(name)]
+            columns[name] = _to_array(texts)
+            marks[name] = _find_marks(texts, columns[name])
+        return replace(self, columns=columns, marks=marks)
 
     def get_ids(self, name: str) -> tuple[str, ...]:
         """Return the unique identifiers in a column.
@@ -120,6 +155,26 @@ def read_table(path: Path) -> Table:
     return Table(path, columns, marks)
 
 
+def read_header(path: Path) -> list[str]:
+    """Return the names of a table's columns, in order; no row is read, except of a CSV file its first.
+
+    Raises:
+        DataError: the file is missing, of another format, or malformed.
+    """
+    try:
+        if path.name.endswith(".npz"):
+            with np.load(path, allow_pickle=False) as arrays:
+                return list(arrays.files)
+        if path.name.endswith(".parquet"):
+            return list(_import_parquet(path).read_schema(path).names)
+        with (gzip.open if path.name.endswith(".gz") else open)(path, "rt", newline="", encoding="utf-8-sig") as file:
+            return next(csv.reader(file), [])
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path}: the names of its columns cannot be read: {error}") from error
+
+
 def _read_csv(path: Path) -> Values:
     with path.open(newline="", encoding="utf-8-sig") as file:
         return _parse_csv(file)
@@ -144,13 +199,17 @@ def _parse_csv(file: TextIO) -> Values:
 
 
 def _read_parquet(path: Path) -> Values:
+    return dict(_import_parquet(path).read_table(path).to_pydict())
+
+
+def _import_parquet(path: Path) -> Any:
     try:
         from pyarrow import parquet  # type: ignore[import-untyped]
     except ImportError as error:
         raise DataError(
             f"{path}: Parquet needs pyarrow; pip install 'flare-sparse[parquet]', or convert the file to CSV"
         ) from error
-    return dict(parquet.read_table(path).to_pydict())
+    return parquet
 
 
 def _read_npz(path: Path) -> Values:
@@ -181,6 +240,13 @@ def parse_number(text: str) -> float:
     if "_" in text or not text.isascii():
         raise ValueError(f"{text!r} is no number")
     return float(text)
+
+
+def _find_number(text: str) -> float | None:
+    try:
+        return parse_number(text)
+    except ValueError:
+        return None
 
 
 def is_number(text: str) -> bool:
