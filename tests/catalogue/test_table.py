@@ -45,7 +45,7 @@ def find_row(node: ast.FunctionDef) -> int | None:
 @pytest.mark.parametrize("number", ROWS)
 def test_codes_of_a_row_are_those_of_its_test(number: int) -> None:
     row = ROWS[number]
-    module = row["test"].removesuffix(".py")
+    module = f"test_{row['test']}"
     functions = read_functions(module)
     source = "".join(function.source for function in functions if function.row == number)
     helpers = "".join(
@@ -62,4 +62,4 @@ def test_every_marked_test_has_its_row() -> None:
     marked = {
         (function.row, module) for module in modules for function in read_functions(module) if function.row is not None
     }
-    assert marked == {(number, row["test"].removesuffix(".py")) for number, row in ROWS.items()}
+    assert marked == {(number, f"test_{row['test']}") for number, row in ROWS.items()}
