@@ -210,6 +210,12 @@ def test_each_kind_of_mistake_is_explained(file: Path, assignment: str, expected
     assert expected in "\n".join(load_problems(file, assignment))
 
 
+def test_missing_section_is_described_as_one(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("{name: study, task: {name: toy}}")
+    with pytest.raises(ConfigError, match=r"method: missing; expected a section such as \{name: \.\.\.\} \(what is"):
+        load_config(tmp_path / "run.yaml")
+
+
 @pytest.mark.parametrize(
     ("task", "keys"),
     [

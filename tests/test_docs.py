@@ -353,6 +353,13 @@ def test_bundle_of_the_page_is_trained_and_loaded_by_monai(tmp_path: Path, monke
     }
 
 
+@pytest.mark.parametrize("page", ["table-task.md", "segmentation.md"])
+def test_configuration_of_the_page_is_complete(tmp_path: Path, page: str) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text(find_fenced_blocks(page, "yaml")[0])
+    assert load_config(file).simulator is not None
+
+
 def test_settings_of_the_page_on_training_are_accepted(tmp_path: Path) -> None:
     rest = {"name": "page", "task": {"name": "brain_age"}, "simulator": {"sites": 2, "data": {"phantom": {}}}}
     file = tmp_path / "page.yaml"

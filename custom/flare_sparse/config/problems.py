@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ..core.errors import suggest
-from .choice import KEYS, Registries, find_name
+from .choice import KEYS, Choice, Registries, find_name
 
 _TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
@@ -24,6 +24,7 @@ _TYPE_NAMES: dict[Any, str] = {
     list: "a list",
     tuple: "a list",
     type(None): "null",
+    Choice: "a section such as {name: ...}",
 }
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
 

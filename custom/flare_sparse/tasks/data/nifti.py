@@ -75,7 +75,10 @@ def _check_header(file: Path, image: Any, shape: Sequence[int] | None, spacing: 
     if shape is None:
         _check_axes(file, image_shape)
     elif sorted(image_shape) != sorted(shape):
-        raise DataError(f"wrong shape {format_shape(image_shape)} in {file.name}; expected {format_shape(shape)}")
+        raise DataError(
+            f"wrong shape {format_shape(image_shape)} in {file.name}; expected {format_shape(shape)}: set task.shape "
+            "to the shape of all your volumes, or resample this one"
+        )
     if image.get_data_dtype().kind not in "buif":
         raise DataError(f"{file.name} contains {image.get_data_dtype()}; expected one number per voxel: convert it")
     if not np.isfinite(image.affine).all() or abs(np.linalg.det(image.affine[:3, :3])) < 1e-6:

@@ -83,7 +83,7 @@ def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | Non
     if voxels.shape != tuple(shape):
         raise DataError(
             f"wrong shape {format_shape(voxels.shape)} of {file.name} in RAS orientation; expected "
-            f"{format_shape(shape)}"
+            f"{format_shape(shape)}: set task.shape, or reorient this one"
         )
     check_voxels(file, voxels)
     if voxels.min() == voxels.max():
