@@ -49,24 +49,20 @@ def _build_job(feature: Feature) -> JobConfig:
 
 def format_page() -> str:
     """Return ``docs/compatibility.md``."""
-    columns = list_columns()
-    reasons = [find_reasons(feature) for feature in columns]
+    groups: dict[tuple[str, ...], list[Feature]] = {}
+    for feature in list_columns():
+        groups.setdefault(tuple(find_reasons(feature).values()), []).append(feature)
+    titles = [", ".join(f"`{feature.name}`" for feature in features) for features in groups.values()]
+    effects = ["; ".join(dict.fromkeys(feature.effect for feature in features)) for features in groups.values()]
     lines = [_TITLE, "## Methods", ""]
-    lines += [f"{number}. `{feature.name}`: {feature.effect}" for number, feature in enumerate(columns, 1)]
-    lines += [
-        "",
-        f"| method | {' | '.join(map(str, range(1, len(columns) + 1)))} |",
-        "| --- |" + " --- |" * len(columns),
-    ]
-    for name in METHODS:
-        marks = ["no" if column[name] else "yes" for column in reasons]
-        lines.append(f"| [`{name}`](algorithms.md) | {' | '.join(marks)} |")
+    for number, (title, effect) in enumerate(zip(titles, effects, strict=True), 1):
+        lines += textwrap.wrap(f"{number}. {title}: {effect}", 120, subsequent_indent="   ", break_on_hyphens=False)
+    lines += ["", f"| method | {' | '.join(map(str, range(1, len(groups) + 1)))} |", "| --- |" + " --- |" * len(groups)]
+    for method, texts in zip(METHODS, zip(*groups, strict=True), strict=True):
+        lines.append(f"| [`{method}`](algorithms.md) | {' | '.join('no' if text else 'yes' for text in texts)} |")
     lines += ["", "## Why not", ""]
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for feature, column in zip(columns, reasons, strict=True):
-        groups.setdefault(tuple(column.values()), []).append(f"`{feature.name}`")
-    for texts, names in groups.items():
-        lines += [f"### {', '.join(names)}", ""]
+    for texts, title in zip(groups, titles, strict=True):
+        lines += [f"### {title}", ""]
         for reason in dict.fromkeys(filter(None, texts)):
             methods = ", ".join(f"`{name}`" for name, text in zip(METHODS, texts, strict=True) if text == reason)
             lines += textwrap.wrap(f"- {methods}: {reason}", 120, subsequent_indent="  ", break_on_hyphens=False)
