@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import safetensors
 import yaml
+from egress import assert_logs_equal_ledger
 
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.api.sim import run as run_in_simulator
@@ -70,6 +71,8 @@ def check_equal_to_a_local_run(file: Path, folder: Path) -> None:
     assert simulated["model_sha256"] == local["model_sha256"]
     assert simulated["final"] == json.loads(json.dumps(local["final"]))
     ledgers = [Counter(map(str, jsonl(folder / run / "ledger.jsonl"))) for run in ("sim", "local")]
+    for run in ("sim", "local"):
+        assert_logs_equal_ledger(folder / run)
     assert ledgers[0] == ledgers[1]
 
 

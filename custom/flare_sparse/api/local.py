@@ -21,6 +21,7 @@ from ..results.runs.folder import ERRORS, RunFolder
 from ..results.runs.local import run_assembly
 from ..results.runs.model_files import save_site_model
 from ..results.runs.record import RecordWriter, write_layer_compute
+from ..rounds.endpoints.egress import EGRESS_FOLDER, EgressLog
 from ..rounds.federation import RoundRecord
 from ..rounds.local.run import Watcher
 from ..tasks.script import ScriptConfig, ScriptTask
@@ -76,6 +77,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             watcher=Watcher(commit, record.record_updates, errors.report),
             stores=lambda end: study.open_checkpoints(checkpoints, end),
             resume=folder.resume,
+            egress=lambda site: EgressLog(folder.path / EGRESS_FOLDER / site, config.name, is_durable=False),
             contexts=contexts,
             ledger=ledger,
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from ..config.loading import load_config
 from ..config.user_tasks import load_task
@@ -25,6 +26,8 @@ HELP = """Prepare a site: allow classes, set a policy, refuse code, check that i
 [dim]flare-sparse site preflight /opt/flare/site-1[/]
 
 [dim]flare-sparse site requests /opt/flare/site-1[/]
+
+[dim]flare-sparse site egress /opt/flare/site-1[/]
 """
 
 site = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP, add_completion=False)
@@ -181,6 +184,49 @@ def requests(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not runs:
         console.print("no request of this package was answered here yet")
+
+
+@site.command()
+def egress(
+    kit: Annotated[
+        Path, typer.Argument(help="The site's startup kit, or the result folder of a simulated run", show_default=False)
+    ],
+    since: Annotated[
+        datetime | None,
+        typer.Option(
+            help="Only messages from this time on, such as 2026-03-01", formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M"]
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the lines of the log as JSON, by site")] = False,
+) -> None:
+    """Show what left this site, by job and kind of message, from the site's own log, and check that log.
+
+    A line was written before its message was sent. Each line holds the digest of the one before it: a line that was
+    changed, removed or moved is named, and the command ends with exit code 1.
+
+    [dim]flare-sparse site egress /opt/flare/site-1 --since 2026-03-01[/]
+    """
+    from ..rounds.endpoints.egress import find_logs, read_log, sum_lines
+
+    start = "" if since is None else since.astimezone(UTC).isoformat(timespec="milliseconds")
+    logs = {
+        name: [line for line in read_log(folder) if line["time"] >= start] for name, folder in find_logs(kit).items()
+    }
+    if as_json:
+        typer.echo(json.dumps(logs, indent=2))
+        return
+    for name, lines in logs.items():
+        console.print(f"{name}: {len(lines)} messages, chain intact", markup=False)
+        table = Table("job", "kind", "contents", "messages", "bytes", "total", box=None)
+        for column in table.columns[3:]:
+            column.justify = "right"
+        total = 0
+        for (job, kind, contents), (messages, size) in sum_lines(lines).items():
+            total += size
+            table.add_row(job, kind, contents, str(messages), f"{size:,}", f"{total:,}")
+        console.print(table)
+    if not logs:
+        console.print("nothing has left this site yet: it has no egress log")
 
 
 def _read_json(file: Path) -> Any:

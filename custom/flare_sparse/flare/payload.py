@@ -160,6 +160,17 @@ def build_refusal(code: str, return_code: str) -> Shareable:
     return reply
 
 
+def strip_to_codes(result: Shareable, code: str, *, missing_base: bool = False) -> None:
+    """Remove everything from a result, in place, but a return code of FLARE and an error code of this package."""
+    return_code = result.get_return_code()
+    # A return code that is not FLARE's own could carry text of a job's filter.
+    failures = _RETURN_CODES - {str(ReturnCode.OK)}
+    result.clear()
+    result.set_return_code(return_code if return_code in failures else ReturnCode.TASK_RESULT_FILTER_ERROR)
+    result.set_header(CODE_HEADER, code)
+    result.set_header(MISSING_BASE_HEADER, missing_base)
+
+
 def extract_code(reply: Shareable) -> str | None:
     """Return the error code in an error reply; None without a well-formed code."""
     code = reply.get_header(CODE_HEADER)

@@ -25,12 +25,13 @@ from ..tasks.script import ScriptConfig, ScriptTask
 from ..training.script_trainer import WeighBy
 from .aggregator import StagingAggregator
 from .controller import FederatedController
+from .egress import JOB_FILE
 from .executor import SparseExecutor
 from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
 from .hubs.executors import HubExecutor, HubSiteExecutor
 from .networks import NetworkSource, describe_network
 from .payload import COLLECTION, HELLO, JOIN, SUM, TASK
-from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, ServerSession, SiteSession, UserTask
+from .session import AGGREGATOR_ID, SERVER_ID, SITE_ID, TASK_ID, ServerSession, SiteSession, UserTask
 from .tracking import MlflowTracker
 
 Packaging = Literal["installed", "byoc"]

@@ -41,12 +41,12 @@ from ..training import Site
 from ..wire.capabilities import local_capabilities
 from ..wire.ledger import Ledger
 from .checkpoints import delete_archived, delete_ended, find_checkpoint_folder
+from .egress import JOB_FILE, install_recorder
 from .he_keys import load_server_cipher, load_site_cipher
 from .kits import load_identity, load_root
 from .script import FlareScript
 from .watchdog import watch_command
 
-JOB_FILE = "flare_sparse.yaml"
 MODELS_FOLDER = "flare_sparse_models"
 """Folder in a startup kit that receives the site's own models, by run id, where tensors stay at the site."""
 REQUESTS_FOLDER = "flare_sparse_requests"
@@ -156,10 +156,11 @@ class SiteSession(FLComponent):
         self._layer_compute: dict[str, str] = {}
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Watch the command that started the simulator; save the site's own model at the end of a job."""
+        """Watch the command that started the simulator, log what leaves; save the site's own model at the end."""
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.START_RUN:
             watch_command()
+            install_recorder(fl_ctx)
         if self._script is not None:
             self._script.handle_event(event_type, fl_ctx)
         if event_type == EventType.END_RUN:

@@ -28,6 +28,7 @@ from ..rounds.streams.packets import MODEL, find_groups
 from ..rounds.streams.settings import StreamSettings
 from ..wire.ledger import LedgerLine
 from ..wire.plan import ValueType
+from .egress import install_recorder
 from .payload import get_sender
 
 PACKET = "flare_sparse"
@@ -76,7 +77,9 @@ class SparseExchange(Filter):
         self._tasks: set[str] = set()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Warn at the end of a run in which this process received or sent tasks but coded no message."""
+        """Log what leaves a site; warn at the end of a run in which this process had tasks but coded no message."""
+        if event_type == EventType.START_RUN and fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
+            install_recorder(fl_ctx)
         # Fired for all tasks, those without filters among them.
         if event_type == EventType.BEFORE_TASK_DATA_FILTER:
             self._tasks.add(str(fl_ctx.get_prop(FLContextKey.TASK_NAME)))

@@ -214,10 +214,24 @@ def read_sequence(data: bytes | bytearray | memoryview | np.ndarray, site: str =
         RejectedMessage: the message is malformed or damaged.
     """
     try:
-        buffer = _view_buffer(data, site)
-        return find_version(buffer).read_header(buffer).sequence
+        return _read_header(data, site).sequence
     except WireError as error:
         raise error.attach_site(site) from error
+
+
+def read_summary(data: np.ndarray) -> tuple[Header, Content]:
+    """Return the header of a message and the content that it states, for a sender's own log.
+
+    Raises:
+        RejectedMessage: the bytes are no message.
+    """
+    header = _read_header(data, "?")
+    return header, find_by_code(_CONTENTS_BY_CODE, header.content, "content")
+
+
+def _read_header(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> Header:
+    buffer = _view_buffer(data, site)
+    return find_version(buffer).read_header(buffer)
 
 
 def _view_buffer(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> np.ndarray:

@@ -37,8 +37,8 @@ from ...wire.codec import decode
 from ...wire.messages import Decoded
 from ...wire.plan import ValueFormat
 from ...wire.values import is_quantized
+from ..egress import install_recorder
 from ..payload import (
-    CODE_HEADER,
     EVENTS,
     MISSING_BASE_HEADER,
     UPDATE,
@@ -49,6 +49,7 @@ from ..payload import (
     extract_sum,
     hello_to_shareable,
     shareable_to_message,
+    strip_to_codes,
     sum_to_shareable,
     update_to_dxo,
     update_to_shareable,
@@ -126,6 +127,9 @@ class SiteLastGate(FLComponent):
     """Checks a result after all filters have run; strips it to error codes unless the site approved it."""
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        # Also in jobs of other packages, which have no session of this one.
+        if event_type == EventType.START_RUN:
+            install_recorder(fl_ctx)
         if event_type == EventType.AFTER_TASK_RESULT_FILTER:
             result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
             if isinstance(result, Shareable):
@@ -140,7 +144,7 @@ class SiteLastGate(FLComponent):
             if result.get_return_code() != ReturnCode.OK:
                 _discard_withheld(fl_ctx)
                 missing_base = result.get_header(MISSING_BASE_HEADER) is True
-                _strip_to_codes(result, extract_code(result) or "E_SITE", missing_base=missing_base)
+                strip_to_codes(result, extract_code(result) or "E_SITE", missing_base=missing_base)
             elif extract_hello(result) is not None:
                 # The site builds its hello again, because a filter of the job may have changed it.
                 result.clear()
@@ -157,7 +161,7 @@ class SiteLastGate(FLComponent):
         # Fail closed: a result that the gate cannot read does not leave the site.
         except Exception as error:  # noqa: BLE001
             # The result is stripped first, because writing and logging may fail, too.
-            _strip_to_codes(result, _get_code(error))
+            strip_to_codes(result, _get_code(error))
             _discard_withheld(fl_ctx)
             write_site_error(error, _get_code(error), fl_ctx)
             self.log_error(fl_ctx, f"{_get_code(error)}: a result was withheld; see site_error.txt in the job's folder")
@@ -243,17 +247,6 @@ def _attach_withheld(
 
 def _get_code(error: Exception) -> str:
     return error.code if isinstance(error, FlareSparseError) else "E_POLICY"
-
-
-def _strip_to_codes(result: Shareable, code: str, *, missing_base: bool = False) -> None:
-    """Remove everything from a result but a return code of FLARE and an error code of this package."""
-    return_code = result.get_return_code()
-    # A return code that is not FLARE's own could carry text of a job's filter.
-    failures = [value for name, value in vars(ReturnCode).items() if name.isupper() and value != ReturnCode.OK]
-    result.clear()
-    result.set_return_code(return_code if return_code in failures else ReturnCode.TASK_RESULT_FILTER_ERROR)
-    result.set_header(CODE_HEADER, code)
-    result.set_header(MISSING_BASE_HEADER, missing_base)
 
 
 def _is_package_message(result: Shareable) -> bool:

@@ -22,6 +22,7 @@ from ...wire.messages import Decoded, Encoded
 from ...wire.plan import Plan, ValueType
 from ...wire.values import is_quantized
 from .bases import InitialModel, SiteBase, correct_variances, plan_request, plan_update
+from .egress import EgressLog
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event
 from .model_change import ChangeLimit, is_standstill
 from .request_checks import check_kind, check_trainable, is_training
@@ -53,6 +54,7 @@ class SiteEndpoint:
 
     Attributes:
         request: the last accepted request; None before the first.
+        egress: receives a line before each message leaves; None in FLARE, whose site has a log behind all filters.
         events: what this site reports beside each of its updates. The server ignores repeated reports, so a report
             is not lost with an update.
     """
@@ -74,6 +76,7 @@ class SiteEndpoint:
         self.sums = protection if isinstance(protection, SiteSums) else None
         self.requests, self.changes, self.initial = requests, changes, initial
         self.request: Request | None = None
+        self.egress: EgressLog | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._state = SiteState()
         self._trainable: Mask | None = None

@@ -28,6 +28,7 @@ from ...wire.capabilities import local_capabilities
 from ...wire.ledger import Ledger
 from ...wire.plan import ValueType
 from ..endpoints.bases import InitialModel
+from ..endpoints.egress import EgressLog, Outgoing, build_beside, describe_message
 from ..endpoints.events import pack_events
 from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.server_sums import ServerSums
@@ -87,6 +88,7 @@ class Course:
         threads: number of torch threads, which fixes the order of float sums.
         stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
         resume: continue from the checkpoints in ``stores``.
+        egress: returns a site's egress log; None: the site has none.
     """
 
     run: str = "0" * 16
@@ -94,6 +96,7 @@ class Course:
     threads: int = 1
     stores: Callable[[str], Store | None] = lambda end: None
     resume: bool = False
+    egress: Callable[[str], EgressLog | None] = lambda site: None
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,9 @@ def run_locally(
         )
         for name, site in sorted(sites.items())
     }
+    for name, endpoint in endpoints.items():
+        if isinstance(endpoint, SiteEndpoint):
+            endpoint.egress = course.egress(name)
     tree = build_tree(transport.hubs, server, endpoints, watcher.on_site_error)
     federation = Federation(
         method,
@@ -253,7 +259,9 @@ def collect_replies(
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             on_site_error(name, error)
-            yield name, get_failure_code(error)
+            code = get_failure_code(error)
+            _record(endpoint, Outgoing("refusal", [code]))
+            yield name, code
             continue
         # The sites of this process take turns, and each has the whole time, as if they worked at the same time.
         if attempt.seconds is not None and time.monotonic() - start > attempt.seconds:
@@ -287,20 +295,34 @@ def deliver_sum(
         assert not isinstance(endpoint, Exception), "a site that failed has no part in a sum"
         assert endpoint.sums is not None, "all sites of a run take part in sums"
         try:
-            yield name, endpoint.sums.answer(question)
+            reply = endpoint.sums.answer(question)
         except FlareSparseError as error:
             on_site_error(name, error)
+            _record(endpoint, Outgoing("refusal", [error.code]))
             yield name, error.code
+            continue
+        _record(endpoint, describe_message(reply))
+        yield name, reply
 
 
 def _answer(endpoint: SiteEndpoint, message: Any, acknowledged: int | None) -> tuple[Update, Any, Any]:
     """Return a site's update, its encoded message and its events."""
     request = endpoint.receive(message, acknowledged)
     update = endpoint.answer(request)
-    data = endpoint.encode(request, update).data
-    return update, data, pack_events(endpoint.events)
+    data, events = endpoint.encode(request, update).data, pack_events(endpoint.events)
+    _record(endpoint, describe_message(data, build_beside(update, events)))
+    return update, data, events
+
+
+def _record(endpoint: SiteEndpoint, outgoing: Outgoing) -> None:
+    if endpoint.egress is not None:
+        endpoint.egress.record(outgoing)
 
 
 def _build_hello(endpoint: SiteEndpoint | Exception) -> dict[str, str | int | float]:
     """Return a site's hello; a site that cannot load its data sends its versions only."""
-    return local_capabilities().to_message() if isinstance(endpoint, Exception) else endpoint.build_hello()
+    if isinstance(endpoint, Exception):
+        return local_capabilities().to_message()
+    hello = endpoint.build_hello()
+    _record(endpoint, Outgoing("hello", ["versions and limits"], beside=hello))
+    return hello

@@ -1,0 +1,124 @@
+"""The site's egress log in FLARE: the last handler of a result writes its line, behind every filter and every guard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from nvflare.apis.dxo import from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.workspace import Workspace
+
+from ..config.policy.policy import POLICY_FILE, read_policy
+from ..config.yaml_files import read_yaml
+from ..core.errors import FlareSparseError, get_failure_code
+from ..rounds.endpoints.egress import EGRESS_FOLDER, EgressLog, Outgoing, describe_message
+from .payload import (
+    extract_collection,
+    extract_hello,
+    extract_sum,
+    get_refusal_code,
+    shareable_to_message,
+    strip_to_codes,
+)
+
+JOB_FILE = "flare_sparse.yaml"
+"""The job's settings among a participant's files of it."""
+
+
+class EgressRecorder(FLComponent):
+    """Writes a line for each result of a task before FLARE or a hub's connection sends it.
+
+    It is no component of a job or of a site's configuration: :func:`install_recorder` adds it behind all of them, so
+    that it sees what leaves and not what a guard removes afterwards.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log: EgressLog | None = None
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        if event_type == EventType.AFTER_TASK_RESULT_FILTER:
+            result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+            if isinstance(result, Shareable):
+                self._record(result, fl_ctx)
+
+    def _record(self, result: Shareable, fl_ctx: FLContext) -> None:
+        """Write the line of a result; one without a line is stripped to its code, in place, and does not leave.
+
+        FLARE sends the result even if an event handler raises, so an exception would not stop it.
+        """
+        try:
+            self._log = self._log or _open_log(fl_ctx)
+            self._log.record(describe_result(result))
+        except Exception as error:  # noqa: BLE001 - fail closed, whatever goes wrong
+            code = get_failure_code(error)
+            strip_to_codes(result, code)
+            # Its text stays here: logs may be streamed to the server.
+            self.log_error(fl_ctx, f"{code}: a result was withheld, because the egress log has no line of it")
+            with suppress(OSError):
+                (_get_folder(fl_ctx) / "error.txt").write_text(f"{code}: {error}\n")
+
+
+def install_recorder(fl_ctx: FLContext) -> None:
+    """Add the recorder behind the components of this site's process; a second call changes nothing."""
+    engine = fl_ctx.get_engine()
+    if not any(isinstance(handler, EgressRecorder) for handler in engine.handlers):
+        engine.add_handler(EgressRecorder())
+
+
+def describe_result(result: Shareable) -> Outgoing:
+    """Return what a result contains, whichever package it is of."""
+    if result.get_return_code() != ReturnCode.OK:
+        return Outgoing("refusal", [get_refusal_code(result)])
+    if (hello := extract_hello(result)) is not None:
+        return Outgoing("hello", ["versions and limits"], beside=hello)
+    if (collection := extract_collection(result)) is not None:
+        return Outgoing("collection", ["replies of the hub's sites"], [collection])
+    with suppress(FlareSparseError):
+        message = extract_sum(result)
+        return describe_message(*((message,) if message is not None else shareable_to_message(result, "")))
+    with suppress(ValueError):
+        dxo = from_shareable(result)
+        kind = getattr(dxo.data_kind, "value", str(dxo.data_kind))
+        return Outgoing("result", [kind], list(iterate_buffers([dxo.data, dxo.meta])))
+    return Outgoing("result", ["return code"])
+
+
+def iterate_buffers(value: Any) -> Iterator[np.ndarray | bytes]:
+    """Yield the content of nested mappings and sequences of a foreign job's result, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value.detach().cpu().contiguous().view(torch.uint8).numpy() if value.dim() else bytes(str(value), "utf-8")
+    elif isinstance(value, np.ndarray | bytes):
+        yield value
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield str(key).encode()
+            yield from iterate_buffers(value[key])
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            yield from iterate_buffers(item)
+    else:
+        yield str(value).encode()
+
+
+def _get_folder(fl_ctx: FLContext) -> Path:
+    workspace: Workspace = fl_ctx.get_engine().get_workspace()
+    return Path(workspace.get_root_dir()) / EGRESS_FOLDER / fl_ctx.get_identity_name()
+
+
+def _open_log(fl_ctx: FLContext) -> EgressLog:
+    workspace, job_id = fl_ctx.get_engine().get_workspace(), fl_ctx.get_job_id()
+    policy = read_policy(Path(workspace.get_site_config_dir()) / POLICY_FILE)
+    file = Path(workspace.get_app_config_dir(job_id)) / JOB_FILE
+    # A job of another package has no such file, only FLARE's id.
+    name = read_yaml(file)["name"] if file.is_file() else job_id
+    return EgressLog(_get_folder(fl_ctx), str(name), policy.model_dump(mode="json", exclude_defaults=True))

@@ -1,0 +1,268 @@
+"""A site's egress log: one line for each message that leaves, written to disk before the message is sent.
+
+Every line holds the digest of the line before it, and a file beside the log holds the number and the digest of the last
+line. So a line that was changed, removed or moved shows, and so does a log whose end was cut off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.checkpoint.writing import sync_to_disk
+from ...core.errors import FlareSparseError, WireError
+from ...core.exchange import Update
+from ...privacy.secure_aggregation.messages import Step, unpack_message
+from ...privacy.secure_aggregation.pads import read_sum_id
+from ...wire.codec import read_summary
+
+EGRESS_FOLDER = "flare_sparse_egress"
+"""Folder in a site's startup kit with its egress log, by name of the site."""
+LOG_FILE, HEAD_FILE = "egress.jsonl", "head.txt"
+_START = "0" * 64
+_TAIL_BYTES = 2**20
+"""Longest line that can be read back: a policy and the metrics of a message are far shorter."""
+_SUM_CONTENTS = {
+    Step.KEYS: "keys",
+    Step.SHARES: "shares of keys",
+    Step.VALUES: "padded values",
+    Step.REVEAL: "shares of keys",
+    Step.TERMS: "values of a sum",
+}
+
+
+class EgressError(FlareSparseError):
+    """The egress log cannot be written, or was changed; nothing leaves the site. Only the code leaves."""
+
+    code = "E_EGRESS"
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One message that is about to leave.
+
+    Attributes:
+        kind: kind of the request that it answers, ``hello``, ``collection``, ``refusal`` or ``result``.
+        contents: what it contains.
+        parts: its bytes.
+        beside: the numbers that travel beside it in the clear.
+        run, round: of the request; empty and 0 without one.
+    """
+
+    kind: str
+    contents: Sequence[str]
+    parts: Sequence[np.ndarray | bytes] = ()
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    run: str = ""
+    round: int = 0
+
+
+def describe_message(message: np.ndarray, beside: Mapping[str, Any] | None = None) -> Outgoing:
+    """Return what an encoded update or a reply in a sum contains, read from its header."""
+    beside = beside or {}
+    extra = [name for name in beside if beside[name] not in ({}, None)]
+    try:
+        header, content = read_summary(message)
+        contents = [content, *(name for name in extra if name != content)]
+        return Outgoing(header.kind, contents, [message], beside, header.run.hex(), header.round)
+    except WireError:
+        pass
+    try:
+        step, raw_id, _ = unpack_message(message, "site")
+        sum_id = read_sum_id(raw_id)
+        return Outgoing(sum_id.kind, [_SUM_CONTENTS[step], *extra], [message], beside, sum_id.run, sum_id.round)
+    except WireError:
+        return Outgoing("result", ["unknown bytes", *extra], [message], beside)
+
+
+def build_beside(update: Update, events: Any) -> dict[str, Any]:
+    """Return what travels beside the message of an update, in the clear."""
+    return {"examples": update.num_examples, "metrics": dict(update.metrics), **({"events": events} if events else {})}
+
+
+class EgressLog:
+    """Appends to the egress log of a site; the jobs of a site, in processes of their own, share it.
+
+    Args:
+        folder: folder of the site's log.
+        job: name of the job.
+        terms: terms of the policy in force, as far as they are not the defaults.
+        is_durable: whether a line is on disk when :meth:`record` returns. Not in a simulation in one process, from
+            which nothing leaves.
+    """
+
+    def __init__(self, folder: Path, job: str, terms: Mapping[str, Any] | None = None, *, is_durable: bool = True):
+        self.folder, self.job, self.terms, self.is_durable = folder, job, dict(terms or {}), is_durable
+
+    def record(self, outgoing: Outgoing) -> None:
+        """Append the line of a message; the message may be sent once this returns.
+
+        Raises:
+            EgressError: the line cannot be written, or the log was changed since the last one; nothing may be sent.
+        """
+        digest, size = hashlib.sha256(), 0
+        for part in outgoing.parts:
+            content = np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part
+            digest.update(content)
+            size += len(content) if isinstance(content, bytes) else content.nbytes
+        entry = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "job": self.job,
+            "run": outgoing.run,
+            "kind": outgoing.kind,
+            "round": outgoing.round,
+            "contents": list(outgoing.contents),
+            "bytes": size,
+            "sha256": digest.hexdigest(),
+            "beside": dict(outgoing.beside),
+            "policy": self.terms,
+        }
+        try:
+            with self._open() as log:
+                self._append(log, entry)
+        except OSError as error:
+            raise EgressError(
+                f"{self.folder / LOG_FILE}: the egress log cannot be written: {error.strerror}; nothing leaves until "
+                "the disk has space and the user that runs the site may write there"
+            ) from error
+
+    @contextmanager
+    def _open(self) -> Iterator[int]:
+        """Yield the descriptor of the log; other jobs of the site wait meanwhile."""
+        file = self.folder / LOG_FILE
+        is_new = not file.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX)
+            yield log
+            if is_new and self.is_durable:
+                sync_to_disk(self.folder)
+        finally:
+            os.close(log)
+
+    def _append(self, log: int, entry: dict[str, Any]) -> None:
+        size = os.fstat(log).st_size
+        start = max(0, size - _TAIL_BYTES)
+        tail = os.pread(log, size - start, start)
+        # A loss of power in the middle of a write leaves a piece of a line, whose message was never sent.
+        whole, newline, _ = tail.rpartition(b"\n")
+        if len(whole) + len(newline) < len(tail):
+            size = start + len(whole) + len(newline)
+            os.ftruncate(log, size)
+        last = whole.rpartition(b"\n")[2]
+        number, previous = (_read_number(last, self.folder), _digest(last)) if newline else (0, _START)
+        if number:
+            _check_head(self.folder, number, lambda count: previous if count == number else "")
+        elif not (self.folder / HEAD_FILE).exists():
+            self._write_head(0, _START)
+        else:
+            _check_head(self.folder, 0, lambda count: _START)
+        line = json.dumps({"line": number + 1, **entry, "previous": previous}, separators=(",", ":")).encode()
+        if os.write(log, line + b"\n") != len(line) + 1:
+            os.ftruncate(log, size)
+            raise OSError(28, "no space left on device")
+        if self.is_durable:
+            os.fsync(log)
+        self._write_head(number + 1, _digest(line))
+
+    def _write_head(self, number: int, digest: str) -> None:
+        # Not flushed: after a loss of power it may be behind the log, which counts as intact.
+        head = os.open(self.folder / HEAD_FILE, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(head, f"{number:016d} {digest}\n".encode(), 0)
+        finally:
+            os.close(head)
+
+
+def find_logs(folder: Path) -> dict[str, Path]:
+    """Return the folder of each site's log, by site, in a startup kit or in the result folder of a simulated run."""
+    found: dict[str, Path] = {}
+    for place in ("", "workspace/*/", "workspace/*/*/"):
+        found |= {path.name: path for path in folder.glob(f"{place}{EGRESS_FOLDER}/*") if path.is_dir()}
+    return dict(sorted(found.items()))
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a site's log, whose chain was checked.
+
+    A piece of a line at the end, without its end, is left out: its message was never sent.
+
+    Raises:
+        EgressError: a line was changed, removed or moved, or the end was cut off; the error names the line.
+    """
+    file = folder / LOG_FILE
+    raw_lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    digests, entries = [_START], []
+    for number, raw in enumerate(raw_lines, 1):
+        found = _read_number(raw, folder, number)
+        if found != number:
+            raise _broken(folder, f"line {number} has the number {found}: a line was removed, added or moved")
+        entries.append(json.loads(raw))
+        if entries[-1].get("previous") != digests[-1]:
+            changed = number - 1 or number
+            raise _broken(folder, f"line {changed} is not the one that was written: it was changed or replaced")
+        digests.append(_digest(raw))
+    _check_head(folder, len(raw_lines), lambda count: digests[count])
+    return entries
+
+
+def sum_lines(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """Return the number of messages and of bytes by job, kind and contents, in the order of their first message."""
+    sums: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for line in lines:
+        key = line["job"], line["kind"], ", ".join(line["contents"])
+        messages, size = sums.get(key, (0, 0))
+        sums[key] = messages + 1, size + line["bytes"]
+    return sums
+
+
+def _check_head(folder: Path, lines: int, get_digest: Any) -> None:
+    """Compare a log with the head beside it, which may be behind, but not ahead.
+
+    Raises:
+        EgressError: the log is shorter than the head says, or its last line is another one.
+    """
+    try:
+        count, digest = (folder / HEAD_FILE).read_text().split()
+        recorded = int(count)
+    except FileNotFoundError:
+        if lines:
+            raise _broken(folder, f"{HEAD_FILE}, which holds the number of lines, was removed") from None
+        return
+    except ValueError:
+        raise _broken(folder, f"{HEAD_FILE} was changed") from None
+    if recorded > lines:
+        raise _broken(folder, f"line {lines + 1} and all after it were removed: {recorded} lines were written")
+    if get_digest(recorded) not in (digest, ""):
+        raise _broken(folder, f"line {recorded} is not the one that was written: it was changed or replaced")
+
+
+def _read_number(raw: bytes, folder: Path, place: int | None = None) -> int:
+    try:
+        number = json.loads(raw)["line"]
+        assert type(number) is int
+    except (ValueError, KeyError, TypeError, AssertionError):
+        raise _broken(folder, f"line {place or 'at the end'} is no line of this log: it was changed") from None
+    return int(number)
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+def _broken(folder: Path, reason: str) -> EgressError:
+    return EgressError(
+        f"{folder / LOG_FILE}: {reason}. Keep the folder as it is for whoever examines it; to let messages leave "
+        "again, move it elsewhere: the site begins a new log"
+    )

@@ -1,0 +1,83 @@
+"""The egress log in FLARE: the last handler, behind guards; a result without a line does not leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext, FLContextManager
+from nvflare.apis.shareable import Shareable, make_reply
+
+from flare_sparse.flare.egress import EgressRecorder, install_recorder
+from flare_sparse.flare.payload import build_refusal, get_refusal_code, hello_to_shareable
+from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
+
+
+def build_context(kit: Path) -> FLContext:
+    (kit / "local").mkdir(parents=True)
+    (kit / "local" / "flare_sparse_policy.yaml").write_text("metrics: rounded\n")
+    workspace = SimpleNamespace(
+        get_root_dir=lambda: str(kit),
+        get_site_config_dir=lambda: str(kit / "local"),
+        get_app_config_dir=lambda job: str(kit / job),
+    )
+    handlers: list[Any] = []
+    engine = SimpleNamespace(
+        get_workspace=lambda: workspace,
+        handlers=handlers,
+        add_handler=handlers.append,
+        fire_event=lambda *event: None,
+    )
+    return FLContextManager(engine=engine, identity_name="site-1", job_id="job-id").new_context()
+
+
+def send(result: Shareable, fl_ctx: FLContext) -> None:
+    install_recorder(fl_ctx)
+    install_recorder(fl_ctx)
+    (recorder,) = fl_ctx.get_engine().handlers
+    assert isinstance(recorder, EgressRecorder)
+    fl_ctx.set_prop(FLContextKey.TASK_RESULT, result, private=True, sticky=False)
+    recorder.handle_event(EventType.AFTER_TASK_RESULT_FILTER, fl_ctx)
+
+
+def test_results_of_every_kind_have_a_line_with_the_policy_in_force(tmp_path: Path) -> None:
+    fl_ctx = build_context(tmp_path)
+    arrays = {"w": np.zeros(4, np.float32), "b": torch.ones(2), "n": [3]}
+    results = [
+        hello_to_shareable({"version": "1"}),
+        build_refusal("E_DATA", ReturnCode.EXECUTION_EXCEPTION),
+        make_reply(ReturnCode.OK),
+        DXO(DataKind.WEIGHTS, data=arrays).to_shareable(),
+    ]
+    for result in results:
+        send(result, fl_ctx)
+    lines = read_log(tmp_path / EGRESS_FOLDER / "site-1")
+    assert [(line["kind"], line["contents"]) for line in lines] == [
+        ("hello", ["versions and limits"]),
+        ("refusal", ["E_DATA"]),
+        ("result", ["return code"]),
+        ("result", ["WEIGHTS"]),
+    ]
+    # Three names, 16 bytes, 8 bytes, and the digit.
+    assert [line["bytes"] for line in lines] == [0, 0, 0, 3 + 16 + 8 + 1]
+    assert {line["job"] for line in lines} == {"job-id"}
+    assert all(line["policy"] == {"metrics": "rounded"} for line in lines)
+
+
+def test_result_without_a_line_leaves_as_a_code(tmp_path: Path) -> None:
+    fl_ctx = build_context(tmp_path)
+    send(make_reply(ReturnCode.OK), fl_ctx)
+    log = tmp_path / EGRESS_FOLDER / "site-1" / "egress.jsonl"
+    log.write_bytes(log.read_bytes().replace(b"result", b"hello!"))
+    result = DXO(DataKind.WEIGHTS, data={"w": np.ones(4)}).to_shareable()
+    assert from_shareable(result).data
+    send(result, fl_ctx)
+    assert get_refusal_code(result) == "E_EGRESS"
+    assert "DXO" not in result
+    assert "line 1 is not the one" in (log.parent / "error.txt").read_text()

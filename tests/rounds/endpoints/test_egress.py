@@ -1,0 +1,158 @@
+"""The egress log: its chain, its order to the message, and its sum."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from egress import assert_logs_equal_ledger
+from mortality_job import write_mortality_job
+from typer.testing import CliRunner
+
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.cli import app
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
+from flare_sparse.rounds.endpoints.egress import (
+    EGRESS_FOLDER,
+    HEAD_FILE,
+    LOG_FILE,
+    EgressError,
+    EgressLog,
+    Outgoing,
+    read_log,
+)
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    """A kit with a log of four messages of two jobs."""
+    for job, kind, size in (("age", "train", 3), ("age", "train", 5), ("age", "evaluate", 1), ("dose", "train", 7)):
+        EgressLog(tmp_path / EGRESS_FOLDER / "site-1", job, {"metrics": "rounded"}).record(
+            Outgoing(kind, ["metrics" if kind == "evaluate" else "weights"], [bytes(size)], run="ab", round=1)
+        )
+    return tmp_path
+
+
+def change(lines: list[bytes]) -> list[bytes]:
+    return [lines[0], lines[1].replace(b'"bytes":5', b'"bytes":4'), *lines[2:]]
+
+
+TAMPERING: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
+    "changed": (change, "line 2 is not the one that was written"),
+    "changed at the end": (
+        lambda lines: [*lines[:3], lines[3].replace(b"dose", b"age!")],
+        "line 4 is not the one that was written",
+    ),
+    "removed": (lambda lines: [lines[0], *lines[2:]], "line 2 has the number 3"),
+    "moved": (lambda lines: [lines[0], lines[2], lines[1], lines[3]], "line 2 has the number 3"),
+    "cut off at the end": (lambda lines: lines[:3], "line 4 and all after it were removed: 4 lines were written"),
+    "cut inside the last line": (lambda lines: [*lines[:3], lines[3][:-9]], "line 4 and all after it were removed"),
+    "all removed": (lambda lines: [], "line 1 and all after it were removed"),
+    "no line": (lambda lines: [b"[]\n", *lines[1:]], "line 1 is no line"),
+}
+
+
+@pytest.mark.parametrize("how", TAMPERING)
+def test_tampered_log_is_found_and_the_line_named(how: str, kit: Path) -> None:
+    tamper, expected = TAMPERING[how]
+    file = kit / EGRESS_FOLDER / "site-1" / LOG_FILE
+    file.write_bytes(b"".join(tamper(file.read_bytes().splitlines(keepends=True))))
+    result = CliRunner().invoke(app, ["site", "egress", str(kit)])
+    assert result.exit_code == 1
+    assert expected in result.output + result.stderr
+
+
+def test_head_without_its_log_lets_nothing_leave(kit: Path) -> None:
+    folder = kit / EGRESS_FOLDER / "site-1"
+    (folder / LOG_FILE).unlink()
+    with pytest.raises(EgressError, match="all after it were removed: 4 lines"):
+        EgressLog(folder, "age").record(Outgoing("train", ["weights"]))
+
+
+def test_removed_head_lets_nothing_leave(kit: Path) -> None:
+    (kit / EGRESS_FOLDER / "site-1" / HEAD_FILE).unlink()
+    with pytest.raises(EgressError, match="which holds the number of lines, was removed"):
+        EgressLog(kit / EGRESS_FOLDER / "site-1", "age").record(Outgoing("train", ["weights"]))
+
+
+def test_table_sums_messages_and_bytes_by_job_and_kind(kit: Path) -> None:
+    result = CliRunner().invoke(app, ["site", "egress", str(kit)])
+    assert result.exit_code == 0
+    head, _, *rows = result.output.splitlines()
+    assert head == "site-1: 4 messages, chain intact"
+    assert [row.split() for row in rows] == [
+        ["age", "train", "weights", "2", "8", "8"],
+        ["age", "evaluate", "metrics", "1", "1", "9"],
+        ["dose", "train", "weights", "1", "7", "16"],
+    ]
+    first = json.loads(CliRunner().invoke(app, ["site", "egress", str(kit), "--json"]).output)["site-1"][0]
+    assert (first["policy"], first["run"], first["round"]) == ({"metrics": "rounded"}, "ab", 1)
+    late = CliRunner().invoke(app, ["site", "egress", str(kit), "--since", "2990-01-01"])
+    assert late.output.splitlines()[0] == "site-1: 0 messages, chain intact"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from flare_sparse.rounds.endpoints.egress import EgressLog, Outgoing
+
+EgressLog(Path(sys.argv[1]), "age").record(Outgoing("train", ["weights"], [b"message"]))
+os.kill(os.getpid(), signal.SIGKILL)
+print("sent")
+"""
+
+
+@pytest.mark.long
+def test_process_killed_before_it_sends_leaves_a_line_without_a_message(kit: Path) -> None:
+    folder = kit / EGRESS_FOLDER / "site-1"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    assert read_log(folder)[-1]["bytes"] == len(b"message")
+
+
+def test_line_whose_write_was_interrupted_is_cut_before_the_next(kit: Path) -> None:
+    folder = kit / EGRESS_FOLDER / "site-1"
+    with (folder / LOG_FILE).open("ab") as file:
+        file.write(b'{"line":5,"time":"2026-')
+    assert len(read_log(folder)) == 4
+    EgressLog(folder, "age").record(Outgoing("train", ["weights"], [b"1"]))
+    assert [line["line"] for line in read_log(folder)] == [1, 2, 3, 4, 5]
+
+
+def test_head_that_a_crash_left_behind_the_log_counts_as_intact(kit: Path) -> None:
+    folder = kit / EGRESS_FOLDER / "site-1"
+    old = (folder / HEAD_FILE).read_bytes()
+    EgressLog(folder, "age").record(Outgoing("train", ["weights"]))
+    (folder / HEAD_FILE).write_bytes(old)
+    EgressLog(folder, "age").record(Outgoing("train", ["weights"]))
+    assert len(read_log(folder)) == 6
+
+
+def test_concurrent_jobs_share_one_chain(tmp_path: Path) -> None:
+    def write(job: str) -> None:
+        log = EgressLog(tmp_path, job, is_durable=False)
+        for _ in range(20):
+            log.record(Outgoing("train", ["weights"], [np.zeros(8, np.uint8)]))
+
+    threads = [threading.Thread(target=write, args=(job,)) for job in ("a", "b", "c")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_log(tmp_path)) == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", ["plain", "masked"])
+def test_log_of_a_local_run_has_the_bytes_of_the_ledger(aggregation: str, tmp_path: Path) -> None:
+    config = write_mortality_job(tmp_path, "log", 2, wire={"aggregation": aggregation})
+    run_in_process(Study.load(config), RunFolder(tmp_path / "out"))
+    assert_logs_equal_ledger(tmp_path / "out")
