@@ -274,14 +274,18 @@ def test_dssgd_uploads_the_largest_deltas(bench: Any) -> None:
 
 def test_residual_network_trains_at_its_smaller_size(bench: Any) -> None:
     """Convolutions, batch normalisation and residual sums: the smaller network evaluates as the masked one."""
-    from flare_sparse.tasks.models.resnet import Block
+    from flare_sparse.tasks.models.resnet import ResidualBlock
 
     class Pictures(type(bench.task)):  # type: ignore[misc]
         """The twelve numbers as an image of 4 x 3."""
 
         def model(self) -> nn.Module:
             return nn.Sequential(
-                nn.Conv2d(1, 6, 3, padding=1), Block(6, 6, 1), Block(6, 6, 1), nn.Flatten(), nn.Linear(72, 1)
+                nn.Conv2d(1, 6, 3, padding=1),
+                ResidualBlock(6, 6, 1),
+                ResidualBlock(6, 6, 1),
+                nn.Flatten(),
+                nn.Linear(72, 1),
             )
 
         def loss(self, model: nn.Module, batch: Any) -> Tensor:

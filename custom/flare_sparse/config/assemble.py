@@ -38,11 +38,11 @@ from ..training.private import check_private_network
 from ..training.script_exchange import ScriptRunner
 from ..training.script_trainer import ScriptTrainer, WeighBy
 from .loading import build_method, serialize_job
-from .needs import Part, find_conflicts
+from .needs import JobPart, find_conflicts
 from .schema import JobConfig, build_task
 
 _LOG = logging.getLogger(__name__)
-STANDARDIZED = Part(
+STANDARDIZED = JobPart(
     "the network",
     frozenset(
         {

@@ -301,7 +301,7 @@ AUDIT = Feature(
 
 
 @dataclass(frozen=True)
-class Part:
+class JobPart:
     """A part of a job with its needs.
 
     Attributes:
@@ -314,17 +314,17 @@ class Part:
     instead: str = ""
 
 
-def list_parts(job: Any) -> Iterator[Part]:
+def list_parts(job: Any) -> Iterator[JobPart]:
     """Yield the method, the task and the features of a job, with their needs."""
-    yield Part(f"method {job.method.name}", job.method.config.needs())
-    yield Part("task", job.task.config.needs())
+    yield JobPart(f"method {job.method.name}", job.method.config.needs())
+    yield JobPart("task", job.task.config.needs())
     for feature in FEATURES.values():
         if feature.is_used(job) and (needs := feature.needs(job)):
-            yield Part(feature.name, needs, feature.instead)
+            yield JobPart(feature.name, needs, feature.instead)
 
 
 def find_conflicts(
-    job: Any, parts: Iterable[Part] | None = None, features: Iterable[Feature] | None = None
+    job: Any, parts: Iterable[JobPart] | None = None, features: Iterable[Feature] | None = None
 ) -> list[str]:
     """Return one text for each pair of a feature and a part that needs what the feature takes away.
 
@@ -348,7 +348,7 @@ def match_needs(needs: Needs, feature: Feature, job: Any) -> list[Requirement]:
     return sorted(missing, key=lambda r: (list(Need).index(r.need), r.reason))
 
 
-def _describe_conflict(part: Part, feature: Feature, missing: list[Requirement], job: Any) -> str:
+def _describe_conflict(part: JobPart, feature: Feature, missing: list[Requirement], job: Any) -> str:
     reasons = " and ".join(dict.fromkeys(requirement.reason for requirement in missing))
     remedies = list(dict.fromkeys(requirement.remedy for requirement in missing if requirement.remedy))
     if part.instead:

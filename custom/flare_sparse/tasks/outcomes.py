@@ -26,7 +26,7 @@ PAIRS_AT_ONCE = 2**20
 """Pairs of subjects that a C-index compares at a time."""
 
 
-class Outcome(ABC):
+class TableOutcome(ABC):
     """One kind of target.
 
     Attributes:
@@ -56,7 +56,7 @@ class Outcome(ABC):
         """Return the metrics; an undefined one is omitted."""
 
 
-class NumberOutcome(Outcome):
+class NumberOutcome(TableOutcome):
     """A number, which the network sees as ``(transformed value - center) / spread``."""
 
     kind = "regression"
@@ -105,7 +105,7 @@ class NumberOutcome(Outcome):
         return {**metrics, "r2": 1 - error.square().sum().item() / total} if total else metrics
 
 
-class ClassOutcome(Outcome):
+class ClassOutcome(TableOutcome):
     """One of some labels: two have one output, the logit of the second; more have one output each."""
 
     def __init__(self, target: str, labels: Labels, class_weights: Sequence[float] = ()):
@@ -155,7 +155,7 @@ class ClassOutcome(Outcome):
         return {"accuracy": hits.mean().item(), "balanced_accuracy": sum(recalls) / len(recalls)}
 
 
-class SurvivalOutcome(Outcome):
+class SurvivalOutcome(TableOutcome):
     """The time of an event, or the time until which a subject was seen without one.
 
     The network's output is the logarithm of a relative hazard (Cox 1972). Predictions are that output, targets are the

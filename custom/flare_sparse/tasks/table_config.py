@@ -19,7 +19,7 @@ from .data.atlases import ATLASES
 from .data.features import Labels, count_inputs, name_labels, number_labels
 from .models import ModelConfig
 from .models.config import require_input
-from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
+from .outcomes import ClassOutcome, NumberOutcome, SurvivalOutcome, TableOutcome
 from .task import Kind, TaskConfig
 
 BINARY_LABELS = ("0", "1")
@@ -328,7 +328,7 @@ class TableConfig(TaskConfig):
         covariates = [position for position, name in enumerate(columns) if name in self.covariates]
         return Harmonizer(is_harmonized, covariates, self.clip)
 
-    def build_outcome(self) -> Outcome:
+    def build_outcome(self) -> TableOutcome:
         """Return the outcome of the configured kind."""
         if self.kind == "regression":
             return NumberOutcome(self.target, self.unit, *self.target_scale, self.target_transform)

@@ -20,7 +20,7 @@ from ..compute.structure.norms import choose_groups, mixes_examples
 from ..core.errors import ConfigError
 from ..core.mask import Mask
 from ..privacy.dp.accounting import SamplingPlan
-from ..privacy.dp.mechanism import Question, SiteMechanism, clip_rows, limit_steps
+from ..privacy.dp.mechanism import PrivateQuery, SiteMechanism, clip_rows, limit_steps
 from ..tasks.task import Task
 from .config import TrainingConfig
 from .live import LiveEntries
@@ -129,7 +129,7 @@ class PrivateTraining:
 
     def __init__(
         self,
-        question: Question,
+        question: PrivateQuery,
         local: LocalTask,
         subjects: Subjects,
         records_at_once: int,

@@ -11,7 +11,7 @@ import pytest
 from flare_sparse.config.loading import load_config
 from flare_sparse.flare.site.allow_list import CLASSES, allow_classes
 from flare_sparse.flare.site.install import install_guards
-from flare_sparse.flare.site.preflight import Finding, check_site
+from flare_sparse.flare.site.preflight import CheckResult, check_site
 from flare_sparse.privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount, build_entry
 from flare_sparse.privacy.dp.accounting import Charge, compute_epsilon
 from flare_sparse.training import compute
@@ -31,7 +31,7 @@ def kit(tmp_path: Path) -> Path:
     return site
 
 
-def check(kit: Path, job: Path | None = None) -> dict[str, Finding]:
+def check(kit: Path, job: Path | None = None) -> dict[str, CheckResult]:
     config = load_config(job) if job else None
     return {finding.subject: finding for finding in check_site(kit, config, environment={})}
 
@@ -121,7 +121,7 @@ def test_policy_in_force_is_shown(kit: Path, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text("min_examples: 20\n")
     assert "this site does not check what leaves it" in check(kit)["policy"].detail
     install_guards(kit, tmp_path / "policy.yaml")
-    assert check(kit)["policy"] == Finding("PASS", "policy", "min_examples: 20")
+    assert check(kit)["policy"] == CheckResult("PASS", "policy", "min_examples: 20")
 
 
 def test_budget_of_the_site_is_compared_with_the_job_and_with_what_is_spent(kit: Path, tmp_path: Path) -> None:

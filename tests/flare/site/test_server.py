@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from flare_sparse.flare.site.preflight import Finding, check_site
+from flare_sparse.flare.site.preflight import CheckResult, check_site
 
 BEGIN, END = dt.datetime(2020, 1, 1), dt.datetime(2100, 1, 1)
 
@@ -90,7 +90,7 @@ def port(ours: Project, reaction: str) -> Iterator[int]:
         thread.join()
 
 
-def check_server(folder: Path, port: int, root: Project, own: Project) -> Finding:
+def check_server(folder: Path, port: int, root: Project, own: Project) -> CheckResult:
     """Return the finding about the server for a site with these certificates."""
     startup = folder / "site" / "startup"
     startup.mkdir(parents=True)

@@ -13,7 +13,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.privacy.dp.account import BudgetSpent, PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan
 from flare_sparse.privacy.dp.config import PrivacyConfig
-from flare_sparse.privacy.dp.mechanism import Question, SiteMechanism, clip_rows, limit_steps
+from flare_sparse.privacy.dp.mechanism import PrivateQuery, SiteMechanism, clip_rows, limit_steps
 
 PLAN = SamplingPlan(200, 20, 5, 4)
 START, MASK = torch.linspace(-1, 1, 30), Mask.full(30)
@@ -24,7 +24,7 @@ def mechanism(account: PrivacyAccount | None = None, **settings: float) -> SiteM
     return SiteMechanism(config, PLAN, account or PrivacyAccount(), "a" * 16, "job")
 
 
-def ask(own: SiteMechanism, start: torch.Tensor = START, t: int = 1) -> Question:
+def ask(own: SiteMechanism, start: torch.Tensor = START, t: int = 1) -> PrivateQuery:
     return own.open(start, MASK, PLAN, t, ("site-1",))
 
 

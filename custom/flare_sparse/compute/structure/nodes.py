@@ -38,7 +38,7 @@ class Passthrough(Value):
 
 
 @dataclass(frozen=True)
-class Norm(Passthrough):
+class NormNode(Passthrough):
     """A normalisation.
 
     Attributes:

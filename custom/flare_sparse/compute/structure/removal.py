@@ -16,7 +16,7 @@ from ...core.errors import SelectionError
 from ...core.mask import Mask
 from ...core.params import Layout
 from .graph import ChannelGraph, trace_network
-from .nodes import Norm, Passthrough, Weighted
+from .nodes import NormNode, Passthrough, Weighted
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _build_removable_layer(graph: ChannelGraph, index: int) -> RemovableLayer | 
     assert isinstance(layer, Weighted)
     same_channels, consumers = _follow_channels(graph, index)
     values = [graph.values[i] for i in same_channels]
-    norms = [value for value in values if isinstance(value, Norm)]
+    norms = [value for value in values if isinstance(value, NormNode)]
     rectified = [value.node for value in values if isinstance(value, Passthrough) and value.rectified]
     readers = [value for value in (graph.values[i] for i in consumers) if isinstance(value, Weighted)]
     is_separable = len(readers) == len(consumers) and all(value.groups == 1 for value in [layer, *readers])

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...core.errors import FlareSparseError
-from .nodes import Concat, InputNode, Norm, Pad, Passthrough, Sum, Value, Weighted
+from .nodes import Concat, InputNode, NormNode, Pad, Passthrough, Sum, Value, Weighted
 from .scaling import StatisticsLayer, TargetScaler
 
 
@@ -131,7 +131,7 @@ class GraphBuilder:
             self._append(weighted, _CONVOLUTIONS[type(part)])
         elif isinstance(part, (*_CHANNEL_NORMS, nn.GroupNorm, nn.LayerNorm)):
             by_channel = isinstance(part, _CHANNEL_NORMS)
-            norm = Norm(node.name, (source,), channels, module=self._use_module(path), by_channel=by_channel)
+            norm = NormNode(node.name, (source,), channels, module=self._use_module(path), by_channel=by_channel)
             self._append(norm, axes)
         elif isinstance(part, nn.Flatten) and (part.start_dim, part.end_dim) == (1, -1):
             self._add_passthrough(node, removed_axes=None)

@@ -48,7 +48,7 @@ _WRONG_KIT = "Is this the kit of this project?"
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check.
 
     Attributes:
@@ -64,7 +64,7 @@ class Finding:
 
 def check_site(
     kit: Path, job: JobConfig | None = None, user_task: Task | None = None, environment: Mapping[str, str] = os.environ
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Yield the findings of all checks at a site; nothing is changed and no data leaves.
 
     Args:
@@ -91,22 +91,22 @@ def check_site(
     yield _attempt("server", lambda: _check_server(kit))
 
 
-def _attempt(subject: str, check: Callable[[], tuple[Verdict, str]]) -> Finding:
+def _attempt(subject: str, check: Callable[[], tuple[Verdict, str]]) -> CheckResult:
     try:
         verdict, detail = check()
     except FlareSparseError as error:
-        return Finding("FAIL", subject, str(error))
-    return Finding(verdict, subject, detail)
+        return CheckResult("FAIL", subject, str(error))
+    return CheckResult(verdict, subject, detail)
 
 
-def _check_version(package: str, series: str) -> Finding:
+def _check_version(package: str, series: str) -> CheckResult:
     try:
         installed = version(package)
     except PackageNotFoundError:
-        return Finding("FAIL", package, "not installed; install the version that the federation agreed on")
+        return CheckResult("FAIL", package, "not installed; install the version that the federation agreed on")
     if series and not installed.startswith(f"{series}."):
-        return Finding("WARN", package, f"{installed}; tested with {series}: install the same series as the server")
-    return Finding("PASS", package, installed)
+        return CheckResult("WARN", package, f"{installed}; tested with {series}: install the same series as the server")
+    return CheckResult("PASS", package, installed)
 
 
 def _check_kit(kit: Path) -> tuple[Verdict, str]:
@@ -170,7 +170,7 @@ def _check_data_path(kit: Path, environment: Mapping[str, str]) -> tuple[Verdict
 
 def _check_job(
     kit: Path, job: JobConfig, user_task: Task | None, environment: Mapping[str, str], *, is_guarded: bool
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Read the site's data as the job would; if data and policy can be read, check the job against the policy."""
     if job.hubs:
         yield _attempt("hub", lambda: check_hub_role(kit, _read_site_name(kit), job.hubs))

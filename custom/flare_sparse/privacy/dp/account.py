@@ -94,7 +94,7 @@ class Entry(BaseModel):
         return Charge(self.noise_multiplier, self.sample_rate, self.steps)
 
 
-class Ledger(BaseModel):
+class PrivacyLedger(BaseModel):
     """All answers that a site's subjects were charged for."""
 
     model_config = ConfigDict(extra="forbid")
@@ -130,9 +130,9 @@ class PrivacyAccount:
     def __init__(self, folder: Path | None = None, limit: Budget | None = None):
         self.folder, self.limit = folder, limit
         self.secret = create_secret() if folder is None else read_secret(folder / SECRET_FILE)
-        self._memory = Ledger()
+        self._memory = PrivacyLedger()
 
-    def read(self) -> Ledger:
+    def read(self) -> PrivacyLedger:
         """Return the ledger.
 
         Raises:
@@ -171,8 +171,8 @@ class PrivacyAccount:
             self._check_budgets(ledger, entry, budget)
             ledger.entries.append(entry)
 
-    def _check_budgets(self, ledger: Ledger, entry: Entry, budget: Budget | None) -> None:
-        charged = Ledger(entries=[*ledger.entries, entry])
+    def _check_budgets(self, ledger: PrivacyLedger, entry: Entry, budget: Budget | None) -> None:
+        charged = PrivacyLedger(entries=[*ledger.entries, entry])
         # Who is a test subject of one job may be a training subject of another, so the site's limit adds all parts.
         for limit, scope, source in (
             (budget, (entry.run, entry.part), "the job's privacy.epsilon"),
@@ -186,7 +186,7 @@ class PrivacyAccount:
                 )
 
     @contextmanager
-    def _open(self) -> Iterator[Ledger]:
+    def _open(self) -> Iterator[PrivacyLedger]:
         """Yield the ledger and write it back; a file is locked meanwhile, since jobs of a site run side by side."""
         if self.folder is None:
             yield self._memory
@@ -217,7 +217,7 @@ def build_entry(run: str, job: str, t: int, question: str, answer: str, charge: 
     )
 
 
-def read_ledger(file: Path) -> Ledger:
+def read_ledger(file: Path) -> PrivacyLedger:
     """Read a ledger; one without a file is empty.
 
     Raises:
@@ -226,10 +226,10 @@ def read_ledger(file: Path) -> Ledger:
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        return Ledger()
+        return PrivacyLedger()
     except OSError as error:
         raise BudgetSpent(f"{file}: the privacy ledger cannot be read: {error}") from error
     try:
-        return Ledger.model_validate(json.loads(content.decode("utf-8")))
+        return PrivacyLedger.model_validate(json.loads(content.decode("utf-8")))
     except (ValueError, ValidationError, RecursionError) as error:
         raise BudgetSpent(f"{file}: the privacy ledger is damaged: {error}; restore it from a backup") from error

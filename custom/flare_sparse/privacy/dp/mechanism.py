@@ -69,7 +69,9 @@ class SiteMechanism:
         """Return the epsilon that the run has charged this site's subjects so far."""
         return self.account.compute_spent(self.run, self.config.delta)
 
-    def open(self, start: Tensor, trainable: Mask, plan: SamplingPlan, t: int, labels: Sequence[object]) -> Question:
+    def open(
+        self, start: Tensor, trainable: Mask, plan: SamplingPlan, t: int, labels: Sequence[object]
+    ) -> PrivateQuery:
         """Return the mechanism of one training, if the budgets allow it.
 
         Args:
@@ -86,13 +88,13 @@ class SiteMechanism:
         for tensor in (start, trainable.bits):
             digest.update(_get_bytes(tensor))
         charge = plan.build_charge(self.noise_multiplier)
-        question = Question(self, plan, charge, t, digest.hexdigest())
+        question = PrivateQuery(self, plan, charge, t, digest.hexdigest())
         self.account.check(question.build_entry(""), self.budget)
         return question
 
 
 @dataclass(frozen=True)
-class Question:
+class PrivateQuery:
     """The mechanism of one training.
 
     Attributes:

@@ -48,7 +48,7 @@ class CohortResult:
     notes: tuple[str, ...] = ()
 
 
-class Cohort:
+class EvaluationSet:
     """The examples of one site, loaded and preprocessed by the run's own task with the run's settings.
 
     Args:
@@ -163,7 +163,7 @@ def evaluate_cohort(
     """
     assembly = study.assembly
     weights = read_run_model(run, assembly, model)
-    cohort = Cohort(assembly, data, split)
+    cohort = EvaluationSet(assembly, data, split)
     if not cohort.size:
         raise DataError(f"{data.path}: there are no {'' if split == 'all' else f'{split} '}examples to evaluate on")
     result = asdict(cohort.evaluate(weights, resamples))
@@ -201,7 +201,7 @@ def evaluate_matrix(run: Path, study: Study, observer: Observer = SILENT) -> dic
     sites = study.prepare_sites(run, observer)
     examples, results = {}, {}
     for site, data in sites.items():
-        cohort = Cohort(assembly, data, "test")
+        cohort = EvaluationSet(assembly, data, "test")
         examples[site] = cohort.size
         results[site] = {name: cohort.evaluate(weights[name]).metrics if cohort.size else {} for name in names}
     return {

@@ -25,7 +25,7 @@ from .updates import UpdateMemory, decode_update, encode_update
 
 
 @dataclass(frozen=True)
-class SiteMemory:
+class StreamMemory:
     """What a site keeps on disk.
 
     Attributes:
@@ -51,8 +51,8 @@ class Exchange:
         self._run = hashlib.sha256(job.encode()).hexdigest()[:16]
         self._name, self._record = name, record
         self._store = None if folder is None else Store(folder, {"run": self._run}, keep=1)
-        stored = None if self._store is None else self._store.load(SiteMemory)
-        self._number, memory = stored or (0, SiteMemory())
+        stored = None if self._store is None else self._store.load(StreamMemory)
+        self._number, memory = stored or (0, StreamMemory())
         self._senders: dict[str, ModelSender] = {}
         self._receivers = {name: self._build_receiver(name, held) for name, held in memory.held.items()}
         self._updates = dict(memory.updates)
@@ -206,4 +206,4 @@ class Exchange:
         held = {name: receiver.held for name, receiver in self._receivers.items() if receiver.held is not None}
         # Before the update leaves: a process that restarts after it must know that it was sent.
         self._number += 1
-        self._store.save(self._number, SiteMemory(held, self._updates))
+        self._store.save(self._number, StreamMemory(held, self._updates))

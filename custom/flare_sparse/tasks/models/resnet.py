@@ -24,7 +24,7 @@ class Shortcut(nn.Module):
         return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Residual block: two 3x3 convolutions with batch normalisation, added to a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
@@ -48,8 +48,8 @@ def resnet(depth: int, *, image: Image = (3, 32, 32), outputs: Count = 10) -> nn
     """
     stages: list[nn.Module] = []
     for inputs, channels in ((16, 16), (16, 32), (32, 64)):
-        stages.append(Block(inputs, channels, stride=1 if inputs == channels else 2))
-        stages.extend(Block(channels, channels, stride=1) for _ in range((depth - 2) // 6 - 1))
+        stages.append(ResidualBlock(inputs, channels, stride=1 if inputs == channels else 2))
+        stages.extend(ResidualBlock(channels, channels, stride=1) for _ in range((depth - 2) // 6 - 1))
     return nn.Sequential(
         _build_convolution_block(image[0], 16, 1, "NA"),
         *stages,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....compute.structure.graph import ChannelGraph, build_channel_graph
-from ....compute.structure.nodes import Concat, Norm, Pad, Sum, Value, Weighted
+from ....compute.structure.nodes import Concat, NormNode, Pad, Sum, Value, Weighted
 from ....compute.structure.tracing import Untraceable
 from ....core.mask import ceil_fraction, top_k
 from ....core.params import Layout
@@ -216,7 +216,7 @@ def _count_selected(rate: float, paths: int) -> int:
 
 def _find_unit_tensors(layout: Layout, value: Value) -> dict[Literal["bias", "statistic"], tuple[str, ...]]:
     """Return the names of the tensors with one number per unit of a value, by kind."""
-    if not isinstance(value, (Weighted, Norm)):
+    if not isinstance(value, (Weighted, NormNode)):
         return {}
     specs = [s for s in layout.tensors if s.name.rpartition(".")[0] == value.module and s.shape == (value.channels,)]
     names: dict[Literal["bias", "statistic"], tuple[str, ...]] = {}
