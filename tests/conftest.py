@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from importlib.resources import files
 from itertools import count
@@ -57,6 +58,14 @@ def poc_ports() -> Iterator[None]:
     """Hold the ports 8002 and 8003 of FLARE's POC mode during a test."""
     with lock_ports("poc"):
         yield
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of the longest tests, which mostly wait: the others fill the time of the cores meanwhile."""
+    long = Counter(item.path for item in items if item.get_closest_marker("long"))
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (item.path.parent.name != "integration", not long[item.path], not slow[item.path]))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,4 +1,4 @@
-"""NeuroSFL at 90 % sparsity on AlexNet3D in a real FLARE job: messages have the size of the live entries."""
+"""NeuroSFL at 90 % sparsity on AlexNet3D at the paper's size: messages have the size of the live entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.study import Study
 from flare_sparse.results.runs.folder import RunFolder
 
@@ -35,7 +35,7 @@ def test_messages_after_the_score_round_have_the_size_of_the_live_entries(tmp_pa
             }
         )
     )
-    run_in_simulator(Study.load(file), RunFolder(tmp_path / "out"))
+    run_in_process(Study.load(file), RunFolder(tmp_path / "out"))
     lines = [json.loads(line) for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"]
     dense_rest = train[0]["scalars_total"] - MASKABLE

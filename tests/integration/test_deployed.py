@@ -317,14 +317,8 @@ def test_job_with_its_own_filter_is_refused_by_the_plan_authorizer(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("poc_ports")
-def test_simulator_poc_and_submitted_folder_end_with_the_same_model(
-    config: Path, federation: Path, tmp_path: Path
-) -> None:
+def test_submitted_folder_ends_with_the_model_of_a_local_run(config: Path, federation: Path, tmp_path: Path) -> None:
     """The folder is submitted and downloaded with FLARE's own commands. No code travels."""
-    for env in ("sim", "poc"):
-        done = command("run", str(config), "--env", env, "--out", str(tmp_path / env))
-        assert done.returncode == 0, done.stdout + done.stderr
     done = command("export", str(config), "--out", str(tmp_path / "jobs"))
     assert done.returncode == 0, done.stdout + done.stderr
     kit = federation / "workspace" / "sparse" / "prod_00" / "lead@coordination.org"
@@ -332,8 +326,8 @@ def test_simulator_poc_and_submitted_folder_end_with_the_same_model(
     nvflare_job(kit, "wait", job, "--timeout", "200")
     found = nvflare_job(kit, "download", job, "-o", str(tmp_path / "prod"))["artifacts"]
     assert {"global_model", "metrics_summary", "round_metrics"} <= set(found)
-    models = [Path(found["global_model"]), *(tmp_path / env / "model.safetensors" for env in ("sim", "poc"))]
-    assert len({fingerprint(file) for file in models}) == 1
+    run_in_process(Study.load(config), RunFolder(tmp_path / "local"))
+    assert fingerprint(Path(found["global_model"])) == fingerprint(tmp_path / "local" / "model.safetensors")
 
 
 @pytest.mark.long

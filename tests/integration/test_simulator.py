@@ -78,7 +78,6 @@ def check_equal_to_a_local_run(file: Path, folder: Path) -> None:
 
 METHODS = {
     "neurosfl": {"name": "neurosfl", "sparsity": 0.8},
-    "fedsparsify": {"name": "fedsparsify", "sparsity": 0.8},
     "topk_ef": {"name": "topk_ef", "fraction": 0.2, "participation": 0.67},
     "dispfl": {"name": "dispfl", "sparsity": 0.5},
     "fedavg": {
@@ -87,7 +86,6 @@ METHODS = {
         "server": {"optimizer": "yogi", "lr": 0.05},
         "model_average": {"kind": "swa", "start": 0},
     },
-    "scbf": {"name": "scbf", "rate": 0.2},
     "scbfwp": {"name": "scbfwp", "rate": 0.2, "prunings": 2, "pruning_rate": 0.3},
 }
 
@@ -103,7 +101,7 @@ METHODS = {
 )
 def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) -> None:
     """The model is the same bit for bit, and so are the bytes of every message."""
-    site_settings = {"site_settings": {"site-2": {name: {"rate": 0.05}}}} if name.startswith("scbf") else {}
+    site_settings = {"site_settings": {"site-2": {name: {"rate": 0.05}}}} if name == "scbfwp" else {}
     file = configuration(tmp_path / "config", METHODS[name], simulator=site_settings)
     simulate(file, tmp_path / "sim")
     check_equal_to_a_local_run(file, tmp_path)
@@ -205,7 +203,7 @@ def test_waiting_site_polls_less_and_less_often(tmp_path: Path) -> None:
 def test_round_below_the_quorum_ends_the_job_with_the_reason(tmp_path: Path) -> None:
     file = configuration(
         tmp_path / "config",
-        METHODS["fedsparsify"],
+        {"name": "fedsparsify", "sparsity": 0.8},
         task={"failures": {"site-2": "data"}},
         federation={"min_sites": 3, "retries": 0},
     )
