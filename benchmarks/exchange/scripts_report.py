@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from examples import EXAMPLES, RECIPE, list_cells
+from page_tables import move_tables
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "scripts.md"
 MARK = "<!-- tables -->"
@@ -59,4 +60,6 @@ def write_page(cells: list[dict[str, Any]]) -> None:
     """Write the tables of docs/results/scripts.md."""
     text = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     sections = "".join(format_section(cells, script) for script in EXAMPLES)
-    PAGE.write_text(f"{text}{MARK}\n{sections}", encoding="utf-8")
+    PAGE.write_text(
+        f"{text}{MARK}\n{move_tables(sections, PAGE, dict(enumerate(EXAMPLES, start=1)))}", encoding="utf-8"
+    )

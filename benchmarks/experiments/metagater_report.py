@@ -22,8 +22,8 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
 START, END = "<!-- tables -->", "<!-- end of tables -->"
-MOVED = ("chosen", "steps")
-"""Tables of a setting that are files of their own: its second and its third."""
+MOVED = ("arms", "chosen", "steps")
+"""Names of the tables of a setting, which are files of their own."""
 FIRST = "FedAvg + one step"
 ORDER = (
     FIRST,
@@ -56,7 +56,7 @@ def main() -> int:
         move_tables(
             format_table(setting, rows) + format_steps(rows),
             page,
-            {number: f"{setting}_{name}" for number, name in enumerate(MOVED, start=2)},
+            {number: f"{setting}_{name}" for number, name in enumerate(MOVED, start=1)},
         )
         for setting, rows in tables.items()
     ]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from page_tables import move_tables
 from torch import Tensor
 
 from flare_sparse.core.exchange import EVALUATE
@@ -299,7 +300,7 @@ def write_page(page: Path, tables: Mapping[str, str]) -> None:
     for name, table in tables.items():
         begin, end = f"<!-- {name}: written by many_sites.py --write -->\n", f"<!-- end of {name} -->\n"
         head, rest = text.split(begin)
-        text = f"{head}{begin}{table}{end}{rest.split(end)[1]}"
+        text = f"{head}{begin}{move_tables(table, page, {1: name})}{end}{rest.split(end)[1]}"
     page.write_text(text)
 
 

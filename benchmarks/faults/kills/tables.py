@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from page_tables import move_tables
+
 from .cell import PHASES, SUM_PHASES, TARGETS
 from .damage import ENDS, WAYS
 from .jobs import MASKED, METHODS
@@ -117,5 +119,5 @@ def write_docs(page: Path, outcomes: Outcomes) -> None:
         begin, end = f"<!-- {part}: written by kill_matrix.py --docs -->\n", f"<!-- end of {part} -->\n"
         head, rest = text.split(begin)
         _, tail = rest.split(end)
-        text = f"{head}{begin}{FORMATS[part](listed)}{end}{tail}"
+        text = f"{head}{begin}{move_tables(FORMATS[part](listed), page, {1: part})}{end}{tail}"
     page.write_text(text)
