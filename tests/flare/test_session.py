@@ -66,7 +66,8 @@ def test_job_whose_server_keeps_updates_reads_no_data_where_the_policy_forbids_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool
 ) -> None:
     (tmp_path / "flare_sparse_policy.yaml").write_text("record_updates: false\n")
-    job = SimpleNamespace(audit=SimpleNamespace(record_updates=records))
+    audit = SimpleNamespace(record_updates=records)
+    job = SimpleNamespace(audit=audit, permit=None, builds_initial=False)
     bench = ToyBench()
     monkeypatch.setattr(session_module, "_assemble", lambda fl_ctx: (job, SimpleNamespace(weights=bench.weights)))
 

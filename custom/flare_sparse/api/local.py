@@ -77,7 +77,9 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             watcher=Watcher(commit, record.record_updates, errors.report),
             stores=lambda end: study.open_checkpoints(checkpoints, end),
             resume=folder.resume,
-            egress=lambda site: EgressLog(folder.path / EGRESS_FOLDER / site, config.name, is_durable=False),
+            egress=lambda site: EgressLog(
+                folder.path / EGRESS_FOLDER / site, config.name, permit=config.permit, is_durable=False
+            ),
             contexts=contexts,
             ledger=ledger,
         )

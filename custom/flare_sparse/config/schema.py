@@ -394,6 +394,13 @@ class JobConfig(Section):
         exclude_if=lambda value: value == AuditConfig(),
         description="what the run records for flare-sparse audit",
     )
+    permit: str | None = Field(
+        None,
+        min_length=1,
+        max_length=200,
+        exclude_if=lambda value: value is None,
+        description="number of the ethics vote or data permit under which the job runs; a site's policy may demand one",
+    )
 
     @property
     def torch_threads(self) -> int:

@@ -120,5 +120,6 @@ def _open_log(fl_ctx: FLContext) -> EgressLog:
     policy = read_policy(Path(workspace.get_site_config_dir()) / POLICY_FILE)
     file = Path(workspace.get_app_config_dir(job_id)) / JOB_FILE
     # A job of another package has no such file, only FLARE's id.
-    name = read_yaml(file)["name"] if file.is_file() else job_id
-    return EgressLog(_get_folder(fl_ctx), str(name), policy.model_dump(mode="json", exclude_defaults=True))
+    job = read_yaml(file) if file.is_file() else {"name": job_id}
+    terms = policy.model_dump(mode="json", exclude_defaults=True)
+    return EgressLog(_get_folder(fl_ctx), str(job["name"]), terms, job.get("permit"))

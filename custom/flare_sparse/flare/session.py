@@ -206,7 +206,8 @@ class SiteSession(FLComponent):
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
             # Before the data is read: no update of such a job may leave.
-            raise_refusals(read_site_policy(fl_ctx).check_recording(records_updates=job.audit.record_updates))
+            policy, records = read_site_policy(fl_ctx), job.audit.record_updates
+            raise_refusals(policy.check_job(records_updates=records, permit=job.permit))
             initial = None
             if job.builds_initial:
                 initial = InitialModel(assembly.weights, build_statistics_mask(assembly.layout))

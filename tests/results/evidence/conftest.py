@@ -17,7 +17,7 @@ def phantom_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evidence")
     file = folder / "phantoms.yaml"
     file.write_text(
-        "name: phantoms\nseed: 3\nmethod: {name: fedsparsify, sparsity: 0.5, rounds: 2}\n"
+        "name: phantoms\nseed: 3\npermit: EA 12/2026\nmethod: {name: fedsparsify, sparsity: 0.5, rounds: 2}\n"
         "task: {name: brain_age, downsample: 4, split: {validation: 0.2}}\n"
         "simulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
     )

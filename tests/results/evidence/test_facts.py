@@ -16,7 +16,10 @@ from flare_sparse.config.policy.policy import Policy
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.evidence.deviations import list_deviations
 from flare_sparse.results.evidence.facts import Approval, collect_facts, find_crate_files
+from flare_sparse.results.evidence.readme import format_readme
+from flare_sparse.results.report.card import format_card
 from flare_sparse.results.runs.results import RunResult
+from flare_sparse.rounds.endpoints.egress import find_logs, read_log
 
 NO_JOB = Approval("none", "one process")
 QUIET: dict[str, Any] = {
@@ -35,6 +38,17 @@ def test_cohorts_are_the_examples_of_every_part_at_every_site(phantom_run: Path)
     assert facts["audit"]["attacks"] is None
     assert facts["deviations"] == []
     assert facts["versions"]["nvflare"].startswith("2.9")
+
+
+def test_permit_of_a_job_stands_in_evidence_model_card_and_egress_log(phantom_run: Path) -> None:
+    run = RunResult.read(phantom_run)
+    facts = collect_facts(run, NO_JOB, {})
+    assert facts["permit"] == "EA 12/2026"
+    assert "Permit: EA 12/2026" in format_readme(run, facts)
+    assert "Permit: EA 12/2026." in format_card(run)
+    logs = [read_log(folder) for folder in find_logs(phantom_run).values()]
+    assert {line["permit"] for log in logs for line in log} == {"EA 12/2026"}
+    assert len(logs) == 2
 
 
 @pytest.mark.slow

@@ -106,6 +106,12 @@ class Policy(BaseModel):
         "server reads their sum only",
     )
     min_sum_sites: int = Field(3, ge=3, description="fewest sites of a masked sum, and of a combination of several")
+    permit: str | None = Field(
+        None,
+        min_length=1,
+        max_length=200,
+        description="number of the ethics vote or data permit that a job must name; default: jobs need none",
+    )
     foreign_jobs: bool = Field(False, description="let results of other packages' jobs leave without any check")
 
     @field_validator("*", mode="before")
@@ -189,8 +195,16 @@ class Policy(BaseModel):
             if count < minimum:
                 yield f"{term}: {content} were computed from {count} {unit}, the minimum is {minimum}"
 
-    def check_recording(self, *, records_updates: bool) -> Iterator[str]:
-        """Yield the reason why a job may not run here whose server keeps every update; none if it may."""
+    def check_job(self, *, records_updates: bool, permit: str | None) -> Iterator[str]:
+        """Yield the reasons why a job may not run here, before any data is read; none if it may.
+
+        Args:
+            records_updates: whether the job's server keeps every update.
+            permit: the job's permit; None: it names none.
+        """
+        if self.permit is not None and permit != self.permit:
+            found = "the job has none" if permit is None else f"the job has {permit!r}"
+            yield f"permit: this site takes part under {self.permit!r}, and {found}; set permit: {self.permit!r}"
         if records_updates and not self.record_updates:
             yield "record_updates: the server of this job keeps every update; set audit.record_updates to false"
 

@@ -153,7 +153,8 @@ class SiteLastGate(FLComponent):
                 result_of_site = self._rebuild_sum(fl_ctx)
                 result.clear()
                 result.update(result_of_site)
-            elif not read_site_policy(fl_ctx).foreign_jobs or _is_package_message(result):
+            # A job of another package names no permit.
+            elif not (policy := read_site_policy(fl_ctx)).foreign_jobs or policy.permit or _is_package_message(result):
                 approved = self._rebuild_approved(result, fl_ctx)
                 # clear() removes keys and headers that a filter of the job added to the message.
                 result.clear()

@@ -69,6 +69,7 @@ def collect_facts(run: RunResult, approval: Approval, policies: Mapping[str, Pol
         "cohorts": _list_cohorts(run),
         "metrics": run.summary["final"]["metrics"],
         "privacy": _describe_privacy(run),
+        "permit": run.config.get("permit"),
         "policies": {site: _describe_policy(policies.get(site), approval) for site in run.sites},
         "audit": _read_audit(run),
         "traffic": run.summary["traffic"],

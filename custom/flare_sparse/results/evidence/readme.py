@@ -29,6 +29,8 @@ sha256 of its values: `{facts["model_sha256"]}`
 
 ## Policies
 
+{"Permit: " + facts["permit"] if facts["permit"] else "The job names no permit."}
+
 {_format_policies(facts["policies"])}
 
 ## Approval

@@ -39,7 +39,7 @@ def format_card(run: RunResult) -> str:
 # {s["name"]}
 
 A model trained by federated learning with `{s["method"]}` on the data of {_count_contributors(run)} for {s["rounds"]}
-rounds (seed {s["seed"]}); {sparsity}. The data never left the sites.{_describe_absent(run)}
+rounds (seed {s["seed"]}); {sparsity}. The data never left the sites.{_describe_permit(run)}{_describe_absent(run)}
 
 ## Performance
 
@@ -110,6 +110,11 @@ def _count_contributors(run: RunResult) -> str:
     parts = run.contributions
     count = sum(part.contributed > 0 for part in parts.values())
     return f"{count} sites" if count == len(parts) else f"{count} of {len(parts)} sites"
+
+
+def _describe_permit(run: RunResult) -> str:
+    permit = run.config.get("permit")
+    return f" Permit: {permit}." if permit else ""
 
 
 def _describe_absent(run: RunResult) -> str:

@@ -97,12 +97,22 @@ class EgressLog:
         folder: folder of the site's log.
         job: name of the job.
         terms: terms of the policy in force, as far as they are not the defaults.
+        permit: the job's permit; None: it names none.
         is_durable: whether a line is on disk when :meth:`record` returns. Not in a simulation in one process, from
             which nothing leaves.
     """
 
-    def __init__(self, folder: Path, job: str, terms: Mapping[str, Any] | None = None, *, is_durable: bool = True):
-        self.folder, self.job, self.terms, self.is_durable = folder, job, dict(terms or {}), is_durable
+    def __init__(
+        self,
+        folder: Path,
+        job: str,
+        terms: Mapping[str, Any] | None = None,
+        permit: str | None = None,
+        *,
+        is_durable: bool = True,
+    ):
+        self.folder, self.job, self.terms, self.permit = folder, job, dict(terms or {}), permit
+        self.is_durable = is_durable
 
     def record(self, outgoing: Outgoing) -> None:
         """Append the line of a message; the message may be sent once this returns.
@@ -126,6 +136,7 @@ class EgressLog:
             "sha256": digest.hexdigest(),
             "beside": dict(outgoing.beside),
             "policy": self.terms,
+            "permit": self.permit,
         }
         try:
             with self._open() as log:
