@@ -17,6 +17,7 @@ from ..config.sites import prepare_site_data
 from ..config.user_tasks import list_user_code, load_task
 from ..core.errors import DataError, FlareSparseError, PolicyRefusal, describe_exception
 from ..core.params import Layout
+from ..core.seeds import limit_threads
 from ..methods.method import Method
 from ..privacy.dp.forecast import Forecast
 from ..tasks.script import ScriptTask
@@ -56,7 +57,8 @@ def check(
     report = Report()
     settings = report.attempt("configuration", lambda: load_config(config, overrides or ()), _describe_settings)
     if settings is not None:
-        _check_job(report, settings, config, site_policy)
+        with limit_threads(settings.torch_threads):
+            _check_job(report, settings, config, site_policy)
     report.print_verdict()
     raise typer.Exit(report.code)
 

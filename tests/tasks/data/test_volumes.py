@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from monai.transforms import Compose, EnsureChannelFirst, NormalizeIntensity
+from torch import nn
 
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.data.volumes import (
@@ -110,6 +112,13 @@ def test_preprocessing_averages_cubes_and_z_scores() -> None:
     assert prepared.dtype == torch.float32
     assert type(prepared) is torch.Tensor
     np.testing.assert_allclose(prepared[0], (cubes - cubes.mean()) / cubes.std(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("downsample", [1, 2])
+def test_standardised_volume_equals_that_of_monai(downsample: int) -> None:
+    voxels = np.random.default_rng(1).random((9, 8, 7), np.float32)
+    steps = [EnsureChannelFirst(channel_dim="no_channel"), nn.AvgPool3d(downsample), NormalizeIntensity()]
+    assert torch.equal(build_preprocessing(downsample)(voxels), Compose(steps)(voxels).as_tensor())
 
 
 def test_volumes_from_memory_and_from_disk_are_equal(tmp_path: Path) -> None:

@@ -54,7 +54,11 @@ def render_volume(person: Person, shape: Sequence[int]) -> np.ndarray:
     Returns:
         float32 ``shape``; 0 outside the brain, white matter near 1.
     """
-    csf, grey, matter, ventricles = _compute_tissues(person, shape)
+    return np.concatenate([_render_slab(person, axes) for axes in _split_axes(tuple(shape))])
+
+
+def _render_slab(person: Person, axes: Sequence[np.ndarray]) -> np.ndarray:
+    csf, grey, matter, ventricles = _compute_tissues(person, axes)
     white = WHITE - 0.0022 * (person.contrast - 20.0)
     volume = csf * CSF
     volume += grey * (GREY - CSF)
@@ -65,19 +69,19 @@ def render_volume(person: Person, shape: Sequence[int]) -> np.ndarray:
 
 def render_labels(person: Person, shape: Sequence[int]) -> np.ndarray:
     """Return the tissue of each voxel, uint8 ``shape``: the number of its class in ``TISSUES``, 0 for all else."""
-    _, grey, matter, ventricles = _compute_tissues(person, shape)
+    _, grey, matter, ventricles = _compute_tissues(person, _compute_axes(tuple(shape)))
     labels = np.zeros(tuple(shape), dtype=np.uint8)
     for number, tissue in enumerate((grey, matter, ventricles), start=1):
         labels[tissue > 0.5] = number
     return labels
 
 
-def _compute_tissues(person: Person, shape: Sequence[int]) -> tuple[np.ndarray, ...]:
+def _compute_tissues(person: Person, axes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Return the share of each voxel inside the brain, inside the cortex, in white matter, and in the ventricles.
 
     The first three contain each other.
     """
-    x, y, z = (axis / s for axis, s in zip(_compute_axes(tuple(shape)), person.stretch, strict=True))
+    x, y, z = (axis / s for axis, s in zip(axes, person.stretch, strict=True))
     edge = 0.75 * VOXEL_MM
     half_width, half_length, half_height = (mm * person.radius for mm in (66.0, 82.0, 62.0))
     distance = np.sqrt((x / half_width) ** 2 + (y / half_length) ** 2 + (z / half_height) ** 2)
@@ -121,3 +125,10 @@ def _compute_axes(shape: tuple[int, int, int]) -> tuple[np.ndarray, ...]:
     """Return the distances from the centre along each axis in mm: float32, broadcastable."""
     lines = (np.arange(side, dtype=np.float32) * VOXEL_MM - (side - 1) * VOXEL_MM / 2 for side in shape)
     return tuple(np.meshgrid(*lines, indexing="ij", sparse=True))
+
+
+@cache
+def _split_axes(shape: tuple[int, int, int]) -> list[tuple[np.ndarray, ...]]:
+    """Return the axes of slabs of eight planes: the allocator hands larger temporary arrays back at each step."""
+    x, y, z = _compute_axes(shape)
+    return [(x[start : start + 8], y, z) for start in range(0, len(x), 8)]

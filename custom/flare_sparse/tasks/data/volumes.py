@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ _IQR_OF_NORMAL = 1.349
 """Interquartile range of a normal distribution in units of its standard deviation."""
 
 
-def build_preprocessing(downsample: int, normalization: Normalization = "volume") -> Callable[[Any], Any]:
+def build_preprocessing(downsample: int, normalization: Normalization = "volume") -> Callable[[np.ndarray], Tensor]:
     """Return a transform from voxels ``(D, H, W)`` to a float32 tensor ``(1, d, h, w)``.
 
     The transform averages cubes of ``downsample`` voxels per side and drops the remainder at the end of each axis.
@@ -31,17 +32,22 @@ def build_preprocessing(downsample: int, normalization: Normalization = "volume"
             ``brain`` is :func:`normalize_brain` after the averaging; ``brain_first`` before it, so that a cube at the
             edge of the brain does not depend on how much background it contains.
     """
-    from monai.transforms import Compose, EnsureChannelFirst, EnsureType, NormalizeIntensity
-
-    to_tensor = EnsureType(dtype=torch.float32, track_meta=False)
     pool = nn.AvgPool3d(downsample)
-    steps = {
-        "volume": [pool, NormalizeIntensity(), to_tensor],
-        "brain": [pool, to_tensor, normalize_brain],
-        "brain_first": [to_tensor, normalize_brain, pool],
+    steps: dict[Normalization, tuple[Callable[[Tensor], Tensor], ...]] = {
+        "volume": (pool, standardize),
+        "brain": (pool, normalize_brain),
+        "brain_first": (normalize_brain, pool),
     }
-    preprocess: Callable[[Any], Any] = Compose([EnsureChannelFirst(channel_dim="no_channel"), *steps[normalization]])
+
+    def preprocess(voxels: np.ndarray) -> Tensor:
+        return reduce(lambda volume, step: step(volume), steps[normalization], torch.from_numpy(voxels)[None])
+
     return preprocess
+
+
+def standardize(volume: Tensor) -> Tensor:
+    """Return a volume with mean 0 and standard deviation 1; one whose values are all equal becomes 0."""
+    return (volume - volume.mean().item()) / (volume.std(correction=0).item() or 1.0)
 
 
 def normalize_brain(volume: Tensor) -> Tensor:

@@ -44,17 +44,7 @@ def alexnet3d(*, volume: Volume = (121, 145, 121), outputs: Count = 1, dropout: 
 def _build_convolution_block(
     inputs: int, outputs: int, kernel: int = 3, stride: int = 1, padding: int = 1
 ) -> nn.Sequential:
-    return build_convolution(
-        3,
-        inputs,
-        outputs,
-        strides=stride,
-        kernel_size=kernel,
-        padding=padding,
-        adn_ordering="NA",
-        norm="BATCH",
-        act="RELU",
-    )
+    return build_convolution(3, inputs, outputs, kernel=kernel, stride=stride, padding=padding, norm=nn.BatchNorm3d)
 
 
 def _compute_last_size(size: int) -> int:

@@ -7,6 +7,7 @@ published ``brainage3d_cnn.py``; and a smaller one for 3 mm and 6 mm volumes, sm
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 from torch import nn
@@ -102,5 +103,5 @@ def _build_pointwise_block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _build_normalised_convolution(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
-    norm = ("INSTANCE", {"affine": True})
-    return build_convolution(3, inputs, outputs, kernel_size=kernel, adn_ordering="N", norm=norm, act=None)
+    norm = partial(nn.InstanceNorm3d, affine=True)
+    return build_convolution(3, inputs, outputs, kernel=kernel, norm=norm, activate=False)

@@ -29,8 +29,8 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
-        self.first = _build_convolution_block(inputs, outputs, stride, "NA")
-        self.second = _build_convolution_block(outputs, outputs, 1, "N")
+        self.first = _build_convolution_block(inputs, outputs, stride)
+        self.second = _build_convolution_block(outputs, outputs, activate=False)
         self.shortcut = Shortcut(stride, outputs - inputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def resnet(depth: int, *, image: Image = (3, 32, 32), outputs: Count = 10) -> nn
         stages.append(ResidualBlock(inputs, channels, stride=1 if inputs == channels else 2))
         stages.extend(ResidualBlock(channels, channels, stride=1) for _ in range((depth - 2) // 6 - 1))
     return nn.Sequential(
-        _build_convolution_block(image[0], 16, 1, "NA"),
+        _build_convolution_block(image[0], 16),
         *stages,
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
@@ -59,10 +59,8 @@ def resnet(depth: int, *, image: Image = (3, 32, 32), outputs: Count = 10) -> nn
     )
 
 
-def _build_convolution_block(inputs: int, outputs: int, stride: int, order: str) -> nn.Sequential:
-    return build_convolution(
-        2, inputs, outputs, strides=stride, kernel_size=3, adn_ordering=order, norm="BATCH", act="RELU", bias=False
-    )
+def _build_convolution_block(inputs: int, outputs: int, stride: int = 1, *, activate: bool = True) -> nn.Sequential:
+    return build_convolution(2, inputs, outputs, stride=stride, bias=False, norm=nn.BatchNorm2d, activate=activate)
 
 
 resnet32, resnet44, resnet56, resnet110 = (partial(resnet, depth) for depth in (32, 44, 56, 110))

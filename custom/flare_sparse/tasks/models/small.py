@@ -21,7 +21,7 @@ def mlp(*, features: Features, outputs: Count = 1, hidden: Units = (64, 32), dro
         hidden: units of each hidden layer; without hidden layers the network is a linear model.
         dropout: dropout rate after each hidden layer.
     """
-    return build_fully_connected(features, outputs, list(hidden), dropout=dropout or None, act="RELU")
+    return build_fully_connected(features, outputs, hidden, dropout)
 
 
 def image_cnn(*, image: Image = (1, 28, 28), outputs: Count = 10, channels: Channels = (32, 64)) -> nn.Sequential:
@@ -83,4 +83,4 @@ def image_cnn6(
 
 def _build_convolution_block(inputs: int, outputs: int) -> nn.Sequential:
     """Build a 3x3 convolution that keeps the image's size, and ReLU."""
-    return build_convolution(2, inputs, outputs, kernel_size=3, adn_ordering="A", norm=None, act="RELU")
+    return build_convolution(2, inputs, outputs)
