@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from toy import Toy, ToyBench
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import FlareSparseError, SiteExcluded, WireError
-from flare_sparse.core.exchange import Patch, Request, Update
+from flare_sparse.core.exchange import Contribution, Patch, Request, Update
 from flare_sparse.methods.method import Method
 from flare_sparse.privacy.encryption import KeyContexts, ServerCipher, SiteCipher
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
@@ -37,6 +38,7 @@ from flare_sparse.rounds.federation import (
 )
 from flare_sparse.rounds.local.run import build_sums
 from flare_sparse.training import Site
+from flare_sparse.wire.codec import Encoded
 from flare_sparse.wire.collection import unpack_collection
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
@@ -110,6 +112,7 @@ class LocalFederation:
         requested: (round, site) of every message that was delivered.
         records: record of every committed round.
         warnings: why sites were excluded.
+        encoded: last update of each site, as it encoded it.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class LocalFederation:
         self.requested: list[tuple[int, str]] = []
         self.records: list[RoundRecord] = []
         self.warnings: list[SiteExcluded] = []
+        self.encoded: dict[str, Encoded] = {}
 
     @staticmethod
     def _names(sites: Mapping[str, Site] | int) -> list[str]:
@@ -190,6 +194,9 @@ class LocalFederation:
                 replies[name] = reply.decode() if isinstance(reply, Upload) else reply
             except WireError as error:
                 replies[name] = error
+            else:
+                if isinstance(reply, Upload):
+                    self._compare_updates(name, reply, replies[name])
         return replies
 
     def collect(self, attempt: Attempt) -> Mapping[str, Any]:
@@ -277,9 +284,19 @@ class LocalFederation:
         if vector is not None:
             assert torch.equal(self.sites[name].weights, vector), f"the server takes another vector for that of {name}"
 
+    def _compare_updates(self, name: str, upload: Upload, contribution: Contribution) -> None:
+        """Compare what the server decodes with what the site takes for received, from which its residual follows."""
+        encoded = self.encoded[name]
+        if encoded.received is not None and np.array_equal(upload.message, encoded.data):
+            decoded, received = contribution.patch.values, encoded.received
+            # The server reads a variance below 0, which is all that it changes, as 0.
+            is_equal = (decoded == received) | ((decoded == 0) & (received < 0))
+            assert is_equal.all(), f"the server decodes another update than the one that {name} takes for received"
+
     def encode(self, upload: Upload) -> Any:
         """Return the message of an upload, as a buffer that the test may write to."""
-        return upload.endpoint.encode(upload.request, upload.update).data.copy()
+        self.encoded[upload.site] = upload.endpoint.encode(upload.request, upload.update)
+        return self.encoded[upload.site].data.copy()
 
     def run(
         self,

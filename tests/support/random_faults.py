@@ -26,7 +26,7 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.exchange import EVALUATE
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
-from flare_sparse.rounds.federation import Outcome
+from flare_sparse.rounds.federation import Outcome, RoundRules
 
 METHODS: dict[str, dict[str, Any]] = {
     "neurosfl": {"sparsity": 0.5},
@@ -206,11 +206,14 @@ class RandomFaults(RuleBasedStateMachine):
 
     def _start_server(self, *, resume: bool) -> None:
         """Start server and sites, as FLARE does: the death of one job process ends the others."""
-        self.federation = SteppedFederation(self.name, self.values, self.folder, rounds=4, **METHODS[self.name])
+        self.federation = self._open_federation()
         self.stopped.clear()
         self.is_finished = False
         self._count_lost_memory(SITES)
         self._handle(self.federation.start(resume=resume))
+
+    def _open_federation(self) -> SteppedFederation:
+        return SteppedFederation(self.name, self.values, self.folder, rounds=4, **METHODS[self.name])
 
     def _count_lost_memory(self, sites: Any) -> None:
         """Expect another model if a site that starts has lost what it adds to its next update."""
@@ -304,6 +307,52 @@ class RandomFaults(RuleBasedStateMachine):
         assert all(record.sites_contributed == list(SITES) for record in records if record.kind != EVALUATE)
         if not self.may_differ and not self.log.count:
             assert compute_digest(outcome.weights) == self.plan.digest, "the same bits as the undisturbed run"
+
+
+class RandomAbsences(RandomFaults):
+    """Runs whose rounds need one site: sites miss rounds, sit out, diverge, go back, in every number format.
+
+    There is no undisturbed run to compare with. After each message both ends must hold the same vector
+    (``LocalFederation``), and a site must lack no base that it did not lose.
+    """
+
+    methods: ClassVar = ("dssgd", "fedavg", "fedsparsify", "neurosfl", "scbf", "topk_ef")
+    participation = 1.0
+    round_rules: ClassVar = RoundRules(min_sites=1, retries=1, quarantine_after=0)
+
+    @initialize(data=st.data(), values=st.sampled_from(["float32", "bfloat16", "int8", "int4", "int2"]))
+    def start(self, data: st.DataObject, values: str) -> None:
+        self.participation = data.draw(st.sampled_from([1.0, 0.67]))
+        self.begin(data.draw(st.sampled_from(self.methods)), values)
+
+    def begin(self, name: str, values: str) -> None:
+        self.name, self.values, self.plan = name, values, None
+        self._start_server(resume=False)
+
+    @precondition(lambda self: self.attempt is not None)
+    @rule()
+    def diverge(self) -> None:
+        """Let all sites diverge from the model, until the server steps back by a commit or the run fails."""
+        assert self.federation is not None
+        for site in SITES:
+            self.base_losses[site] += 1
+        for _ in range(self.round_rules.retries + 1):
+            if self.attempt is not None:
+                self.deliver(dict.fromkeys(SITES, "diverged"), None)
+
+    def _open_federation(self) -> SteppedFederation:
+        settings = {"rounds": 6, "participation": self.participation, **METHODS[self.name]}
+        return SteppedFederation(self.name, self.values, self.folder, self.round_rules, **settings)
+
+    def _check_attempt(self, attempt: Attempt) -> None:
+        pass
+
+    def _check_memories(self) -> None:
+        pass
+
+    def _check_outcome(self, outcome: Outcome) -> None:
+        self.is_finished = True
+        self._end_life()
 
 
 def build_settings(examples: int, **more: Any) -> settings:

@@ -61,6 +61,7 @@ class SteppedFederation(LocalFederation):
         name: name of the method.
         values: number format on the wire.
         folder: folder of the checkpoints; None: none are written, and nothing can be resumed.
+        rules: rules of the rounds; None: each needs all sites, in at most three attempts.
         settings: settings of the method.
 
     Attributes:
@@ -69,10 +70,10 @@ class SteppedFederation(LocalFederation):
         without_base: sites that replied that they lack the base of a request.
     """
 
-    def __init__(self, name: str, values: Any, folder: Path | None, **settings: Any):
+    def __init__(self, name: str, values: Any, folder: Path | None, rules: RoundRules | None = None, **settings: Any):
         self.folder = folder
         self.server_store = KillableStore(folder / SERVER, {}) if folder else None
-        rules = RoundRules(min_sites=len(SITES), retries=2)
+        rules = rules or RoundRules(min_sites=len(SITES), retries=2)
         super().__init__(name, ToyBench(), rules=rules, values=values, stores=self._open_store, **settings)
         self.memories: dict[tuple[str, str, int], str] = {}
         self.full_models: list[tuple[str, int]] = []
@@ -103,10 +104,11 @@ class SteppedFederation(LocalFederation):
         """Deliver the waiting attempt and return the server's next event.
 
         Args:
-            losses: by site: ``request lost``, ``reply lost`` or ``reply damaged``.
+            losses: by site: ``request lost``, ``reply lost``, ``reply damaged`` or ``diverged``.
             dies: ``before saving`` or ``after saving``: the server is killed at its next checkpoint.
         """
         self.losses = losses
+        self.encoded.clear()
         if self.server_store is not None:
             self.server_store.dies = dies
         self._commands.put(super().deliver)
@@ -152,10 +154,12 @@ class SteppedFederation(LocalFederation):
         self.memories[upload.site, upload.request.kind, upload.request.round] = compute_memory_digest(memory)
         return upload
 
-    def _lose_upload(self, upload: Upload) -> Upload | None:
+    def _lose_upload(self, upload: Upload) -> Upload | str | None:
         loss = self.losses.get(upload.site)
         if loss == "reply damaged":
             upload.message[upload.message.size // 2] ^= 4
+        if loss == "diverged":
+            return "E_DIVERGED"
         return None if loss == "reply lost" else upload
 
 

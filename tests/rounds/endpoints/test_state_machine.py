@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase
 from hypothesis.stateful import run_state_machine_as_test
-from random_faults import STEPS, RandomFaults, build_settings
+from random_faults import STEPS, RandomAbsences, RandomFaults, build_settings
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.rounds.endpoints import server
@@ -41,6 +41,13 @@ def ignore_age_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites with one mask and bases of different age share an encoded request."""
     old = 'base_sequence = base.sequence if base and (sent.base == "previous" or is_difference) else None'
     new = "base_sequence = None"
+    monkeypatch.setattr(ServerEndpoint, "encode_requests", rewrite(ServerEndpoint, "encode_requests", server, old, new))
+
+
+def ignore_vectors_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites that hold different vectors of one attempt share an encoded difference."""
+    old = "base_vector = id(base.vector) if base and is_difference else None"
+    new = "base_vector = None"
     monkeypatch.setattr(ServerEndpoint, "encode_requests", rewrite(ServerEndpoint, "encode_requests", server, old, new))
 
 
@@ -71,10 +78,18 @@ def test_random_faults_change_no_bit_and_lose_nothing() -> None:
     run_state_machine_as_test(RandomFaults, settings=build_settings(8, derandomize=True, database=None))
 
 
+@pytest.mark.slow
+def test_random_absences_leave_both_ends_with_the_same_vectors() -> None:
+    run_state_machine_as_test(RandomAbsences, settings=build_settings(3, derandomize=True, database=None))
+
+
 @pytest.mark.long
-def test_many_random_faults_change_no_bit_and_lose_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("machine", [RandomFaults, RandomAbsences])
+def test_many_random_faults_change_no_bit_and_lose_nothing(
+    machine: type[RandomFaults], capsys: pytest.CaptureFixture[str]
+) -> None:
     examples = int(os.environ.get("FLARE_SPARSE_LONG_EXAMPLES", "500"))
-    run_state_machine_as_test(RandomFaults, settings=build_settings(examples))
+    run_state_machine_as_test(machine, settings=build_settings(examples))
     with capsys.disabled():
         print(f"{examples} runs, {STEPS['count']} steps")
 
@@ -100,6 +115,12 @@ def lose_one_reply(machine: RandomFaults) -> None:
     machine.deliver({"site-3": "reply lost"}, None)
 
 
+def miss_one_round(machine: RandomFaults) -> None:
+    machine.begin("fedavg", "int8")
+    for losses in ({}, {"site-2": "request lost"}, {}, {}):
+        machine.deliver(losses, None)
+
+
 def damage_one_server_checkpoint(machine: RandomFaults) -> None:
     machine.begin("topk_ef", "float32")
     for dies in (None, None, "before saving"):
@@ -111,16 +132,17 @@ def damage_one_server_checkpoint(machine: RandomFaults) -> None:
 
 
 MUTATIONS = [
-    (leave_damaged_checkpoints, damage_two_server_checkpoints, "CheckpointError"),
-    (ignore_age_of_bases, lose_one_request, "a request over a base that it never held"),
-    (keep_memory_in_retries, lose_one_reply, "memory of site-"),
-    (keep_no_reserve_at_sites, damage_one_server_checkpoint, "memory of a site"),
+    (leave_damaged_checkpoints, RandomFaults, damage_two_server_checkpoints, "CheckpointError"),
+    (ignore_age_of_bases, RandomFaults, lose_one_request, "a request over a base that it never held"),
+    (ignore_vectors_of_bases, RandomAbsences, miss_one_round, "the server takes another vector"),
+    (keep_memory_in_retries, RandomFaults, lose_one_reply, "memory of site-"),
+    (keep_no_reserve_at_sites, RandomFaults, damage_one_server_checkpoint, "memory of a site"),
 ]
-"""What is taken out, the steps that show it, and what the machine says then."""
+"""What is taken out, the machine and its steps that show it, and what the machine says then."""
 
 
-def run_steps(steps: Any) -> None:
-    machine = RandomFaults()
+def run_steps(kind: type[RandomFaults], steps: Any) -> None:
+    machine = kind()
     try:
         steps(machine)
     finally:
@@ -129,21 +151,31 @@ def run_steps(steps: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mutate", "steps", "message"), MUTATIONS)
+@pytest.mark.parametrize(("mutate", "machine", "steps", "message"), MUTATIONS)
 def test_steps_fail_only_where_a_fix_is_taken_out(
-    mutate: Any, steps: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    mutate: Any, machine: type[RandomFaults], steps: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_steps(steps)
+    run_steps(machine, steps)
     mutate(monkeypatch)
     with pytest.raises(AssertionError, match=message):
-        run_steps(steps)
+        run_steps(machine, steps)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mutate", "message"), [(mutate, message) for mutate, _, message in MUTATIONS[:3]])
-def test_search_finds_a_fix_that_is_taken_out(mutate: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("machine", "mutate", "message"),
+    [
+        (RandomAbsences, leave_damaged_checkpoints, "CheckpointError"),
+        (RandomAbsences, ignore_age_of_bases, "a request over a base that it never held"),
+        (RandomAbsences, ignore_vectors_of_bases, "the server takes another vector"),
+        (FaultsOverBases, keep_memory_in_retries, "memory of site-"),
+    ],
+)
+def test_search_finds_a_fix_that_is_taken_out(
+    machine: type[RandomFaults], mutate: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mutate(monkeypatch)
     # Without shrinking: the first failure is enough.
     search = build_settings(200, derandomize=True, database=None, phases=[Phase.generate])
     with pytest.raises(AssertionError, match=message):
-        run_state_machine_as_test(FaultsOverBases, settings=search)
+        run_state_machine_as_test(machine, settings=search)
