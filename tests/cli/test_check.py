@@ -380,7 +380,7 @@ while flare.is_running():
 
 @pytest.mark.slow
 def test_script_that_learns_nothing_missing_data_and_a_missing_launcher_are_named(tmp_path: Path) -> None:
-    (tmp_path / "client.py").write_text(CLIENT)
+    (tmp_path / "client.py").write_text(f"{CLIENT}    if False:\n        from opacus import PrivacyEngine\n")
     (tmp_path / "net_of_script.py").write_text("from torch import nn\n\nclass Net(nn.Linear):\n    pass\n")
     (tmp_path / "site-1").mkdir()
     file = tmp_path / "script.yaml"
@@ -394,10 +394,35 @@ def test_script_that_learns_nothing_missing_data_and_a_missing_launcher_are_name
     assert "PASS own code: client.py, net_of_script.py; travels with the job" in result.output
     assert "PASS model: 3 scalars" in result.output
     assert f"PASS data of site-1: {tmp_path / 'site-1'}" in result.output
+    assert "WARN privacy: client.py trains with Opacus and never asks flare.is_evaluate()" in result.output
     assert "FAIL training at site-1: E_DATA\nthe script sent the parameters that it received" in result.output
     assert f"FAIL data of site-2: E_DATA\n{tmp_path / 'site-2'}: there is no such file or folder" in result.output
     result = call("check", str(file), "--set", "task.launch=no-such-program --nproc 2")
     assert "FAIL launcher: E_CONFIG\ntask.launch: 'no-such-program' is not found" in result.output
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, "there is no file client.py"),
+        (b"x = (\n", "'(' was never closed"),
+        ("import opacus  # caf\xe9\n".encode("latin-1"), "can't decode byte 0xe9"),
+        (b"\0", "cannot contain null bytes"),
+    ],
+)
+def test_script_that_is_no_python_is_named_once(script: bytes | None, reason: str, tmp_path: Path) -> None:
+    if script is not None:
+        (tmp_path / "client.py").write_bytes(script)
+    file = tmp_path / "script.yaml"
+    file.write_text(
+        "name: script\nmethod: {name: fedavg, rounds: 1}\n"
+        "simulator: {sites: 2, data: {path: ., partition: {kind: shared}}}\n"
+        "task: {script: client.py, model: torch.nn.Linear, model_args: {in_features: 2, out_features: 1}}\n"
+    )
+    result = call("check", str(file))
+    assert result.exit_code == 2
+    assert result.output.count(reason) == 1
+    assert result.output.splitlines()[-1].startswith("NOT READY 1 of")
 
 
 def test_check_and_estimate_show_what_a_job_charges(config: Path) -> None:

@@ -84,6 +84,17 @@ def test_script_receives_the_complete_state_dict_and_flares_round() -> None:
     assert (request.kind, request.round, request.total_rounds, dict(request.trainable)) == ("train", 1, 4, {})
 
 
+def test_scores_are_round_0_of_the_script_and_training_follows_it() -> None:
+    script = FakeScript()
+    own_site = Site("site-1", ScriptTrainer("site-1", TASK, LAYOUT, 3, script, 4, "steps", score_rounds=1))
+    compute_saliency(own_site, START, batch_size=1, batches=1, t=0)
+    train(own_site)
+    assert [(request.kind, request.round, request.total_rounds) for request in script.requests] == [
+        ("score", 0, 5),
+        ("train", 2, 5),
+    ]
+
+
 def test_entries_that_are_off_keep_their_bits_whatever_the_script_sends() -> None:
     bits = torch.rand(LAYOUT.size, generator=torch.Generator().manual_seed(0)) < 0.5
     script = FakeScript()

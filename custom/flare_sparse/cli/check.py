@@ -14,8 +14,8 @@ from ..config.assemble import assemble, plan_sampling
 from ..config.loading import build_method, load_config
 from ..config.schema import RunConfig
 from ..config.sites import prepare_site_data
-from ..config.user_tasks import list_user_code, load_task
-from ..core.errors import DataError, FlareSparseError, PolicyRefusal, describe_exception
+from ..config.user_tasks import find_script, list_user_code, load_task
+from ..core.errors import ConfigError, DataError, FlareSparseError, PolicyRefusal, describe_exception
 from ..core.params import Layout
 from ..core.seeds import limit_threads
 from ..methods.method import Method
@@ -25,7 +25,7 @@ from ..tasks.task import SiteData, Task
 from ..training.compute import can_use_kernels, explain_missing_kernels
 from ..training.personal import select_personal
 from .check_columns import build_columns_table
-from .check_script import ScriptTooSlow, find_launcher, train_once
+from .check_script import ScriptTooSlow, find_extra_training, find_launcher, train_once
 from .check_sites import Finding, SiteCheck, build_sites_table, find_federation_problems, merge_findings
 from .console import get_exit_code
 from .console import out as console
@@ -238,6 +238,13 @@ def _check_script(report: Report, settings: RunConfig, file: Path, task: ScriptT
     """Check that the data of every site exists, what is in it only the script knows; and run the script once."""
     for path, sites in _group_by_path(data).items():
         report.attempt(f"data of {', '.join(sites)}", partial(_check_path, path), str)
+    try:
+        excess = find_extra_training(find_script(settings, file.parent))
+    except ConfigError:
+        # The check of the own code has said so.
+        return
+    if excess:
+        report.warn("privacy", excess)
     if task.config.launch:
         found = report.attempt("launcher", partial(find_launcher, task.config.launch), str)
         if found is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import tempfile
@@ -37,6 +38,17 @@ def find_launcher(launch: str) -> str:
     if program is None:
         raise ConfigError(f"task.launch: {name!r} is not found; install it, or correct the command")
     return program
+
+
+def find_extra_training(script: Path) -> str:
+    """Return what a script with differential privacy spends beyond its target; empty if nothing is known."""
+    text = script.read_text(encoding="utf-8")
+    if not re.search(r"^\s*(?:import|from) opacus", text, re.MULTILINE) or "is_evaluate" in text:
+        return ""
+    return (
+        f"{script.name} trains with Opacus and never asks flare.is_evaluate(): the last evaluation trains once more, "
+        "beyond the epsilon that it aims at; answer that request with metrics alone (docs/own-script.md)"
+    )
 
 
 def train_once(settings: RunConfig, file: Path, task: ScriptTask, data: SiteData) -> str:

@@ -24,6 +24,7 @@ from ..core.needs import Need
 from ..core.params import Layout
 from ..core.seeds import seed_torch
 from ..methods.method import Method, is_evaluated
+from ..methods.traffic.averaging import SCORE
 from ..privacy.dp.account import PrivacyAccount
 from ..privacy.dp.accounting import SamplingPlan
 from ..privacy.dp.config import PrivacyConfig
@@ -237,8 +238,9 @@ def open_script_trainer(assembly: Assembly, data: SiteData, runner: ScriptRunner
     """
     method = assembly.method
     site_settings = validate_site_settings(method, data)
+    score_rounds = method.traffic.count_requests(SCORE, 0)
     trainer = ScriptTrainer(
-        data.site, assembly.task, assembly.layout, method.seed, runner, method.config.rounds, weigh_by
+        data.site, assembly.task, assembly.layout, method.seed, runner, method.config.rounds, weigh_by, score_rounds
     )
     return Site(data.site, trainer, site_settings)
 

@@ -41,8 +41,8 @@ class ScriptRequest:
     Attributes:
         kind: ``"train"``, ``"evaluate"`` or ``"score"``; a script that knows no scores trains.
         params: complete state dict of the network.
-        round: 0-based, as FLARE counts.
-        total_rounds: number of rounds.
+        round: 0-based, as FLARE counts; where the method asks for scores, these are round 0.
+        total_rounds: number of rounds, with the requests for scores.
         trainable: bool tensors of the entries that may change, by name; empty: all of them.
         seed: seed of the script's random numbers from here on.
     """

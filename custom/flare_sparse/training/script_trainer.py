@@ -52,17 +52,28 @@ class ScriptTrainer(Trainer):
         runner: runs the script.
         rounds: number of rounds of the run.
         weigh_by: what n_k is.
+        score_rounds: requests for scores before the first round. The script counts them as rounds, so that what it
+            builds in its round 0, such as a privacy engine, is built once and lasts for all that it trains.
     """
 
     def __init__(
-        self, name: str, task: Task, layout: Layout, seed: int, runner: ScriptRunner, rounds: int, weigh_by: WeighBy
+        self,
+        name: str,
+        task: Task,
+        layout: Layout,
+        seed: int,
+        runner: ScriptRunner,
+        rounds: int,
+        weigh_by: WeighBy,
+        score_rounds: int = 0,
     ):
         super().__init__(layout)
         self.task, self._name, self._seed = task, name, seed
         # The weights drawn here are overwritten before use; seeding within a context leaves the global generator alone.
         with seed_torch(0):
             self._model = FlatModel(task.model(), layout)
-        self._runner, self._rounds, self._weigh_by = runner, rounds, weigh_by
+        self._runner, self._rounds, self._weigh_by = runner, rounds + score_rounds, weigh_by
+        self._first_round = score_rounds
         self._round = 0
         self._usage = SampleUsage()
         # The script evaluates the received model before it trains; the metrics are used once that model is evaluated.
@@ -151,7 +162,8 @@ class ScriptTrainer(Trainer):
         bits = {} if trainable is None or trainable.is_full else self.layout.unflatten(trainable.bits)
         bits = {sent: bits[own] for sent, own in match_state_dict(self._model.module).items() if own in bits}
         seed = derive_seed(self._seed, "script", self._name, kind, t)
-        reply = self._runner.run(ScriptRequest(kind, params, max(t - 1, 0), self._rounds, bits, seed))
+        number = t - 1 + self._first_round if t else 0
+        reply = self._runner.run(ScriptRequest(kind, params, number, self._rounds, bits, seed))
         self._record_counts(reply, needs_weight=kind != "evaluate")
         metrics = self._select_metrics(reply)
         self._evaluated, self.num_test_examples = (weights.clone(), metrics), int(metrics.get("test_examples", 0))
