@@ -39,6 +39,7 @@ class Failing(Toy):
 FAILURES = {
     "diverges": (Failing(float("nan")), "E_DIVERGED"),
     "data": (Failing(DataError(SECRET)), "E_DATA"),
+    "memory": (Failing(MemoryError()), "E_MEMORY"),
     "other": (Failing(KeyError(SECRET)), "E_SITE"),
 }
 

@@ -8,9 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.checkpoint.store import Store
-from ...core.errors import FlareSparseError, MissingBase, RejectedMessage, TaskFailed, abbreviate
+from ...core.errors import (
+    FlareSparseError,
+    MissingBase,
+    OutOfMemory,
+    RejectedMessage,
+    TaskFailed,
+    abbreviate,
+    describe_exception,
+)
 from ...core.exchange import EVALUATE, EXACT_CONTENTS, STATISTICS, Patch, Request, SiteEvent, Update
 from ...core.mask import Mask
+from ...core.memory import is_out_of_memory
 from ...core.seeds import make_generator
 from ...methods.method import Method, get_site_limits, is_evaluated
 from ...privacy.encryption import SiteCipher
@@ -153,12 +162,16 @@ class SiteEndpoint:
 
         Raises:
             TaskFailed: the user task raised an exception of its own; the text names the user's line.
+            OutOfMemory: the site's process got no more memory, whatever a library made of that.
         """
         try:
             update = self._compute_update(request)
         except FlareSparseError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                text = f"site {self.site.name}: memory ran out in round {request.round}: {describe_exception(error)}"
+                raise OutOfMemory(text) from error
             action, remedy = f"round {request.round} ({request.kind})", "Correct the task, then resume with --resume"
             raise TaskFailed(self.site.name, action, error, remedy) from error
         notices = list(self.site.trainer.notices)
