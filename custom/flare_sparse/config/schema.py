@@ -122,7 +122,7 @@ class FederationConfig(Section):
         None, gt=0, description="largest L2 norm of a site's delta; a longer one is clipped, and clipping is recorded"
     )
     max_norm_ratio: float | None = Field(
-        1000.0,
+        100.0,
         ge=10,
         allow_inf_nan=False,
         description="largest L2 norm of a site's delta, as a multiple of the median of the round's; a longer one is "

@@ -47,13 +47,15 @@ def claim_examples(upload: Upload) -> Upload:
     return replace(upload, examples=2**52)
 
 
-def build_federation(attack: Attack | None, rules: RoundRules | None = None, **settings: Any) -> LocalFederation:
-    """Return FedAvg over eight sites and 12 rounds; the hostile ones attack in every round from the first."""
+def build_federation(
+    attack: Attack | None, rules: RoundRules | None = None, method: str = "fedavg", **settings: Any
+) -> LocalFederation:
+    """Return a method over eight sites and 12 rounds; the hostile ones attack in every round from the first."""
     training = {"lr": 0.05, "epochs": 2, "batch_size": 8}
     settings = {"rounds": 12, "training": training, **settings}
     # Without the bound that rejects outliers: the aggregation rules must hold alone.
     rules = replace(rules or RoundRules(), max_norm_ratio=None)
-    federation = LocalFederation("fedavg", toy.ToyBench(toy.Plain()), sites=8, rules=rules, **settings)
+    federation = LocalFederation(method, toy.ToyBench(toy.Plain()), sites=8, rules=rules, **settings)
 
     def change_update(upload: Upload) -> Upload:
         is_attack = attack is not None and upload.site in HOSTILE and upload.update.content == "weights"
@@ -134,6 +136,14 @@ def test_median_lies_between_the_honest_weights_and_the_mean_does_not(attack: At
     assert all(is_between_honest(history, t) for t in range(12))
     _, history = record_history(build_federation(send_millionfold, rounds=1))
     assert not is_between_honest(history, 0)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "neurosfl"])
+@pytest.mark.parametrize("factor", [1.0, -1.0, -5.0, -20.0])
+def test_updates_that_point_against_all_others_are_named_once(factor: float, method: str) -> None:
+    federation = build_federation(lambda upload: scale_delta(upload, factor), method=method, rounds=2)
+    events = [(event.round, event.site, event.event) for record in federation.run().rounds for event in record.events]
+    assert events == ([(1, site, "update_opposed") for site in HOSTILE] if factor < -1 else [])
 
 
 @pytest.mark.slow

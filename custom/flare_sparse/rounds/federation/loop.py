@@ -19,9 +19,10 @@ from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.server_state import ServerSnapshot
 from .evaluation import BestModel, Evaluation
-from .events import ENDED_EARLY, METRICS_CONSTANT, TENSORS_CUT_OFF, UPDATE_DISCARDED, EventLog
+from .events import ENDED_EARLY, METRICS_CONSTANT, TENSORS_CUT_OFF, UPDATE_DISCARDED, UPDATE_OPPOSED, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
 from .model_comparison import ModelComparison
+from .outliers import OPPOSED, find_opposed
 from .participants import Admission, Connections, Participants
 from .progress import Progress, Snapshot
 from .records import Outcome, RoundRecord
@@ -223,6 +224,12 @@ class Federation:
         masks = (method.model(each).mask for each in (progress.state, state))
         if detail := describe_cut_tensors(self.endpoint.layout, *masks):
             self._events.add(SERVER, TENSORS_CUT_OFF, detail)
+        for site in find_opposed(result.last, lambda: method.model(progress.state)):
+            detail = (
+                f"its delta goes against those of the other sites, over {OPPOSED} times as far as a typical one; "
+                "it counts all the same"
+            )
+            self._events.add(site, UPDATE_OPPOSED, detail)
         record = self._build_record(result, evaluation, progress, state, method)
         progress = Progress(state, record.round, best, result.roster, (*progress.records, record))
         # The checkpoint is the commit: a round is reported only after it, so that no reported round can be lost.

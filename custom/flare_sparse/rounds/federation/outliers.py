@@ -1,4 +1,4 @@
-"""Rejection of updates that are far larger than the others of their round."""
+"""Updates that are far larger than the others of their round, or point against them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...core.exchange import Contribution, Patch
 from ...core.mask import Mask
@@ -15,6 +16,11 @@ from .replies import AttemptResult
 
 FEWEST = 3
 """With fewer updates than this, the median does not tell which of them is the outlier."""
+OPPOSED = 2
+"""How far a delta goes against the mean direction of the others, in lengths of the round's median delta, from which on
+the record says so. In honest federations a delta went up to one length against the others (docs/reliability.md)."""
+SAMPLED = 2**16
+"""Entries, evenly spread, by which directions are compared: a pass over all of them would take as long as their sum."""
 
 
 def reject_outliers(result: AttemptResult, get_previous: Callable[[], Patch], max_ratio: float | None) -> AttemptResult:
@@ -29,13 +35,10 @@ def reject_outliers(result: AttemptResult, get_previous: Callable[[], Patch], ma
         The replies; an outlier is rejected with ``E_NORM``. Values are never changed: the other updates keep their
         bits. Encrypted and summed updates and scores are not examined.
     """
-    # Values that are summed unread are NaN at the server.
-    if result.total is not None:
-        return result
-    examined = [c for c in result.contributed if c.content in ("weights", "delta") and c.patch.encrypted is None]
+    examined = _select_readable(result)
     if max_ratio is None or len(examined) < FEWEST:
         return result
-    previous = _Previous(get_previous()) if any(c.content == "weights" for c in examined) else None
+    previous = _read_previous(examined, get_previous)
     norms = {contribution.site: _compute_norm(contribution, previous) for contribution in examined}
     typical = median(norms.values())
     # A median of zero: most sites sent nothing, and any update is infinitely longer.
@@ -45,6 +48,40 @@ def reject_outliers(result: AttemptResult, get_previous: Callable[[], Patch], ma
     for site in sorted(site for site, norm in norms.items() if not norm <= max_ratio * typical):
         result = result.reject(site, "E_NORM")
     return result
+
+
+def find_opposed(result: AttemptResult, get_previous: Callable[[], Patch]) -> list[str]:
+    """Return the sites whose delta takes back what the others learn: see :data:`OPPOSED`.
+
+    A cosine alone would not tell them: in honest federations some site points against the others, while a site that
+    sends its own delta backwards does so no more than it agreed with them before. What differs is the length.
+
+    The others count with one direction each, however long their deltas are. At most :data:`SAMPLED` entries are
+    compared. Updates of different entries, summed ones and encrypted ones are not examined.
+
+    Args:
+        result: replies of an attempt.
+        get_previous: returns the model that the sites started from; called only if an update holds weights.
+    """
+    examined = _select_readable(result)
+    if len(examined) < FEWEST or any(c.patch.mask != examined[0].patch.mask for c in examined):
+        return []
+    previous = _read_previous(examined, get_previous)
+    every = -(-examined[0].patch.mask.count // SAMPLED) or 1
+    deltas = torch.stack([_compute_delta(contribution, previous, every).double() for contribution in examined])
+    directions = functional.normalize(deltas)
+    others = functional.normalize(directions.sum(0) - directions)
+    along, typical = (deltas * others).sum(1).tolist(), median(deltas.norm(dim=1).tolist())
+    # A median of zero: most sites learn nothing that could be taken back.
+    return [c.site for c, length in zip(examined, along, strict=True) if length < -OPPOSED * typical < 0]
+
+
+def _select_readable(result: AttemptResult) -> list[Contribution]:
+    """Return the contributions whose values are deltas or weights that the server reads."""
+    # Values that are summed unread are NaN at the server.
+    if result.total is not None:
+        return []
+    return [c for c in result.contributed if c.content in ("weights", "delta") and c.patch.encrypted is None]
 
 
 class _Previous:
@@ -67,10 +104,18 @@ class _Previous:
         return self._model.values if mask == self._model.mask else mask.take(self._vector)
 
 
+def _read_previous(examined: list[Contribution], get_previous: Callable[[], Patch]) -> _Previous | None:
+    return _Previous(get_previous()) if any(c.content == "weights" for c in examined) else None
+
+
+def _compute_delta(contribution: Contribution, previous: _Previous | None, every: int = 1) -> Tensor:
+    """Return a contribution's delta, float32 ``(n,)``, on ``every``-th entry of its mask."""
+    values = contribution.patch.values[::every]
+    if contribution.content == "weights" and previous is not None:
+        return values - previous.take(contribution.patch.mask)[::every]
+    return values
+
+
 def _compute_norm(contribution: Contribution, previous: _Previous | None) -> float:
     """Return the L2 norm of a contribution's delta, infinite if it overflows float32."""
-    patch = contribution.patch
-    delta = patch.values
-    if contribution.content == "weights" and previous is not None:
-        delta = delta - previous.take(patch.mask)
-    return float(torch.linalg.vector_norm(delta))
+    return float(torch.linalg.vector_norm(_compute_delta(contribution, previous)))

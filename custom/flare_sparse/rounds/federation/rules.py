@@ -39,7 +39,7 @@ class RoundRules:
     round_s: float | None = None
     max_share: float = 1.0
     clip_norm: float | None = None
-    max_norm_ratio: float | None = 1000.0
+    max_norm_ratio: float | None = 100.0
     examples_tolerance: float = 0.1
     quarantine_after: int = 3
     examples: Mapping[str, int] = field(default_factory=dict)
