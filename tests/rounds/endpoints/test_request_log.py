@@ -152,3 +152,7 @@ def test_site_reveals_no_second_sum_of_the_answer_to_a_model_in_another_job(tmp_
     log.admit_sum(build_sum(sites, **again, answer="b", shares=unequal, round=2))
     log.admit_sum(build_sum(sites[:4], **again, kind="score"))
     log.admit_sum(build_sum(sites[:4], **again, model=TWO, round=3))
+    # A record that changes while both jobs run is read again.
+    open_log(tmp_path / "one.json").admit_sum(build_sum(sites, round=4, model="c" * 64))
+    with pytest.raises(RequestRefused, match="differs by site-5"):
+        log.admit_sum(build_sum(sites[:4], **again, round=4, model="c" * 64))

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -187,7 +188,7 @@ class RequestLog:
     def _list_records(self, record: RunRecord) -> list[RunRecord]:
         """Return the records of all runs of this site, given that of this run."""
         others = [] if self.file is None else [file for file in self.file.parent.glob("*.json") if file != self.file]
-        return [record, *map(read_record, others)]
+        return [record, *(_read_unchanged(file, *_identify(file)) for file in others)]
 
     @contextmanager
     def _open(self) -> Iterator[RunRecord]:
@@ -206,6 +207,22 @@ class RequestLog:
             if isinstance(error, RequestRefused):
                 raise
             raise RequestRefused(f"{self.file}: the record of answered requests cannot be written: {error}") from error
+
+
+def _identify(file: Path) -> tuple[int, int, int]:
+    """Return what changes whenever a record is replaced by a new file.
+
+    Raises:
+        OSError: the file is gone.
+    """
+    found = file.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+@lru_cache(maxsize=4096)
+def _read_unchanged(file: Path, _inode: int, _modified: int, _size: int) -> RunRecord:
+    """Read the record of another run, which is compared with every sum of this one, once for all of them."""
+    return read_record(file)
 
 
 def read_record(file: Path) -> RunRecord:
