@@ -60,7 +60,8 @@ class WireConfig(Section):
         "sent",
         exclude_if=lambda value: value == "sent",
         description="built: each site builds the initial model from the job's seed, and the first request has the "
-        "statistics of inputs alone; a site whose model has another digest than the server's receives all of it",
+        "statistics of inputs alone, with int8, int4 and int2 compressed and to 24 bits; a site whose model has "
+        "another digest than the server's receives all of it",
     )
 
 

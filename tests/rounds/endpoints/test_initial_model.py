@@ -65,11 +65,36 @@ def test_estimate_has_the_bytes_of_the_first_request(values: Any) -> None:
     method = bench.method("fedavg", rounds=3)
     dry_sites = {name: Site(name, DryTrainer(name, bench.layout)) for name in bench.sites()}
     _, dry = dry_run(method, bench.weights, dry_sites, values, builds_initial=True)
-    estimated = [
-        (line.kind, line.round, line.site, size.typical, size.is_exact)
+    estimated = {
+        (line.kind, line.round, line.direction, line.site): size
         for line, size, _ in bound_messages(method, dry.lines, dry_sites)
-    ]
-    assert estimated == [(line.kind, line.round, line.site, line.payload_bytes, True) for line in ledger.lines]
+    }
+    assert len(estimated) == len(ledger.lines)
+    for line in ledger.lines:
+        size = estimated[line.kind, line.round, line.direction, line.site]
+        assert size.least <= line.payload_bytes <= size.most
+        # Values decide how far statistics compress.
+        assert size.is_exact == (line.values != "float32_zstd")
+
+
+@pytest.mark.parametrize("values", ["int8", "int2"])
+def test_statistics_travel_compressed_and_without_their_rests(values: Any) -> None:
+    bench = ToyBench(Scaled())
+    mask = build_statistics_mask(bench.layout)
+    (sent, sent_ledger), (built, built_ledger) = (run(bench, "fedavg", values, built=flag) for flag in (False, True))
+    exact, short = (mask.take(outcome.weights).reshape(5, -1) for outcome in (sent, built))
+    assert exact[2::2].any(), "the rests that the test is about"
+    assert not short[2::2].any()
+    assert torch.allclose(short, exact, rtol=2**-22, atol=1e-6)
+    formats = {
+        (line.kind, line.direction, line.values)
+        for line in built_ledger.lines
+        if line.scalars_sent and line.round < 2 and line.kind != "evaluate"
+    }
+    assert formats == {
+        ("statistics", "up", "float32_zstd"), ("train", "down", "float32_zstd"), ("train", "up", values)
+    }  # fmt: skip
+    assert "float32_zstd" not in {line.values for line in sent_ledger.lines}
 
 
 def test_site_with_another_model_receives_all_of_it() -> None:

@@ -165,6 +165,14 @@ def select_statistics(vector: Tensor, layout: Layout) -> list[tuple[StatisticsLa
     return [(layer, tensors[name]) for name, layer in _find_statistics_layers(layout).items()]
 
 
+def drop_rests(vector: Tensor, layout: Layout) -> Tensor:
+    """Return a vector ``(P,)`` whose statistics have no rests: they are off by 2^-24 of themselves, at most."""
+    shortened = vector.clone()
+    for _, statistics in select_statistics(shortened, layout):
+        statistics[2::2] = 0
+    return shortened
+
+
 def _find_statistics_layers(layout: Layout) -> dict[str, StatisticsLayer]:
     """Return the layers with statistics, by the name of the tensor of their statistics."""
     modules = layout.skeleton.named_modules() if layout.skeleton is not None else ()

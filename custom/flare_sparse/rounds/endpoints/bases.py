@@ -8,10 +8,11 @@ from functools import cached_property
 from torch import Tensor
 
 from ...compute.structure.norms import clip_variances
-from ...core.exchange import Patch, Request
+from ...core.exchange import EXACT_CONTENTS, STATISTICS, Content, Patch, Request
 from ...core.mask import Mask
 from ...core.params import Layout
-from ...wire.plan import CiphertextFormat, Plan
+from ...wire.plan import CiphertextFormat, Plan, ValueType
+from ...wire.values import is_quantized
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,16 @@ class InitialModel:
     def complete(self, patch: Patch) -> Patch:
         """Return the whole model of a patch over this one."""
         return Patch.from_vector(patch.write_into(self.weights.clone()), Mask.full(self.statistics.size))
+
+
+def choose_values(content: Content, values: ValueType, initial: InitialModel | None) -> ValueType:
+    """Return the number format of an update in a job with the format ``values``.
+
+    Statistics travel without their rests and compressed, if each site builds the initial model and values are rounded.
+    """
+    if content not in EXACT_CONTENTS:
+        return values
+    return "float32_zstd" if content == STATISTICS and initial is not None and is_quantized(values) else "float32"
 
 
 def compute_site_vector(received: Patch, base: SiteBase | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...compute.structure.scaling import build_statistics_mask
 from ...core.errors import RejectedMessage
-from ...core.exchange import EVALUATE, EXACT_CONTENTS, Assignment, Contribution, Patch, UpdateSpec
+from ...core.exchange import EVALUATE, STATISTICS, Assignment, Contribution, Patch, UpdateSpec
 from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...privacy.encryption import ServerCipher
@@ -21,7 +21,15 @@ from ...wire.ledger import Ledger
 from ...wire.messages import Decoded, Encoded
 from ...wire.plan import ValueType
 from ...wire.values import is_quantized, is_representable
-from .bases import InitialModel, SiteBase, compute_site_vector, correct_variances, plan_request, plan_update
+from .bases import (
+    InitialModel,
+    SiteBase,
+    choose_values,
+    compute_site_vector,
+    correct_variances,
+    plan_request,
+    plan_update,
+)
 from .encrypted import aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
 from .events import parse_events
 from .reported import validate_metrics, validate_num_examples
@@ -107,6 +115,11 @@ class ServerEndpoint:
         self._builders = is_same - self._not_building
 
     @property
+    def has_short_statistics(self) -> bool:
+        """Whether statistics travel without their rests."""
+        return choose_values(STATISTICS, self.values, self._initial) != "float32"
+
+    @property
     def encrypted(self) -> EncryptedModel | None:
         """The model since the first encrypted sum; None: the server can read the model."""
         return self._state.encrypted
@@ -142,6 +155,8 @@ class ServerEndpoint:
                     shortened[id(patch)] = self._initial.shorten(patch)
                 if (short := shortened[id(patch)]) is not None:
                     sent, base = short, self._initial.base
+            # Of statistics alone nothing is rounded.
+            is_compressed = is_difference and sent is not patch and sent.mask.count > 0
             plan = plan_request(self.layout, self.run, base, request=request, sequence=self._state.sequence)
             # A patch over the previous model names the receiver's base. Sites with one mask can hold bases of different
             # age, for example after one of them missed an attempt, and each refuses a message over another base.
@@ -157,11 +172,11 @@ class ServerEndpoint:
                     sent,
                     plan,
                     trainable=request.trainable,
-                    values=self.values,
+                    values="float32_zstd" if is_compressed else self.values,
                     residual=self._state.residuals_before.get(stream),
                     generator=make_generator(self.seed, "rounding", SERVER, stream, request.kind, request.round),
                 )
-                received = encoded[key].received
+                received = sent.values if is_compressed else encoded[key].received
                 if received is not None:
                     vectors[key] = compute_site_vector(Patch(received, sent.mask, sent.base), base)
                 # The residual of a broadcast is that of the regular patch. That of a full model counts only if no
@@ -241,8 +256,7 @@ class ServerEndpoint:
         entries = expected.mask.count if expected.mask else expected.min_entries(site) if expected.min_entries else 0
         if assignment.request.kind == EVALUATE:
             entries = 0
-        values: ValueType = "float32" if expected.content in EXACT_CONTENTS else self.values
-        return entries, compute_min_message_bytes(entries, values)
+        return entries, compute_min_message_bytes(entries, choose_values(expected.content, self.values, self._initial))
 
     def is_encodable(self, model: Patch) -> bool:
         """Whether all values of a model are finite in the wire's number format; an encrypted model always passes."""
@@ -322,8 +336,8 @@ class ServerEndpoint:
             )
         if self.cipher is not None and ciphertext is not None:
             self.cipher.check(ciphertext, message.patch.mask.count, site)
-        elif message.values != ("float32" if message.content in EXACT_CONTENTS else self.values):
-            raise RejectedMessage("E_DTYPE", "values", self.values, message.values, site)
+        elif message.values != (values := choose_values(message.content, self.values, self._initial)):
+            raise RejectedMessage("E_DTYPE", "values", values, message.values, site)
 
 
 def _check_selection(message: Decoded, expected: UpdateSpec, site: str) -> None:

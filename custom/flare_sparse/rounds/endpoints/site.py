@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ...compute.structure.scaling import drop_rests
 from ...core.checkpoint.store import Store
 from ...core.errors import (
     FlareSparseError,
@@ -17,7 +18,7 @@ from ...core.errors import (
     abbreviate,
     describe_exception,
 )
-from ...core.exchange import EVALUATE, EXACT_CONTENTS, STATISTICS, Patch, Request, SiteEvent, Update
+from ...core.exchange import EVALUATE, STATISTICS, Patch, Request, SiteEvent, Update
 from ...core.mask import Mask
 from ...core.memory import is_out_of_memory
 from ...core.seeds import make_generator
@@ -30,7 +31,7 @@ from ...wire.codec import decode, encode, read_sequence
 from ...wire.messages import Decoded, Encoded
 from ...wire.plan import Plan, ValueType
 from ...wire.values import is_quantized
-from .bases import InitialModel, SiteBase, correct_variances, plan_request, plan_update
+from .bases import InitialModel, SiteBase, choose_values, correct_variances, plan_request, plan_update
 from .egress import EgressLog
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event
 from .model_change import ChangeLimit, is_standstill
@@ -196,8 +197,10 @@ class SiteEndpoint:
             no_values = Patch.empty(self.site.layout.size)
             return Update(no_values, "metrics", self.site.num_examples, self.site.evaluate(self.site.weights))
         if request.kind == STATISTICS:
-            statistics = Patch.from_vector(self.site.trainer.compute_statistics(self.site.weights), request.trainable)
-            return Update(statistics, STATISTICS, self.site.num_examples)
+            statistics = self.site.trainer.compute_statistics(self.site.weights)
+            if choose_values(STATISTICS, self.values, self.initial) != "float32":
+                statistics = drop_rests(statistics, self.site.layout)
+            return Update(Patch.from_vector(statistics, request.trainable), STATISTICS, self.site.num_examples)
         update = self.method.answer(request, self.site)
         if update.metrics or update.content == "scores" or not is_evaluated(self.method.config, request.round - 1):
             return update
@@ -236,7 +239,7 @@ class SiteEndpoint:
             self._encrypt(update),
             self.plan_update(request),
             content=update.content,
-            values="float32" if update.content in EXACT_CONTENTS else self.values,
+            values=choose_values(update.content, self.values, self.initial),
             residual=self._state.memory.residual,
             generator=make_generator(self.method.seed, "rounding", self.site.name, request.kind, request.round),
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compute.structure.scaling import build_statistics_mask
+from ...compute.structure.scaling import build_statistics_mask, drop_rests
 from ...core.checkpoint.store import Store
 from ...core.exchange import EVALUATE, Contribution, EncryptedValues
 from ...methods.method import Method
@@ -123,7 +123,10 @@ class Federation:
         method, mask = participants.method, build_statistics_mask(self.endpoint.layout)
 
         def build_state(statistics: Tensor) -> Any:
-            return method.init(mask.put(statistics, weights.clone()), participants.sites)
+            start = mask.put(statistics, weights.clone())
+            if self.endpoint.has_short_statistics:
+                start = drop_rests(start, self.endpoint.layout)
+            return method.init(start, participants.sites)
 
         assignments = build_assignments(self.endpoint.layout, participants.sites)
         learn = partial(learn_statistics, self.endpoint.layout, build_state)
