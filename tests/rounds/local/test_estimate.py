@@ -33,7 +33,7 @@ LONG = {
     "ffa_lora_banking77", "fedavg_hippocampus", "fedsparsify_hippocampus", "neurosfl_hippocampus", "script_cifar10",
     "neurosfl_segmentation", "neurosfl_bundle", "neurosfl_brain_t1", "dp_morphometry_age", "fedavg_brain_base",
     "fedavg_scanner_age", "fedsparsify_scanner_age", "neurosfl_scanner_age", "fedavg_voxels", "fedsparsify_voxels",
-    "neurosfl_voxels", "metagater_cifar10", "metasnip_cifar10",
+    "neurosfl_voxels", "topk_voxels", "metagater_cifar10", "metasnip_cifar10",
 }  # fmt: skip
 """Large networks, and other data for a method that a shorter configuration runs."""
 EXACT = {

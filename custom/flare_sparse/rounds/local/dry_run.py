@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compute.structure import narrow_network
-from ...compute.structure.scaling import build_statistics_mask
+from ...compute.structure.scaling import build_statistics_mask, select_statistics
 from ...core.errors import TaskFailed
 from ...core.mask import Mask
 from ...core.params import Layout
@@ -87,7 +87,13 @@ class DryTrainer(Trainer):
 
     def compute_statistics(self, weights: Tensor) -> Tensor:
         self._count_usage(OBSERVED_BATCH, None)
-        return torch.zeros(self.layout.size)
+        vector, generator = torch.zeros(self.layout.size), make_generator(self._seed, "dry statistics", self._name)
+        # Of noise, which says how far they compress; two rows have a deviation, and the count is the site's own.
+        for layer, part in select_statistics(vector, self.layout):
+            rows = torch.rand(min(2, self._count), part.shape[1], generator=generator)
+            part.copy_(layer.compute_statistics(rows))
+            part[0][part[0] > 0] = self._count
+        return vector
 
     def narrow(self, live: Mask) -> DryTrainer:
         assert self.layout.skeleton is not None
