@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from ..core.errors import ConfigError, suggest
-from ..tasks.bundles.declaration import encode_json, find_training_file, read_training
-from ..tasks.bundles.task import FILE_NAME, read_configs
+from ..tasks.bundles.declaration import TRAIN, encode_json, find_training_file, read_declaration
+from ..tasks.bundles.task import FILE_NAME
 from .choice import KEYS, find_conflict
 from .yaml_files import parse_yaml, read_settings
 
@@ -39,15 +39,15 @@ def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
     folder = Path(str(task["bundle"]))
     configs = _read_folder(folder)
     name = find_training_file(configs)
-    read_configs(configs, str(folder / "configs"))
     settings = {key: value for key, value in task.items() if key != "bundle"}
     result = {**data, "task": {"name": "bundle", **settings, "configs": configs}}
     method = data.get("method")
     training = method.get("training", {}) if isinstance(method, Mapping) else None
     # Malformed sections are left to the schema.
+    is_method = isinstance(method, Mapping) and isinstance(training, Mapping)
+    wanted = {"batch_size", "optimizer"} - set(training or ()) if is_method else ()
+    _, declared = read_declaration(configs[name], str(folder / "configs" / name), training=wanted)
     if isinstance(method, Mapping) and isinstance(training, Mapping):
-        source = str(folder / "configs" / name)
-        declared = read_training(configs[name], source, with_optimizer="optimizer" not in training)
         result["method"] = {**method, "training": {**declared, **training}}
     return result
 
@@ -66,16 +66,19 @@ def _read_folder(folder: Path) -> dict[str, dict[str, Any]]:
             f"{suggest(folder.name, siblings)}"
         )
     files = sorted(path for path in configs.iterdir() if re.fullmatch(FILE_NAME, path.name) and path.is_file())
-    return {file.name: _read_file(file) for file in files}
+    contents = {file.name: _read_file(file) for file in files}
+    # Lists, such as those of cases, declare nothing.
+    return {name: content for name, content in contents.items() if isinstance(content, dict)}
 
 
-def _read_file(file: Path) -> dict[str, Any]:
+def _read_file(file: Path) -> dict[str, Any] | list[Any]:
     try:
         text = read_settings(file)
         content = json.loads(text) if file.suffix == ".json" else parse_yaml(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read as {file.suffix[1:].upper()}: {error}") from error
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) and (file.stem == TRAIN or not isinstance(content, list)):
         raise ConfigError(f"{file}: expected a section of items, found {type(content).__name__}")
-    encode_json(content, str(file))
+    if isinstance(content, dict):
+        encode_json(content, str(file))
     return content

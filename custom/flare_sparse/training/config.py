@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import nn
 
 from .schedule import LearningRateSchedule
 
@@ -28,7 +30,7 @@ class TrainingConfig(BaseModel):
     accumulate: int = Field(
         1, ge=1, description="minibatches per optimiser step, which follows the mean of their gradients"
     )
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("adam", description="optimiser, new in every round")
+    optimizer: Literal["sgd", "adam", "adamw", "novograd"] = Field("adam", description="optimiser, new in every round")
     lr: float = Field(1e-3, gt=0, description="learning rate, before lr_decay and schedule")
     lr_decay: float = Field(
         1.0, gt=0, le=1, description="the learning rate of round t is multiplied by lr_decay ** (t - 1)"
@@ -38,6 +40,7 @@ class TrainingConfig(BaseModel):
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum (sgd only)")
     weight_decay: float = Field(0.0, ge=0, description="weight decay")
+    amsgrad: bool = Field(False, description="divide by the largest second moment so far (adam, adamw, novograd)")
     clip_norm: float | None = Field(None, gt=0, description="largest L2 norm of the masked gradient; none: no clipping")
     proximal: float = Field(
         0.0, ge=0, description="FedProx: factor mu of the penalty mu / 2 * ||w - w_received||^2 in a site's loss"
@@ -86,13 +89,21 @@ class TrainingConfig(BaseModel):
         """Return the learning rate of round ``t`` (1-based), without the schedule's factor."""
         return self.lr * self.lr_decay ** max(t - 1, 0)
 
-    def build_optimizer(self, parameter: torch.nn.Parameter, t: int) -> torch.optim.Optimizer:
-        """Build a new optimiser for round ``t``."""
+    def build_optimizer(self, parameter: nn.Parameter, t: int, sizes: Sequence[int] = ()) -> torch.optim.Optimizer:
+        """Build a new optimiser of a vector for round ``t``.
+
+        Args:
+            parameter: the vector.
+            t: the round, 1-based.
+            sizes: entries of each of the network's tensors in it, in order, for optimisers that tell them apart.
+        """
         lr = self.compute_learning_rate(t)
         if self.optimizer == "sgd":
             return torch.optim.SGD([parameter], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        if self.optimizer == "novograd":
+            return _Novograd(parameter, sizes, lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
-        return kind([parameter], lr=lr, weight_decay=self.weight_decay)
+        return kind([parameter], lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
 
     @property
     def torch_device(self) -> torch.device:
@@ -100,3 +111,22 @@ class TrainingConfig(BaseModel):
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)
+
+
+class _Novograd(torch.optim.Optimizer):
+    """MONAI's Novograd (Ginsburg et al. 2019) of the tensors in a vector: its second moment is one number a tensor."""
+
+    def __init__(self, vector: nn.Parameter, sizes: Sequence[int], **settings: Any):
+        from monai.optimizers import Novograd
+
+        super().__init__([vector], {})
+        self._vector, self._sizes = vector, list(sizes)
+        self._tensors = [nn.Parameter(piece) for piece in vector.data.split(self._sizes)]
+        self._inner = Novograd(self._tensors, **settings)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step along the vector's gradient, which it overwrites."""
+        assert self._vector.grad is not None
+        for tensor, gradient in zip(self._tensors, self._vector.grad.split(self._sizes), strict=True):
+            tensor.grad = gradient
+        self._inner.step()

@@ -67,7 +67,7 @@ def train(model: FlatModel, task: Task, batches: Iterable[Any], training: Traini
         else:
             origin = model.flat[live.index]
         weights = nn.Parameter(origin.clone())
-    optimizer = config.build_optimizer(weights, training.round)
+    optimizer = config.build_optimizer(weights, training.round, [part.count for part in live.parameters])
     scale = None if training.step_scale is None else _select_parameters(training.step_scale, live, weights)
     compute = source.compute_gradient if source else partial(_compute_mean_gradient, model, task, config.precision)
     step = 0

@@ -160,15 +160,16 @@ class PersonalTensors:
         return {name: piece.view(t.shape) for name, piece, t in zip(self._names, pieces, tensors, strict=True)}
 
     def build_step(
-        self, build_optimizer: Callable[[nn.Parameter], torch.optim.Optimizer], clip_norm: float | None
+        self, build_optimizer: Callable[..., torch.optim.Optimizer], clip_norm: float | None
     ) -> Callable[[], None]:
         """Return a function that takes one step of a new optimiser along the gradient, and clears the gradient.
 
         Args:
-            build_optimizer: returns an optimiser of a vector.
+            build_optimizer: returns an optimiser of a vector, given the entries of each tensor in it.
             clip_norm: largest L2 norm of the gradient; None: no bound.
         """
-        optimizer, gradient = build_optimizer(self._flat), self._flat.grad
+        optimizer = build_optimizer(self._flat, sizes=[p.numel() for p in self._parameters])
+        gradient = self._flat.grad
         assert gradient is not None
         # Gradients of scores or of an interrupted training may be left over.
         gradient.zero_()

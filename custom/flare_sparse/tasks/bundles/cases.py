@@ -100,6 +100,7 @@ def describe_cause(error: BaseException) -> str:
 
 
 def strip_metadata(volume: Tensor) -> Tensor:
-    """Return a plain tensor; MONAI's carries the affine and the file's name along."""
+    """Return a plain tensor of numbers; MONAI's carries the affine and the file's name along."""
     plain: Tensor = volume.as_tensor() if hasattr(volume, "as_tensor") else volume
-    return plain
+    # No loss subtracts booleans, which ConvertToMultiChannelBasedOnBratsClassesd gives.
+    return plain.float() if plain.dtype == torch.bool else plain

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ def _list_classes(module: str, names: str) -> dict[str, str]:
 CLASSES: dict[Kind, dict[str, str]] = {
     "network": _list_classes(
         "monai.networks.nets",
-        "AttentionUnet BasicUNet BasicUNetPlusPlus DynUNet MedNeXt SegResNet SwinUNETR UNETR UNet VNet",
+        "AttentionUnet BasicUNet BasicUNetPlusPlus DynUNet FlexibleUNet MedNeXt SegResNet SwinUNETR UNETR UNet VNet",
     ),
     "loss": {
         **_list_classes(
@@ -38,15 +38,16 @@ CLASSES: dict[Kind, dict[str, str]] = {
     },
     "transform": _list_classes(
         "monai.transforms",
-        "LoadImaged EnsureChannelFirstd EnsureTyped CastToTyped Orientationd Spacingd Resized Zoomd Flipd Rotate90d "
-        "ScaleIntensityd ScaleIntensityRanged ScaleIntensityRangePercentilesd NormalizeIntensityd ThresholdIntensityd "
-        "ClipIntensityPercentilesd AdjustContrastd HistogramNormalized GaussianSmoothd CropForegroundd "
-        "CenterSpatialCropd SpatialCropd BorderPadd SpatialPadd DivisiblePadd ResizeWithPadOrCropd MapLabelValued "
-        "ConvertToMultiChannelBasedOnBratsClassesd Activationsd AsDiscreted KeepLargestConnectedComponentd FillHolesd "
-        "RemoveSmallObjectsd RandCropByPosNegLabeld RandCropByLabelClassesd RandSpatialCropd RandSpatialCropSamplesd "
-        "RandFlipd RandAxisFlipd RandRotated RandRotate90d RandZoomd RandAffined Rand3DElasticd RandGaussianNoised "
-        "RandGaussianSmoothd RandGaussianSharpend RandScaleIntensityd RandShiftIntensityd RandAdjustContrastd "
-        "RandHistogramShiftd RandBiasFieldd RandCoarseDropoutd",
+        "LoadImaged EnsureChannelFirstd EnsureTyped CastToTyped ToTensord Orientationd Spacingd Resized Zoomd Flipd "
+        "Rotate90d ScaleIntensityd ScaleIntensityRanged ScaleIntensityRangePercentilesd NormalizeIntensityd "
+        "ThresholdIntensityd ClipIntensityPercentilesd AdjustContrastd HistogramNormalized GaussianSmoothd "
+        "CropForegroundd CenterSpatialCropd SpatialCropd BorderPadd SpatialPadd DivisiblePadd ResizeWithPadOrCropd "
+        "MapLabelValued ConvertToMultiChannelBasedOnBratsClassesd Activationsd AsDiscreted SplitDimd "
+        "KeepLargestConnectedComponentd FillHolesd RemoveSmallObjectsd RandCropByPosNegLabeld RandCropByLabelClassesd "
+        "RandSpatialCropd RandSpatialCropSamplesd RandFlipd RandAxisFlipd RandRotated RandRotate90d RandZoomd "
+        "RandAffined Rand3DElasticd RandGaussianNoised RandGaussianSmoothd RandGaussianSharpend RandScaleIntensityd "
+        "RandShiftIntensityd RandAdjustContrastd RandHistogramShiftd RandBiasFieldd RandCoarseDropoutd "
+        "RandSmoothDeformd RandSmoothFieldAdjustContrastd RandSmoothFieldAdjustIntensityd",
     ),
     "inferer": _list_classes("monai.inferers", "SimpleInferer SlidingWindowInferer"),
     # Handlers of MONAI's engines, by the metric that they compute.
@@ -60,10 +61,31 @@ CLASSES: dict[Kind, dict[str, str]] = {
 }
 """Import path of every class that a bundle may name, by kind and name."""
 LOWER_IS_BETTER = ("monai.metrics.HausdorffDistanceMetric", "monai.metrics.SurfaceDistanceMetric")
-_READERS = (None, "NibabelReader", "monai.data.NibabelReader")
-"""Readers of LoadImaged; MONAI imports any other name, and NumPy's reader unpickles."""
+OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Novograd": "novograd"}
+"""Optimiser of the package for each that a bundle may name."""
+_READERS = (None, "NibabelReader", "ITKReader")
+"""Readers of LoadImaged, all of them nibabel here; MONAI imports any other name, and NumPy's reader unpickles."""
 _FUNCTIONS = ("func", "select_fn", "other", "other_act", "norm_layer")
 """Arguments that MONAI calls."""
+_PACKAGES = ("", "monai", "torch")
+_RETIRED = {("SwinUNETR", "img_size"), ("UNETR", "proj_type")}
+"""Arguments without effect that only older releases of MONAI take."""
+_REASONS = {
+    "DiNTS": "its architecture is read from a checkpoint by an expression with code ($torch.load); ",
+    "Lambdad": "it calls a function of the bundle; ",
+}
+
+
+def is_known(target: str) -> bool:
+    """Return whether a bundle may name a class, whatever for."""
+    short = _shorten(target)
+    return short in ("Compose", *OPTIMIZERS) or any(short in classes for classes in CLASSES.values())
+
+
+def _shorten(target: str) -> str:
+    """Return the name of a class without MONAI's or torch's package; of another package, the text as it is."""
+    package, _, short = target.rpartition(".")
+    return short if package.partition(".")[0] in _PACKAGES else target
 
 
 @dataclass(frozen=True)
@@ -84,33 +106,30 @@ class Component:
         """Build the object.
 
         Raises:
-            ConfigError: the class takes no such argument, or refuses its value.
+            ConfigError: the class refuses an argument.
         """
-        built_class, name = self._import_class(), self.path.rpartition(".")[2]
-        parameters = inspect.signature(built_class).parameters.values()
-        known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        if unknown := sorted(set(self.args) - set(known)):
-            near = suggest(unknown[0], known)
-            raise ConfigError(f"{self.location}::{unknown[0]}: {name} has no such argument.{near} It has: {known}")
         try:
             # MONAI warns of changed defaults, also where its own value is the default.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                return built_class(**self.args)
+                return import_class(self.path)(**self.args)
         # Which errors a constructor raises for a wrong value differs from class to class.
         except Exception as error:
+            name = self.path.rpartition(".")[2]
             raise ConfigError(f"{self.location}: {name} cannot be built: {describe_exception(error)}") from error
 
     def find_argument(self, name: str) -> Any:
         """Return an argument as it is declared, or else its default; None where the class has neither."""
         if name in self.args:
             return self.args[name]
-        parameter = inspect.signature(self._import_class()).parameters.get(name)
+        parameter = inspect.signature(import_class(self.path)).parameters.get(name)
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
-    def _import_class(self) -> Any:
-        module, _, name = self.path.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+
+def import_class(path: str) -> Any:
+    """Return the class at an import path of :data:`CLASSES`."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def read_component(references: References, name: str, kind: Kind) -> Component:
@@ -122,47 +141,77 @@ def read_component(references: References, name: str, kind: Kind) -> Component:
     return parse_component(references, references.resolve(name), name, kind)
 
 
-def read_transforms(references: References, name: str | None) -> tuple[Component, ...]:
-    """Return the transforms of an item, a ``Compose`` or a list, in order; none without the item.
+def read_transforms(references: References, name: str) -> tuple[Component, ...]:
+    """Return the transforms of an item, a ``Compose`` or a list, in order; those that are refused are left out.
 
     Raises:
-        ConfigError: as :func:`read_component`.
+        ConfigError: the item is no list of transforms.
     """
-    if name is None:
-        return ()
-    value = references.resolve(name)
-    if isinstance(value, Mapping) and str(value.get("_target_")).rpartition(".")[2] == "Compose":
+    return tuple(_parse_transforms(references, references.resolve(name), name))
+
+
+def _parse_transforms(references: References, value: Any, name: str) -> Iterator[Component]:
+    """Yield the transforms of a resolved value, a list or a ``Compose``, which may stand in each other."""
+    while _is_compose(value):
         name, value = f"{name}::transforms", value.get("transforms")
     if not isinstance(value, list):
         raise references.refuse(name, "expected Compose with a list of transforms")
-    return tuple(parse_component(references, part, f"{name}::{index}", "transform") for index, part in enumerate(value))
+    for index, part in enumerate(value):
+        with references.collect():
+            if _is_compose(part):
+                yield from _parse_transforms(references, part, f"{name}::{index}")
+            else:
+                yield parse_component(references, part, f"{name}::{index}", "transform")
+
+
+def _is_compose(value: Any) -> bool:
+    return isinstance(value, Mapping) and _shorten(str(value.get("_target_"))) == "Compose"
 
 
 def parse_component(references: References, value: Any, name: str, kind: Kind) -> Component:
     """Return the component of a resolved value; ``name`` is its item, for errors.
 
     Raises:
-        ConfigError: as :func:`read_component`.
+        ConfigError: as :func:`read_component`, or the class takes no such argument.
     """
     target = value.get("_target_") if isinstance(value, Mapping) else None
     if not isinstance(target, str):
         raise references.refuse(name, f"expected a {kind} with _target_, such as {next(iter(CLASSES[kind]))}")
-    package, _, short = target.rpartition(".")
-    if short not in CLASSES[kind] or package.partition(".")[0] not in ("", "monai", "torch"):
-        raise references.refuse(
-            f"{name}::_target_",
-            f"found {target!r}; a bundle may name as its {kind}: {', '.join(sorted(CLASSES[kind]))}."
-            f"{suggest(short, CLASSES[kind])} For any other class write a task of your own (docs/bundles.md)",
-        )
-    args = {key: part for key, part in value.items() if not key.startswith("_")}
+    short = _shorten(target)
+    if short not in CLASSES[kind]:
+        raise references.refuse(f"{name}::_target_", _explain_target(target, short, kind))
+    path = CLASSES[kind][short]
+    args = {key: part for key, part in value.items() if not key.startswith("_") and (short, key) not in _RETIRED}
+    parameters = inspect.signature(import_class(path)).parameters.values()
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    # What else RandZoomd is given goes to NumPy's padding; the readers of LoadImaged open files.
+    is_open = short == "RandZoomd"
     for key, part in args.items():
-        if _has_component(part):
-            raise references.refuse(f"{name}::{key}", f"{short} takes no component here; give plain values")
-        if key in _FUNCTIONS and part is not None:
-            raise references.refuse(f"{name}::{key}", "a function cannot be given; remove it")
-    if args.get("reader") not in _READERS:
-        raise references.refuse(f"{name}::reader", f"found {args['reader']!r}; expected NibabelReader, or leave it out")
-    return Component(CLASSES[kind][short], args, f"{references.source}: {name}")
+        with references.collect():
+            if _has_component(part):
+                raise references.refuse(f"{name}::{key}", f"{short} takes no component here; give plain values")
+            if key in _FUNCTIONS and part is not None:
+                raise references.refuse(f"{name}::{key}", "a function cannot be given; remove it")
+            if key not in known and not is_open:
+                near = suggest(key, known)
+                raise references.refuse(f"{name}::{key}", f"{short} has no such argument.{near} It has: {known}")
+            if key == "pretrained" and part:
+                raise references.refuse(f"{name}::{key}", "weights cannot be downloaded; set it to false")
+    reader = args.pop("reader", None)
+    if _shorten(str(reader)) not in map(str, _READERS):
+        raise references.refuse(f"{name}::reader", f"found {reader!r}; expected NibabelReader, or leave it out")
+    return Component(path, args, f"{references.source}: {name}")
+
+
+def _explain_target(target: str, short: str, kind: Kind) -> str:
+    """Return why a bundle may not name a class as its network, loss, and so on."""
+    if target.partition(".")[0] not in (*_PACKAGES, target, "ignite"):
+        return f"found {target!r}, code of the bundle's own, which no site is sent; use a task of your own for it"
+    names = sorted(CLASSES[kind])
+    listed = "one of the transforms in docs/bundles.md" if kind == "transform" else f"one of {', '.join(names)}"
+    return (
+        f"found {target!r}; {_REASONS.get(short, '')}expected {listed}, or a task of your own.{suggest(short, names)}"
+    )
 
 
 def _has_component(value: Any) -> bool:

@@ -3,21 +3,53 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...core.errors import ConfigError, abbreviate
 from ..task import METRIC_NAMES, Metric, is_metric_name
-from .components import LOWER_IS_BETTER, Component, parse_component, read_component, read_transforms
-from .references import References
+from .components import (
+    CLASSES,
+    LOWER_IS_BETTER,
+    OPTIMIZERS,
+    Component,
+    is_known,
+    parse_component,
+    read_component,
+    read_transforms,
+)
+from .references import MAX_DEPTH, References, open_references
 
 KEYS = ("image", "label")
 """Names of a case's image and label map in the transforms."""
+LOAD = CLASSES["transform"]["LoadImaged"]
 TRAIN = "train"
 """Name of the file with the training configuration, without its extension."""
-_OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
-_SETTINGS = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "momentum"}
+ITEMS = {
+    "network": ("network_def", "network", "net"),
+    "loss": ("loss", "loss_function", "lossfn", "train::trainer::loss_function", "trainer::loss_function"),
+    "preprocessing": ("train::preprocessing", "train::dataset::transform", "train_dataset::transform"),
+    "evaluation": (
+        "validate::preprocessing", "validate::dataset::transform", "val_dataset::transform", "eval_dataset::transform",
+    ),
+    "postprocessing": ("validate::postprocessing", "validate::evaluator::postprocessing", "evaluator::postprocessing"),
+    "inferer": ("validate::inferer", "validate::evaluator::inferer", "evaluator::inferer"),
+    "metric": ("validate::key_metric", "validate::evaluator::key_val_metric", "evaluator::key_val_metric"),
+    "optimizer": ("optimizer", "train::trainer::optimizer", "trainer::optimizer"),
+    "batch_size": ("train::dataloader::batch_size", "train_dataloader::batch_size"),
+    "trainer": ("train::trainer", "trainer"),
+}  # fmt: skip
+"""Ids of each part: those of most bundles, then those of the template in MONAI's model zoo. The first one counts."""
+_SETTINGS = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "momentum", "amsgrad": "amsgrad"}
+_DEFAULTS = {
+    "betas": ([0.9, 0.999], [0.9, 0.98]), "eps": (1e-8,), "grad_averaging": (False,), "nesterov": (False,),
+    "dampening": (0,), "maximize": (False,),
+}  # fmt: skip
+"""Arguments of optimisers that a bundle may write down, if they have the value that they have anyway."""
+_INTERACTIONS = ("iteration_update", "prepare_batch")
+"""Arguments with which a trainer does something else with a minibatch than to train on it."""
 
 
 @dataclass(frozen=True)
@@ -76,87 +108,144 @@ def find_training_file(configs: Mapping[str, Any]) -> str:
         ConfigError: there is not exactly one.
     """
     files = [name for name in configs if name.rpartition(".")[0] == TRAIN]
-    if len(files) != 1:
+    if not files:
         raise ConfigError(
-            f"configs/ of the bundle has {len(files)} files train.json, train.yaml or train.yml; expected one"
+            f"configs/ of the bundle has no train.json, train.yaml or train.yml, and thus nothing to train: it has "
+            f"{', '.join(sorted(configs)) or 'no configuration'}"
         )
+    if len(files) > 1:
+        raise ConfigError(f"configs/ of the bundle has {len(files)} files {', '.join(files)}; expected one")
     return files[0]
 
 
-def read_declaration(content: Mapping[str, Any], source: str) -> Declaration:
+def read_declaration(
+    content: Mapping[str, Any], source: str, *, training: Collection[str] = ()
+) -> tuple[Declaration, dict[str, Any]]:
     """Read the declared parts of a training configuration.
 
     Args:
         content: the parsed file.
         source: name of the file, for errors.
+        training: which settings of ``method.training`` to read: ``batch_size``, ``optimizer``.
+
+    Returns:
+        The parts, and these settings.
 
     Raises:
-        ConfigError: a part is missing, its class is not allowed, or it needs code; the text names file and item.
+        ConfigError: the bundle does not segment; or a part is missing, its class is not allowed, or it needs code: the
+            text names file, item and remedy of each.
     """
-    references = References(content, source)
-
-    def require(what: str, *ids: str) -> str:
-        name = references.find(*ids)
-        if name is None:
-            raise references.refuse(ids[0], f"missing; add this item, from which the job reads {what}")
-        return name
-
-    preprocessing = require("the transforms of the training cases", "train::preprocessing", "train::dataset::transform")
-    evaluation = references.find("validate::preprocessing", "validate::dataset::transform") or preprocessing
-    postprocessing = require(
-        "the transforms that turn the network's output into predictions",
-        "validate::postprocessing",
-        "validate::evaluator::postprocessing",
-    )
-    inferer = references.find("validate::inferer", "validate::evaluator::inferer")
-    metric_name, metric = _read_metric(
-        references, require("the key metric", "validate::key_metric", "validate::evaluator::key_val_metric")
-    )
-    source_of_inferer = references if inferer else References({"inferer": {"_target_": "SimpleInferer"}}, source)
-    return Declaration(
-        read_component(references, require("the network", "network_def", "network", "net"), "network"),
-        read_component(
-            references, require("the loss", "loss", "loss_function", "train::trainer::loss_function"), "loss"
-        ),
-        _read_preprocessing(references, preprocessing),
-        _read_preprocessing(references, evaluation),
-        read_component(source_of_inferer, inferer or "inferer", "inferer"),
-        read_transforms(references, postprocessing),
+    parts: dict[str, Any] = {}
+    with open_references(content, source, is_known) as references:
+        _check_purpose(references)
+        required: dict[str, tuple[str, Callable[[References, str], Any]]] = {
+            "network": ("the network", partial(read_component, kind="network")),
+            "loss": ("the loss", partial(read_component, kind="loss")),
+            "preprocessing": ("the transforms of the training cases", _read_preprocessing),
+            "postprocessing": ("the transforms that turn the network's output into predictions", read_transforms),
+            "metric": ("the key metric", _read_metric),
+        }
+        for part, (what, read) in required.items():
+            with references.collect():
+                name = references.find(*ITEMS[part])
+                if name is None:
+                    raise references.refuse(ITEMS[part][0], f"missing; add this item, from which the job reads {what}")
+                parts[part] = read(references, name)
+        with references.collect():
+            evaluation = references.find(*ITEMS["evaluation"])
+            parts["evaluation"] = _read_preprocessing(references, evaluation) if evaluation else None
+        with references.collect():
+            inferer = references.find(*ITEMS["inferer"])
+            parts["inferer"] = read_component(references, inferer, "inferer") if inferer else _SIMPLE_INFERER
+        with references.collect():
+            settings = _read_training(references, training)
+    metric_name, metric = parts["metric"]
+    declaration = Declaration(
+        parts["network"],
+        parts["loss"],
+        parts["preprocessing"],
+        parts["evaluation"] or parts["preprocessing"],
+        parts["inferer"],
+        parts["postprocessing"],
         metric,
         metric_name,
     )
+    return declaration, settings
 
 
-def read_training(content: Mapping[str, Any], source: str, *, with_optimizer: bool = True) -> dict[str, Any]:
-    """Return the settings of ``method.training`` that a bundle declares: optimiser and batch size.
+_SIMPLE_INFERER = Component(CLASSES["inferer"]["SimpleInferer"], {}, "inferer")
 
-    Args:
-        content: the parsed file.
-        source: name of the file, for errors.
-        with_optimizer: whether to read the optimiser.
+
+def _check_purpose(references: References) -> None:
+    """Check that a bundle segments images, in the way that its trainer and this package train.
 
     Raises:
-        ConfigError: the optimiser is none of the package's; the text names file and item.
+        ConfigError: neither its loss nor its key metric is one of segmentation.
+        Refusal: the trainer does something else than to train on minibatches.
     """
-    references = References(content, source)
+    loss, metric = (_find_target(references, part) for part in ("loss", "metric"))
+    if (
+        "Dice" not in loss
+        and loss.rpartition(".")[2] != "TverskyLoss"
+        and (metric.rpartition(".")[2] not in CLASSES["metric"])
+    ):
+        raise ConfigError(
+            f"{references.source}: this bundle does not segment images: its loss is {loss or 'none'}, its key metric "
+            f"{metric or 'none'}; expected one of a segmentation, such as DiceCELoss in loss or MeanDice in "
+            "validate::key_metric (docs/bundles.md)"
+        )
+    name = references.find(*ITEMS["trainer"])
+    trainer = references.look_up(name) if name else None
+    if name is None or not isinstance(trainer, Mapping):
+        return
+    target = str(trainer.get("_target_"))
+    if target.rpartition(".")[2] != "SupervisedTrainer":
+        problem = f"found {target!r}; expected SupervisedTrainer: no other way of training is read"
+    elif keys := [key for key in _INTERACTIONS if key in trainer]:
+        name, problem = f"{name}::{keys[0]}", "the trainer does more than to train on a minibatch, which is not read"
+    else:
+        return
+    with references.collect():
+        raise references.refuse(name, f"{problem}; use a task of your own (docs/bundles.md)")
+
+
+def _find_target(references: References, part: str) -> str:
+    """Return the class of a loss or of the first key metric, as it is written; empty if there is none."""
+    name = references.find(*ITEMS[part])
+    value = references.look_up(name) if name else None
+    seen = 0
+    while isinstance(value, str) and value[:1] in ("@", "%") and seen < MAX_DEPTH:
+        value, seen = references.look_up(value[1:]), seen + 1
+    if part == "metric" and isinstance(value, Mapping):
+        value = next(iter(value.values()), None)
+    return str(value.get("_target_", "")) if isinstance(value, Mapping) else abbreviate(str(value)) if value else ""
+
+
+def _read_training(references: References, wanted: Collection[str]) -> dict[str, Any]:
+    """Return the settings of ``method.training`` that a bundle declares: optimiser and batch size.
+
+    Raises:
+        Refusal: the optimiser is none of the package's.
+    """
     settings: dict[str, Any] = {}
-    if name := references.find("train::dataloader::batch_size"):
+    if "batch_size" in wanted and (name := references.find(*ITEMS["batch_size"])):
         settings["batch_size"] = references.resolve(name)
-    name = references.find("optimizer", "train::trainer::optimizer")
-    if name is None or not with_optimizer:
+    name = references.find(*ITEMS["optimizer"])
+    if name is None or "optimizer" not in wanted:
         return settings
     value = references.resolve(name)
     target = str(value.get("_target_")) if isinstance(value, Mapping) else ""
-    kind = _OPTIMIZERS.get(target.rpartition(".")[2])
+    kind = OPTIMIZERS.get(target.rpartition(".")[2])
     if kind is None or not isinstance(value, Mapping):
         raise references.refuse(
-            name, f"found {target!r}; expected torch.optim.Adam, AdamW or SGD, or set method.training.optimizer"
+            name, f"found {target!r}; expected one of {', '.join(OPTIMIZERS)}, or set method.training.optimizer"
         )
     for key, part in value.items():
         if key in _SETTINGS:
             settings[_SETTINGS[key]] = part
-        elif not key.startswith("_"):
-            raise references.refuse(f"{name}::{key}", "not supported; remove it, or set method.training.optimizer")
+        elif not key.startswith("_") and part not in _DEFAULTS.get(key, ()):
+            with references.collect():
+                raise references.refuse(f"{name}::{key}", "not supported; remove it, or set method.training.optimizer")
     return {**settings, "optimizer": kind}
 
 
@@ -175,14 +264,24 @@ def _read_metric(references: References, name: str) -> tuple[str, Component]:
 
 
 def _read_preprocessing(references: References, name: str) -> tuple[Component, ...]:
+    """Return transforms of image and label map, LoadImaged first.
+
+    A bundle without LoadImaged has arrays as data, which its cases become once their files are read.
+    """
     transforms = read_transforms(references, name)
     for transform in transforms:
         keys = transform.args.get("keys", ())
         names = [keys] if isinstance(keys, str) else keys
-        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"{transform.location}::keys: expected image, label, or a list of them")
-        if other := sorted(set(names) - set(KEYS)):
-            raise ConfigError(f"{transform.location}::keys: found {other[0]!r}; a case has the keys image and label")
-    if not transforms or transforms[0].path != "monai.transforms.LoadImaged":
+        # The location starts with the name of the file.
+        path = f"{transform.location.removeprefix(references.source + ': ')}::keys"
+        with references.collect():
+            if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+                raise references.refuse(path, "expected image, label, or a list of them")
+            if other := sorted(set(names) - set(KEYS)):
+                raise references.refuse(path, f"found {other[0]!r}; a case has the keys image and label")
+    loads = [transform.path == LOAD for transform in transforms]
+    if not any(loads):
+        return (Component(LOAD, {"keys": list(KEYS)}, f"{references.source}: {name}"), *transforms)
+    if not loads[0]:
         raise references.refuse(name, "expected LoadImaged as the first transform, with the keys image and label")
     return transforms

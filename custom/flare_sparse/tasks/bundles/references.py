@@ -1,8 +1,8 @@
 """References and expressions in the configuration of a MONAI bundle, resolved as text: nothing of it is executed.
 
 MONAI passes every ``$`` expression to ``eval()`` and builds whatever ``_target_`` names (its advisory
-GHSA-x6pr-233j-x5cw). A site gets a bundle with a job, so here ``@id``, ``%id``, ``$@id``, and sums and products of
-numbers, lists and references are all that is understood; anything else is an error.
+GHSA-x6pr-233j-x5cw). A site gets a bundle with a job, so here an expression is parsed, and only the syntax of
+:meth:`References._compute` is understood; anything else is a refusal that names the item.
 
 Not MONAI's ``ConfigParser``, even without ``instantiate`` and ``eval_expr``: while it parses, a macro such as
 ``%/etc/app.json::password`` reads any JSON or YAML file of the site. It has no limits of depth and size. It also leaves
@@ -15,8 +15,12 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
+
+import numpy as np
+import torch
 
 from ...core.errors import ConfigError, abbreviate
 
@@ -28,57 +32,140 @@ MAX_NUMBER = 1_000_000
 """Largest size, count or kernel; the networks of the package have the same limit."""
 MAX_EXPRESSION = 500
 """Most characters of an expression."""
+MAX_REPEATED = 1_000
+"""Most entries of a list that an expression repeats, such as ``[1] * 8``."""
 DROPPED = ("device", "sw_device", "output_transform", "params")
 """Arguments that are left out unread: the site chooses where it computes, and the package connects the parts."""
 _ID = re.compile(r"[@%]([A-Za-z_]\w*(?:(?:::|#)\w+)*)")
 # int() reads neither every digit of Unicode nor thousands of digits.
 _INDEX = re.compile(r"[0-9]{1,9}")
 _NOTES = ("_desc_", "_disabled_", "_mode_")
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_SCALARS = (str, bool, int, float, type(None))
+_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
+_COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
+_TYPES = "bool uint8 int8 int16 int32 int64 float16 float32 float64"
+CONSTANTS: dict[str, Any] = {
+    **{f"{module}.pi": math.pi for module in ("math", "np", "numpy", "torch")},
+    **{f"torch.{name}": getattr(torch, name) for name in (*_TYPES.split(), "int", "long", "float")},
+    **{f"{module}.{name}": np.dtype(name).type for module in ("np", "numpy") for name in _TYPES.split()},
+    **{
+        f"monai.utils.{kind}.{value.upper()}": value
+        for kind, values in (
+            ("CommonKeys", "image label pred"),
+            ("InterpolateMode", "nearest linear bilinear bicubic trilinear area"),
+            ("GridSampleMode", "nearest bilinear bicubic"),
+            ("GridSamplePadMode", "zeros border reflection"),
+        )
+        for value in values.split()
+    },
+}
+"""Values of dotted names, which are looked up as text: no attribute of any object is read."""
 _REMEDY = (
-    "expressions of a bundle may have numbers, lists, references such as @lr, and + - * / only; write its value, or "
-    "use a task of your own for a bundle with code (docs/bundles.md)"
+    "expressions of a bundle may have numbers, lists, references such as @lr, arithmetic, comparisons, A if B else C "
+    "and len(); write its value, or use a task of your own for a bundle with code (docs/bundles.md)"
 )
 
 
-@final
-class References:
-    """Items of a bundle's configuration.
+class Refusal(ConfigError):
+    """An item of a bundle that cannot be used.
+
+    Args:
+        source: name of the file.
+        path: id of the item.
+        problem: what is wrong with it, and the remedy.
+    """
+
+    def __init__(self, source: str, path: str, problem: str):
+        super().__init__(f"{source}: {path}: {problem}")
+        self.path, self.problem = path, problem
+
+
+@contextmanager
+def open_references(
+    content: Mapping[str, Any], source: str, is_known: Callable[[str], bool] = lambda target: True
+) -> Iterator[References]:
+    """Yield the items of a bundle's configuration; raise all of its refusals at the end.
 
     Args:
         content: the parsed file, such as ``configs/train.json``.
         source: name of the file, for errors.
+        is_known: whether a bundle may name a class; the arguments of others are left unread.
+
+    Raises:
+        ConfigError: an item cannot be used; the text names the file and each of these items once.
+    """
+    references = References(content, source, is_known)
+    with references.collect():
+        yield references
+    refusals = list(references.refusals.values())
+    if len(refusals) == 1:
+        raise refusals[0]
+    if refusals:
+        lines = "\n".join(f"  {refusal.path}: {refusal.problem}" for refusal in refusals)
+        raise ConfigError(f"{source}: {len(refusals)} items of this bundle cannot be used:\n{lines}")
+
+
+@final
+class References:
+    """Items of a bundle's configuration; :func:`open_references` builds them.
+
+    Attributes:
+        source: name of the file, for errors.
+        refusals: refused items, by last part of the id and problem: two parts may refer to one item.
     """
 
-    def __init__(self, content: Mapping[str, Any], source: str):
+    def __init__(self, content: Mapping[str, Any], source: str, is_known: Callable[[str], bool]):
         self.source = source
-        self._content = content
+        self.refusals: dict[tuple[str, str], Refusal] = {}
+        self._content, self._is_known = content, is_known
         self._values = 0
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep a refusal, so that the next item is read."""
+        try:
+            yield
+        except Refusal as refusal:
+            self.refusals.setdefault((refusal.path.rpartition("::")[2], refusal.problem), refusal)
 
     def find(self, *ids: str) -> str | None:
         """Return the first of some ids that the file has, such as ``train::inferer``; None if it has none."""
-        return next((name for name in ids if self._look_up(name) is not None), None)
+        return next((name for name in ids if self.look_up(name) is not None), None)
 
     def resolve(self, name: str) -> Any:
         """Return an item with all references and expressions replaced by what they stand for.
 
+        Entries of it that are refused are kept in ``refusals`` and left out.
+
         Raises:
-            ConfigError: a reference or an expression cannot be resolved; the text names the file and the item.
+            ConfigError: the item is refused, or too large; the text names the file and the item.
         """
         self._values = 0
-        return self._resolve(self._look_up(name), name, 0)
+        return self._resolve(self.look_up(name), name, 0)
 
-    def refuse(self, path: str, problem: str) -> ConfigError:
+    def refuse(self, path: str, problem: str) -> Refusal:
         """Return the error of an item."""
-        return ConfigError(f"{self.source}: {path}: {problem}")
+        return Refusal(self.source, path, problem)
 
-    def _look_up(self, name: str) -> Any:
+    def look_up(self, name: str) -> Any:
         """Return an item by its id, as it is written; None if there is none."""
         value: Any = self._content
         for part in name.replace("#", "::").split("::"):
@@ -93,25 +180,35 @@ class References:
     def _resolve(self, value: Any, path: str, depth: int) -> Any:
         self._values += 1
         if depth > MAX_DEPTH or self._values > MAX_VALUES:
-            raise self.refuse(path, f"references lead to more than {MAX_DEPTH} levels or {MAX_VALUES} values")
+            # No refusal of an item: whatever is read next would meet the limit, too.
+            raise ConfigError(
+                f"{self.source}: {path}: references lead to more than {MAX_DEPTH} levels or {MAX_VALUES} values"
+            )
         if isinstance(value, Mapping):
             return self._resolve_mapping(value, path, depth)
         if isinstance(value, list):
-            parts = [self._resolve(part, f"{path}::{index}", depth + 1) for index, part in enumerate(value)]
+            parts = []
+            for index, part in enumerate(value):
+                with self.collect():
+                    parts.append(self._resolve(part, f"{path}::{index}", depth + 1))
             return [part for part in parts if not is_disabled(part)]
         if isinstance(value, str) and value[:1] in ("@", "%", "$"):
             return self._resolve_text(value, path, depth)
-        if not isinstance(value, (str, bool, int, float, type(None))):
+        if not isinstance(value, _SCALARS):
             raise self.refuse(path, f"found {type(value).__name__}; expected a number, text, a list or a section")
         return self._check_number(value, path)
 
     def _resolve_mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
-        is_component = "_target_" in value
-        result = {}
+        target = value.get("_target_")
+        if isinstance(target, str) and not self._is_known(target) and not is_disabled(value):
+            return {"_target_": target}
+        result: dict[str, Any] = {}
         for key, part in value.items():
-            if not isinstance(key, str) or (key.startswith("_") and key not in ("_target_", *_NOTES)):
-                raise self.refuse(f"{path}::{key}", "not supported; remove it")
-            if not (is_component and key in DROPPED):
+            if target is not None and key in DROPPED:
+                continue
+            with self.collect():
+                if not isinstance(key, str) or (key.startswith("_") and key not in ("_target_", *_NOTES)):
+                    raise self.refuse(f"{path}::{key}", "not supported; remove it")
                 result[key] = self._resolve(part, f"{path}::{key}", depth + 1)
         if result.get("_mode_", "default") != "default":
             raise self.refuse(f"{path}::_mode_", f"found {result['_mode_']!r}; expected default, or leave it out")
@@ -139,38 +236,46 @@ class References:
             tree = ast.parse(_ID.sub(insert_variable, text[1:]).strip(), mode="eval")
             return self._compute(tree.body, names, path, depth)
         # What is refused is refused for one reason: it is none of the allowed forms.
-        except (SyntaxError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError) as error:
+        except (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError, RecursionError) as error:
             raise self.refuse(path, f"found the expression {abbreviate(text)}; {_REMEDY}") from error
 
     def _compute(self, node: ast.expr, names: Mapping[str, str], path: str, depth: int) -> Any:
         """Return the value of an expression.
 
         Raises:
-            ValueError, TypeError, ArithmeticError: it is none of the allowed forms, or a result is out of range.
+            ValueError, TypeError, LookupError, ArithmeticError: it is none of the allowed forms, or a result is out of
+                range.
         """
+
+        def compute(part: ast.expr) -> Any:
+            return self._compute(part, names, path, depth)
+
         match node:
             case ast.Constant(value=str() | bool() | int() | float() | None):
                 value: Any = node.value
             case ast.List(elts=parts) | ast.Tuple(elts=parts):
-                value = [self._compute(part, names, path, depth) for part in parts]
+                value = [compute(part) for part in parts]
+            case ast.Dict(keys=keys, values=parts):
+                pairs = zip(keys, parts, strict=True)
+                value = {_check_key(compute(key) if key else None): compute(part) for key, part in pairs}
             case ast.Name(id=variable) if variable in names:
                 value = self._follow(names[variable], path, depth)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                value = _apply(ast.Sub(), 0, self._compute(operand, names, path, depth))
-            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-                value = _apply(sign, *(self._compute(part, names, path, depth) for part in (left, right)))
+            case ast.Attribute():
+                value = CONSTANTS[ast.unparse(node)]
+            case ast.Call(func=ast.Name(id="len"), args=[part], keywords=[]):
+                value = len(compute(part))
             # "$@network_def.to(@device)": where a network computes is the site's choice.
             case ast.Call(func=ast.Attribute(value=owner, attr="to")):
-                value = self._compute(owner, names, path, depth)
+                value = compute(owner)
             case _:
-                raise ValueError
+                value = _operate(node, compute)
         return self._check_number(value, path)
 
     def _follow(self, name: str, path: str, depth: int) -> Any:
-        value = self._look_up(name)
+        value = self.look_up(name)
         if value is None:
             raise self.refuse(path, f"there is no item {name!r} in this file; add it, or write its value")
-        return self._resolve(value, name, depth + 1)
+        return self._resolve(value, name.replace("#", "::"), depth + 1)
 
     def _check_number(self, value: Any, path: str) -> Any:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -184,15 +289,58 @@ def is_disabled(value: Any) -> bool:
     return isinstance(value, Mapping) and value.get("_disabled_") in (True, "true", "True")
 
 
-def _apply(sign: ast.operator, left: Any, right: Any) -> Any:
-    """Return a sum of lists, or the result of an operation on two numbers.
+def _check_key(key: Any) -> str:
+    """Return a key of a section that an expression gives.
 
     Raises:
-        TypeError: they are neither.
+        TypeError: it is no text, or one that MONAI reads as an instruction.
+    """
+    if not isinstance(key, str) or key.startswith("_"):
+        raise TypeError
+    return key
+
+
+def _operate(node: ast.expr, compute: Callable[[ast.expr], Any]) -> Any:
+    """Return the value of an operation, a comparison or a condition; ``compute`` returns that of a part.
+
+    Raises:
+        ValueError, TypeError, LookupError, ArithmeticError: it is none of them, or its parts do not fit.
+    """
+    match node:
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _apply(ast.Sub(), 0, compute(operand))
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not compute(operand)
+        case ast.BinOp(left=left, op=sign, right=right):
+            return _apply(sign, compute(left), compute(right))
+        case ast.BoolOp(op=word, values=[first, *others]):
+            value = compute(first)
+            for part in others:
+                value = compute(part) if bool(value) is isinstance(word, ast.And) else value
+            return value
+        case ast.Compare(left=left, ops=signs, comparators=parts):
+            sides = [compute(part) for part in (left, *parts)]
+            return all(_COMPARISONS[type(s)](*pair) for s, *pair in zip(signs, sides, sides[1:], strict=False))
+        case ast.IfExp(test=test, body=body, orelse=other):
+            return compute(body if compute(test) else other)
+    raise ValueError
+
+
+def _apply(sign: ast.operator, left: Any, right: Any) -> Any:
+    """Return a sum of lists, a list of plain values repeated, or the result of an operation on two numbers.
+
+    Raises:
+        TypeError, LookupError: they are none of these.
     """
     if isinstance(sign, ast.Add) and isinstance(left, list) and isinstance(right, list):
         return left + right
-    # Of text and lists, a product with a number may not fit into memory.
+    values, count = (right, left) if isinstance(right, list) else (left, right)
+    if isinstance(sign, ast.Mult) and isinstance(values, list) and type(count) is int:
+        # Lists of lists would multiply at each level.
+        if len(values) * count > MAX_REPEATED or not all(isinstance(value, _SCALARS) for value in values):
+            raise TypeError
+        return values * count
+    # Of text, a product with a number may not fit into memory.
     if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in (left, right)):
         raise TypeError
     return _OPERATORS[type(sign)](left, right)

@@ -65,14 +65,14 @@ class BundleConfig(AdaptedTaskConfig):
         return configs
 
 
-def read_configs(configs: Mapping[str, Mapping[str, Any]], folder: str = "configs") -> Declaration:
-    """Return what the configurations of a bundle declare; ``folder`` is named in errors.
+def read_configs(configs: Mapping[str, Mapping[str, Any]]) -> Declaration:
+    """Return what the configurations of a bundle declare.
 
     Raises:
         ConfigError: as :func:`read_declaration`; or there is no training configuration.
     """
     name = find_training_file(configs)
-    return read_declaration(configs[name], f"{folder}/{name}")
+    return read_declaration(configs[name], f"configs/{name}")[0]
 
 
 @final
@@ -109,8 +109,10 @@ class BundleTask(AdaptableTask):
         is_same = declaration.evaluation_preprocessing == declaration.preprocessing[: len(fixed)]
         evaluation = fixed if is_same else _build(declaration.evaluation_preprocessing)
 
+        axes = 2 if declaration.network.find_argument("spatial_dims") == 2 else 3
+
         def read_checked_case(files: CaseFiles) -> Item:
-            check_files(files)
+            check_files(files, axes)
             item = read_case(files, fixed)
             if labels is not None:
                 labels.check(item["label"], files.require_labels().name)

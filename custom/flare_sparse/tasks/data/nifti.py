@@ -31,7 +31,12 @@ _CHUNK = 2**20
 
 
 def read_nifti(
-    file: Path, shape: Sequence[int] | None, spacing: Sequence[float] | None = None, *, canonical: bool = True
+    file: Path,
+    shape: Sequence[int] | None,
+    spacing: Sequence[float] | None = None,
+    *,
+    canonical: bool = True,
+    axes: int = 3,
 ) -> Any:
     """Read the complete image of a file.
 
@@ -39,20 +44,21 @@ def read_nifti(
 
     Args:
         file: ``.nii`` or ``.nii.gz``.
-        shape: expected shape of the voxels, in any order of axes; a fourth axis may have length 1. None: any three
-            axes, and a fourth one of channels, of at most ``MAX_VALUES`` values.
+        shape: expected shape of the voxels, in any order of axes; a fourth axis may have length 1. None: any number of
+            voxels along ``axes`` axes, and one more of channels, of at most ``MAX_VALUES`` values.
         spacing: expected size of the voxels in mm, in any order of axes; None: any size from 0.1 to 20.
-        canonical: turn the image to RAS+ orientation; False: as it is stored.
+        canonical: turn the image to RAS+ orientation; False, and where it is plane: as it is stored.
+        axes: axes of a volume: 3, or 2 for plane images.
 
     Raises:
         DataError: the shape or the spacing differs, the affine or the data type is unusable, or the file is damaged.
     """
     try:
         image = nib.load(file)
-        _check_header(file, image, shape, spacing)
+        _check_header(file, image, shape, spacing, axes)
         if file.suffix == ".gz":
             image = type(image).from_bytes(_decompress(file, _compute_length(image.header)))
-        return nib.as_closest_canonical(image) if canonical else image
+        return nib.as_closest_canonical(image) if canonical and axes == 3 else image
     except FileNotFoundError as error:
         raise DataError(f"missing file {file.name}") from error
     except DataError:
@@ -62,7 +68,9 @@ def read_nifti(
         raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
 
 
-def _check_header(file: Path, image: Any, shape: Sequence[int] | None, spacing: Sequence[float] | None) -> None:
+def _check_header(
+    file: Path, image: Any, shape: Sequence[int] | None, spacing: Sequence[float] | None, axes: int
+) -> None:
     """Refuse an image whose header is unusable or unexpected; no voxel is read."""
     if not isinstance(image, (nib.Nifti1Image, nib.Nifti2Image)):
         raise DataError(f"{file.name} is not a NIfTI file but {type(image).__name__}; convert it")
@@ -73,7 +81,7 @@ def _check_header(file: Path, image: Any, shape: Sequence[int] | None, spacing: 
         )
     image_shape = tuple(image.shape[:3]) if set(image.shape[3:]) <= {1} else tuple(image.shape)
     if shape is None:
-        _check_axes(file, image_shape)
+        _check_axes(file, image_shape, axes)
     elif sorted(image_shape) != sorted(shape):
         raise DataError(
             f"wrong shape {format_shape(image_shape)} in {file.name}; expected {format_shape(shape)}: set task.shape "
@@ -104,12 +112,13 @@ def check_voxels(file: Path, voxels: np.ndarray) -> None:
         raise DataError(f"{file.name}: a voxel of {largest:.3g}; expected at most {MAX_VOXEL:g}: rescale the image")
 
 
-def _check_axes(file: Path, shape: tuple[int, ...]) -> None:
+def _check_axes(file: Path, shape: tuple[int, ...], axes: int) -> None:
     """Raises:
     DataError: an image is no volume, or too large.
     """
-    if len(shape) not in (3, 4) or min(shape) < 1:
-        raise DataError(f"wrong shape {format_shape(shape)} in {file.name}; expected a volume, or one per channel")
+    if len(shape) not in (axes, axes + 1) or min(shape) < 1:
+        expected = "a volume, or one per channel" if axes == 3 else f"{axes} axes, and one more of channels"
+        raise DataError(f"wrong shape {format_shape(shape)} in {file.name}; expected {expected}")
     # Python's integers do not overflow, as a product of NumPy's would for a hostile header.
     if math.prod(shape) > MAX_VALUES:
         raise DataError(f"{file.name}: {format_shape(shape)} voxels; expected at most {MAX_VALUES} in all: crop it")

@@ -147,7 +147,7 @@ def _read_values(file: Path, image: Any) -> np.ndarray:
     return values.reshape(values.shape[:4])
 
 
-def check_grid(file: Path, image: Any, reference_file: Path, reference: Any) -> None:
+def check_grid(file: Path, image: Any, reference_file: Path, reference: Any, axes: int = 3) -> None:
     """Check that two images of a case have the same voxels.
 
     Args:
@@ -155,17 +155,18 @@ def check_grid(file: Path, image: Any, reference_file: Path, reference: Any) -> 
         image: the image in RAS+ orientation, as nibabel reads it.
         reference_file: file of the image that it must fit.
         reference: that image, likewise.
+        axes: axes of a volume: 3, or 2 for plane images.
 
     Raises:
         DataError: shape or affine differ.
     """
-    shape, expected = image.shape[:3], reference.shape[:3]
+    shape, expected = image.shape[:axes], reference.shape[:axes]
     if shape != expected:
         raise DataError(
             f"{file.name} is {format_shape(shape)}, {reference_file.name} is {format_shape(expected)}; expected the "
             "same grid: resample one of them"
         )
-    distance = measure_distance(shape, image.affine, reference.affine)
+    distance = measure_distance((*shape, 1)[:3], image.affine, reference.affine)
     if distance > AFFINE_TOLERANCE_MM:
         raise DataError(
             f"{file.name} lies up to {distance:.1f} mm from {reference_file.name}; expected the same affine: resample "
@@ -185,16 +186,20 @@ def measure_distance(shape: Sequence[int], affine: np.ndarray, reference: np.nda
     return float(np.abs((affine - reference) @ corners.T).max())
 
 
-def check_files(files: CaseFiles) -> None:
+def check_files(files: CaseFiles, axes: int = 3) -> None:
     """Check that every file of a case is a complete volume with the voxels of the first image.
+
+    Args:
+        files: the files.
+        axes: axes of a volume: 3, or 2 for plane images.
 
     Raises:
         DataError: a file is missing or damaged, or lies elsewhere than the first image.
     """
     labels, (first, *others) = files.require_labels(), files.images
-    reference = read_nifti(first, None)
+    reference = read_nifti(first, None, axes=axes)
     for file in (*others, labels):
-        check_grid(file, read_nifti(file, None), first, reference)
+        check_grid(file, read_nifti(file, None, axes=axes), first, reference, axes)
 
 
 def write_labels(file: Path, labels: Tensor, original: Any) -> None:

@@ -1,0 +1,188 @@
+"""Check and train every bundle of MONAI's model zoo, as it is, on synthetic cases of two sites.
+
+    python benchmarks/exchange/bundle_zoo.py ZOO/models OUT [--bundle NAME ...]
+
+A bundle that is read gets ``flare-sparse check`` and two rounds of NeuroSFL (90 %) with two cases a site, and MONAI's
+own parser loads what comes out. Each has a process of its own. Writes OUT/NAME.json and OUT/bundle_zoo.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import yaml
+from scipy.ndimage import gaussian_filter
+
+SITES, ROUNDS = 2, 2
+COLUMNS = ("bundle", "verdict", "kilobytes", "dense_kilobytes", "losses", "seconds", "monai", "sentence")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("zoo", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--bundle", nargs="*", default=[])
+    parser.add_argument("--one", action="store_true", help="try the one bundle in this process")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    names = args.bundle or sorted(folder.name for folder in args.zoo.iterdir() if (folder / "configs").is_dir())
+    for name in names:
+        file = args.out / f"{name}.json"
+        if args.one:
+            file.write_text(json.dumps(try_bundle(args.zoo / name, args.out / name)))
+        elif not file.exists():
+            command = [sys.executable, __file__, str(args.zoo), str(args.out), "--one", "--bundle", name]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                file.write_text(json.dumps({"verdict": "fails", "sentence": done.stderr.strip().splitlines()[-1]}))
+            print(name, file.read_text(), flush=True)
+    rows = [{"bundle": file.stem, **json.loads(file.read_text())} for file in sorted(args.out.glob("*.json"))]
+    with (args.out / "bundle_zoo.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def try_bundle(bundle: Path, out: Path) -> dict[str, Any]:
+    """Return the row of a bundle: what is said of it, or what a run of it gives."""
+    from flare_sparse.config.bundles import insert_bundle
+    from flare_sparse.core.errors import ConfigError
+    from flare_sparse.tasks.bundles.task import read_configs
+
+    task = {"bundle": str(bundle.resolve()), "split": {"test": 0.5}}
+    try:
+        settings = insert_bundle({"task": task, "method": {"name": "neurosfl"}})
+    except ConfigError as error:
+        text = str(error).replace(f"{bundle.resolve()}/", "")
+        verdict = "does not segment" if "does not segment" in text or "nothing to train" in text else "refused"
+        return {"verdict": verdict, "sentence": text}
+    declaration = read_configs(settings["task"]["configs"])
+    for number in range(1, SITES + 1):
+        write_site(declaration, out / "data" / f"site-{number}", number)
+    study = {
+        "name": bundle.name,
+        "seed": 1,
+        "method": {"name": "neurosfl", "sparsity": 0.9, "rounds": ROUNDS},
+        "task": task,
+        "simulator": {"sites": SITES, "data": {"path": str((out / "data").resolve()) + "/{site}"}},
+        "federation": {"threads": 2},
+    }
+    config = out / "study.yaml"
+    config.write_text(yaml.safe_dump(study))
+    return train(config, out)
+
+
+def write_site(declaration: Any, folder: Path, seed: int, cases: int = 2) -> None:
+    """Write cases that fit the network and the transforms of a bundle, as a folder of the Medical Decathlon."""
+    rng = np.random.default_rng(seed)
+    network, transforms = declaration.network, declaration.preprocessing
+    axes = 2 if network.find_argument("spatial_dims") == 2 else 3
+    channels, classes = (int(network.find_argument(key)) for key in ("in_channels", "out_channels"))
+    arguments = {c.path.rpartition(".")[2]: c.args for c in transforms}
+    spacing = arguments.get("Spacingd", {}).get("pixdim", [1.0] * 3)
+    patches = [args.get("spatial_size", args.get("roi_size")) for args in arguments.values()]
+    # Larger than any crop, except those that a smaller image is allowed for.
+    side = max((max(p) for p in patches if isinstance(p, list) and max(p) <= 128), default=32)
+    shape = tuple([side] * axes) if "Resized" not in arguments else (96,) * axes
+    if "ConvertToMultiChannelBasedOnBratsClassesd" in arguments:
+        values, shape = [0, 1, 2, 4], (48, 48, 48)
+    else:
+        values = list(range(max(classes, 2)))
+    # The outer third stays background, so that a crop of the foreground plus a margin is no larger than the patch.
+    inside = np.zeros(shape)
+    inside[tuple(slice(length // 6, -(length // 6)) for length in shape)] = 1
+    entries = []
+    for case in range(cases):
+        field = gaussian_filter(rng.random(shape), 4) * inside
+        edges = np.quantile(field[inside > 0], np.linspace(0, 1, len(values) + 1)[1:-1])
+        labels = np.array(values)[np.digitize(field, edges)] * (inside > 0)
+        noise = rng.normal(0, 0.1, (*shape, channels))
+        image = (labels[..., None] / max(values) * 2 - 0.5 + noise) * 100 * inside[..., None]
+        image = image if channels > 1 else image[..., 0]
+        files = {}
+        for kind, array, dtype in (("image", image, np.float32), ("label", labels, np.uint8)):
+            file = folder / f"{kind}s" / f"case{case}.nii.gz"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            nib.save(nib.Nifti1Image(array.astype(dtype), np.diag([*map(float, spacing), 1.0])), file)
+            files[kind] = str(file.relative_to(folder))
+        entries.append(files)
+    (folder / "dataset.json").write_text(json.dumps({"training": entries}))
+
+
+def train(config: Path, out: Path) -> dict[str, Any]:
+    """Return what ``check`` and a run of a bundle give."""
+    import torch
+    from monai.bundle import ConfigParser
+
+    from flare_sparse.api.local import run
+    from flare_sparse.config.loading import load_config
+    from flare_sparse.config.study import Study
+    from flare_sparse.core.observer import Observer
+    from flare_sparse.results.runs.folder import RunFolder
+    from flare_sparse.tasks.bundles.task import BundleTask
+
+    start = time.perf_counter()
+    command = [str(Path(sys.executable).parent / "flare-sparse"), "check", str(config)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    (out / "check.txt").write_text(checked.stdout + checked.stderr)
+    if checked.returncode:
+        failed = [line.strip() for line in checked.stdout.splitlines() if "FAIL" in line]
+        return {"verdict": "check fails", "sentence": " ".join(failed)[:600]}
+    losses: list[list[float]] = [[]]
+    original = BundleTask.loss
+
+    def record(self: Any, model: Any, batch: Any) -> Any:
+        loss = original(self, model, batch)
+        losses[-1].append(float(loss.detach()))
+        return loss
+
+    class Rounds(Observer):
+        def see_round(self, *args: Any, **kwargs: Any) -> None:
+            losses.append([])
+
+    BundleTask.loss = record  # type: ignore[method-assign]
+    study = Study(load_config(config), config)
+    summary = run(study, RunFolder(out / "run"), Rounds()).summary
+    # Before the first step of training, each site has one pass for its scores.
+    means = [float(np.mean(part)) for part in (losses[0][SITES:], *losses[1:]) if part]
+    command = [command[0], "save", str(out / "run"), "--to", str(out / "trained")]
+    subprocess.run(command, check=True, capture_output=True)
+    try:
+        parser = ConfigParser()
+        parser.read_config(str(next((out / "trained/configs").glob("train.*"))))
+        network = parser.get_parsed_content("network_def")
+        network.load_state_dict(torch.load(out / "trained/models/model.pt", weights_only=True))
+        monai = "loads"
+    except Exception as error:  # noqa: BLE001 MONAI's errors are of many classes
+        monai = f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}"[:200]
+    (out / "summary.json").write_text(json.dumps(summary, default=str))
+    return {
+        "verdict": "runs",
+        "losses": " ".join(f"{value:.4f}" for value in means),
+        "seconds": round(time.perf_counter() - start),
+        "monai": monai,
+        **describe_traffic(summary),
+        "sentence": ", ".join(f"{name} {value:.3f}" for name, value in summary["final"]["metrics"].items()),
+    }
+
+
+def describe_traffic(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the kilobytes of a run in both directions, and those of dense models."""
+    both = summary["traffic"].values()
+    return {
+        "kilobytes": round(sum(part["payload_bytes"] for part in both) / 1000),
+        "dense_kilobytes": round(sum(part["dense_bytes"] for part in both) / 1000),
+    }
+
+
+if __name__ == "__main__":
+    main()
