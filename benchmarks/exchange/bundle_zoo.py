@@ -67,7 +67,8 @@ def try_bundle(bundle: Path, out: Path) -> dict[str, Any]:
         return {"verdict": verdict, "sentence": text}
     declaration = read_configs(settings["task"]["configs"])
     for number in range(1, SITES + 1):
-        write_site(declaration, out / "data" / f"site-{number}", number)
+        images = write_site(declaration, out / "data" / f"site-{number}", number)
+    task["pairs"] = {"images": images, "labels": "label_{case}.nii.gz"}
     study = {
         "name": bundle.name,
         "seed": 1,
@@ -81,8 +82,8 @@ def try_bundle(bundle: Path, out: Path) -> dict[str, Any]:
     return train(config, out)
 
 
-def write_site(declaration: Any, folder: Path, seed: int, cases: int = 2) -> None:
-    """Write cases that fit the network and the transforms of a bundle, as a folder of the Medical Decathlon."""
+def write_site(declaration: Any, folder: Path, seed: int, cases: int = 2) -> list[str]:
+    """Write cases that fit the network and the transforms of a bundle; return the pattern of each channel's file."""
     rng = np.random.default_rng(seed)
     network, transforms = declaration.network, declaration.preprocessing
     axes = 2 if network.find_argument("spatial_dims") == 2 else 3
@@ -100,22 +101,23 @@ def write_site(declaration: Any, folder: Path, seed: int, cases: int = 2) -> Non
     # The outer third stays background, so that a crop of the foreground plus a margin is no larger than the patch.
     inside = np.zeros(shape)
     inside[tuple(slice(length // 6, -(length // 6)) for length in shape)] = 1
-    entries = []
+    folder.mkdir(parents=True, exist_ok=True)
+    # Volumes have a file for each channel; plane images are photographs.
+    count = channels if axes == 3 else 1
     for case in range(cases):
         field = gaussian_filter(rng.random(shape), 4) * inside
         edges = np.quantile(field[inside > 0], np.linspace(0, 1, len(values) + 1)[1:-1])
         labels = np.array(values)[np.digitize(field, edges)] * (inside > 0)
         noise = rng.normal(0, 0.1, (*shape, channels))
         image = (labels[..., None] / max(values) * 2 - 0.5 + noise) * 100 * inside[..., None]
-        image = image if channels > 1 else image[..., 0]
-        files = {}
-        for kind, array, dtype in (("image", image, np.float32), ("label", labels, np.uint8)):
-            file = folder / f"{kind}s" / f"case{case}.nii.gz"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            nib.save(nib.Nifti1Image(array.astype(dtype), np.diag([*map(float, spacing), 1.0])), file)
-            files[kind] = str(file.relative_to(folder))
-        entries.append(files)
-    (folder / "dataset.json").write_text(json.dumps({"training": entries}))
+        volumes = [image[..., c] for c in range(channels)] if count > 1 or channels == 1 else [image]
+        for name, array, dtype in (
+            ("label", labels, np.uint8),
+            *((f"image{channel}", volume, np.float32) for channel, volume in enumerate(volumes)),
+        ):
+            nifti = nib.Nifti1Image(array.astype(dtype), np.diag([*map(float, spacing), 1.0]))
+            nib.save(nifti, folder / f"{name}_{case}.nii.gz")
+    return [f"image{channel}_{{case}}.nii.gz" for channel in range(count)]
 
 
 def train(config: Path, out: Path) -> dict[str, Any]:
@@ -152,8 +154,8 @@ def train(config: Path, out: Path) -> dict[str, Any]:
     BundleTask.loss = record  # type: ignore[method-assign]
     study = Study(load_config(config), config)
     summary = run(study, RunFolder(out / "run"), Rounds()).summary
-    # Before the first step of training, each site has one pass for its scores.
-    means = [float(np.mean(part)) for part in (losses[0][SITES:], *losses[1:]) if part]
+    # The scores come before the rounds, an evaluation after them.
+    means = [float(np.mean(part)) for part in losses[1 : ROUNDS + 1]]
     command = [command[0], "save", str(out / "run"), "--to", str(out / "trained")]
     subprocess.run(command, check=True, capture_output=True)
     try:

@@ -7,6 +7,7 @@ import datetime as dt
 import importlib
 import json
 import math
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from torch import nn
 
 from flare_sparse.core.errors import ConfigError, DataError
 from flare_sparse.core.params import Layout
-from flare_sparse.tasks.bundles.components import CLASSES, read_component, read_transforms
-from flare_sparse.tasks.bundles.declaration import read_declaration, read_training
-from flare_sparse.tasks.bundles.references import MAX_NUMBER, References
+from flare_sparse.tasks.bundles.components import CLASSES, is_known, read_transforms
+from flare_sparse.tasks.bundles.declaration import read_declaration
+from flare_sparse.tasks.bundles.references import MAX_NUMBER, open_references
 from flare_sparse.tasks.bundles.task import BundleTask
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.task import Examples, SiteData
@@ -34,12 +35,18 @@ from flare_sparse.tasks.task import Examples, SiteData
 PAGE = Path(__file__).parents[2] / "docs" / "bundles.md"
 TRAIN: dict[str, Any] = json.loads(PAGE.read_text().partition("```json\n")[2].partition("```")[0])
 SITE_PATCH = (16, 16, 16)
+U8 = torch.uint8
 MIRRORED = np.array([[-1.0, 0, 0, 5], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
 """Affine of a volume ``(6, 6, 6)`` that is stored from right to left."""
 
 
 def resolve(content: dict[str, Any], name: str = "x") -> Any:
-    return References(content, "train.json").resolve(name)
+    with open_references(content, "train.json") as references:
+        return references.resolve(name)
+
+
+def declare(content: dict[str, Any]) -> Any:
+    return read_declaration(content, "train.json")[0]
 
 
 def change(path: str, value: Any) -> dict[str, Any]:
@@ -65,6 +72,14 @@ def change(path: str, value: Any) -> dict[str, Any]:
         ({"x": {"_target_": "UNet", "device": "$torch.device('cpu')", "params": "@y"}}, {"_target_": "UNet"}),
         ({"x": "$@net.to(@device)", "net": {"_target_": "UNet"}}, {"_target_": "UNet"}),
         ({"x": [{"_target_": "A", "_disabled_": True}, {"_target_": "B"}]}, [{"_target_": "B"}]),
+        ({"x": "$[1.5] if @a::high else [3]", "a": {"high": False}}, [3]),
+        ({"x": "$len(@a) + 1 if @a and not @b == 2 else None", "a": {"k": 0}, "b": 3}, 2),
+        ({"x": "$0 < @a <= 2 or @a in (5, 6)", "a": 3}, False),
+        ({"x": "$7 % 4 + 7 // 4"}, 4),
+        ({"x": "$[1, None] * @a", "a": 2}, [1, None, 1, None]),
+        ({"x": "${@image: (np.pi, torch.uint8)}", "image": "$monai.utils.CommonKeys.IMAGE"}, {"image": [math.pi, U8]}),
+        # As in Python, what is not chosen is not computed.
+        ({"x": "$exit() if @a else 1", "a": 0}, 1),
     ],
 )
 def test_references_and_harmless_expressions_are_resolved(content: dict[str, Any], value: Any) -> None:
@@ -81,9 +96,21 @@ def test_references_and_harmless_expressions_are_resolved(content: dict[str, Any
         "$open('/etc/passwd').read()",
         "$().__class__",
         "$'a' * 9",
-        "$@list * 9",
         "$2 ** 9",
-        "$torch.float32",
+        "$torch.load",
+        "$torch.float32.itemsize",
+        "$@list.append",
+        "$@list[0]",
+        "$[1] * 1001",
+        "$[[1] * 9] * 9",
+        "${'_target_': 'UNet'}",
+        "${**@net}",
+        "$len(*@list)",
+        "$len([1]).real",
+        "$sum(@list)",
+        "$(x := 1)",
+        "$1 < 'a'",
+        "$10 ** 10 ** 10",
         "$reference_0",
         "$1 / 0",
         "$lambda: 0",
@@ -104,13 +131,46 @@ def test_expression_that_needs_code_is_refused_with_file_and_item(text: str) -> 
         resolve({"x": text, "net": {"_target_": "UNet"}, "list": [1]})
 
 
-@given(st.text(st.characters(codec="ascii"), max_size=40))
-def test_expression_gives_plain_values_or_an_error(text: str) -> None:
+LEAVES = ["1", "-2.5", "'a'", "None", "True", "@a", "@b::c", "np.pi", "torch.uint8"]
+FORMS = [
+    "({} + {})", "({} * {})", "({} // {})", "({} % {})", "({} < {})", "({} in {})", "({} and {})", "(not {})", "-{}",
+    "len({})", "[{}, {}]", "({} if {} else {})", "{{{}: {}}}", "{}.to({})", "{}.real", "{}[0]", "{}({})",
+    "{}.format({})", "(lambda: {})()", "[x for x in {}]", "f'{{{}}}'", "{} ** {}", "print({})", "open({})",
+    "__import__({})",
+]  # fmt: skip
+EXPRESSIONS = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda parts: st.builds(
+        lambda form, three: form.format(*three), st.sampled_from(FORMS), st.tuples(parts, parts, parts)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.text(st.characters(codec="ascii"), max_size=40) | EXPRESSIONS)
+def test_expression_gives_plain_values_and_runs_nothing(text: str) -> None:
+    """Python's own events show it: while an expression is resolved, nothing is compiled to run, imported or opened."""
+    events = []
+    AUDITED.append(events)
     try:
-        value = resolve({"x": f"${text}", "a": [1]})
+        value = resolve({"x": f"${text}", "a": [1], "b": {"c": 2}})
     except ConfigError:
         return
-    assert isinstance(value, (int, float, str, list, dict, type(None)))
+    finally:
+        AUDITED.clear()
+        assert [event for event in events if event in ("exec", "import", "open", "os.system")] == []
+    assert_plain(value)
+
+
+AUDITED: list[list[str]] = []
+sys.addaudithook(lambda event, args: AUDITED[0].append(event) if AUDITED else None)
+
+
+def assert_plain(value: Any) -> None:
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    for part in parts:
+        assert_plain(part)
+    assert parts or isinstance(value, (int, float, str, list, dict, type(None), torch.dtype))
 
 
 def test_references_that_multiply_are_refused() -> None:
@@ -124,6 +184,7 @@ def test_every_allowed_class_exists(kind: Any) -> None:
     for path in CLASSES[kind].values():
         module, _, name = path.rpartition(".")
         assert isinstance(getattr(importlib.import_module(module), name), type), path
+        assert kind != "transform" or f"`{name}`" in PAGE.read_text()
 
 
 @pytest.mark.parametrize(
@@ -144,25 +205,29 @@ def test_every_allowed_class_exists(kind: Any) -> None:
     ],
 )
 def test_class_or_argument_outside_the_allow_list_is_refused(item: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=r"train\.json: x") as error:
-        read_transforms(References({"x": [item]}, "train.json"), "x")
+    with (
+        pytest.raises(ConfigError, match=r"train\.json: x") as error,
+        open_references({"x": [item]}, "train.json", is_known) as references,
+    ):
+        read_transforms(references, "x")
     assert message in str(error.value)
 
 
 def test_wrong_argument_is_refused_with_those_that_exist() -> None:
-    network = {**TRAIN["network_def"], "chanels": [2]}
-    component = read_component(References({"x": network}, "train.json"), "x", "network")
-    with pytest.raises(ConfigError, match=r"train\.json: x::chanels: UNet has no such argument.*'channels'"):
-        component.build()
-    component = read_component(References({"x": {**TRAIN["network_def"], "strides": []}}, "f"), "x", "network")
-    with pytest.raises(ConfigError, match="f: x: UNet cannot be built: ValueError"):
-        component.build()
+    with pytest.raises(ConfigError, match=r"train\.json: network_def::chanels: UNet has no such argument.*'channels'"):
+        declare(change("network_def::chanels", [2]))
+    network = declare(change("network_def::strides", [])).network
+    with pytest.raises(ConfigError, match="json: network_def: UNet cannot be built: ValueError"):
+        network.build()
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("loss::_target_", "my.Loss", r"train\.json: loss::_target_: found 'my.Loss'"),
+        ("loss::_target_", "my.Loss", r"train\.json: loss::_target_: found 'my.Loss', code of the bundle's own"),
+        ("network_def::_target_", "monai.networks.nets.DiNTS", "DiNTS'; its architecture is read from a checkpoint by"),
+        ("train::trainer", {"_target_": "my.Trainer"}, "train::trainer: found 'my.Trainer'; expected SupervisedTra"),
+        ("trainer", {"_target_": "SupervisedTrainer", "iteration_update": "@x"}, "trainer::iteration_update: the tra"),
         ("validate::key_metric", {}, "validate::key_metric: expected a section with one metric"),
         ("train::fixed::1::keys", ["image", "scan"], "keys: found 'scan'; a case has the keys image and label"),
         *(
@@ -171,7 +236,11 @@ def test_wrong_argument_is_refused_with_those_that_exist() -> None:
         ),
         ("validate::key_metric", {"<b>": {"_target_": "MeanDice"}}, r"key_metric: found the name '<b>' of a metric"),
         ("validate::key_metric", {"m" * 65: {"_target_": "MeanDice"}}, "expected 1 to 64 printable characters"),
-        ("train::preprocessing::transforms", "@train::random", "expected LoadImaged as the first transform"),
+        (
+            "train::preprocessing::transforms",
+            "$@train::random + @train::fixed",
+            "expected LoadImaged as the first transform",
+        ),
         (
             "validate::postprocessing",
             None,
@@ -182,35 +251,100 @@ def test_wrong_argument_is_refused_with_those_that_exist() -> None:
 )
 def test_error_names_file_and_item(path: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_declaration(change(path, value), "train.json")
+        declare(change(path, value))
+
+
+def test_all_refusals_are_reported_at_once_and_each_once() -> None:
+    """One that train and validate share is one, and the arguments of a class that is refused are not read."""
+    content = change("train::fixed::1", {"_target_": "my.Crop", "size": "$exit()"})
+    content["train"]["random"].append({"_target_": "RandFlipd", "keys": "image", "prob": "$exit(1)", "axis": 0})
+    content["loss"] = "$exit(2)"
+    with pytest.raises(ConfigError) as error:
+        declare(content)
+    first, *lines = str(error.value).splitlines()
+    assert first == "train.json: 4 items of this bundle cannot be used:"
+    assert [line.partition(":: ")[0].split(": ")[0].strip() for line in lines] == [
+        "loss",
+        "train::random::1::prob",
+        "train::preprocessing::transforms::1::_target_",
+        "train::preprocessing::transforms::4::axis",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change_purpose",
+    [
+        {
+            "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+            "validate": {"key_metric": {"a": {"_target_": "Accuracy"}}},
+        },
+        {"loss": "$monai.losses.PatchAdversarialLoss()"},
+        {},
+    ],
+)
+def test_bundle_that_does_not_segment_hears_that_in_one_line(change_purpose: dict[str, Any]) -> None:
+    content = {"network_def": {"_target_": "my.Net"}, **change_purpose}
+    with pytest.raises(ConfigError, match=r"^train\.json: this bundle does not segment images: its loss is [^\n]*$"):
+        declare(content)
+
+
+def test_layout_of_the_template_of_monais_zoo_is_that_of_the_page() -> None:
+    """Its items stand at the top, and the name of each says what they are for."""
+    train, validate = TRAIN["train"], TRAIN["validate"]
+    content = {
+        "both_keys": ["$monai.utils.CommonKeys.IMAGE", "$monai.utils.CommonKeys.LABEL"],
+        "base": [{"_target_": "LoadImaged", "keys": "@both_keys", "reader": "ITKReader"}, *train["fixed"][1:]],
+        "more": train["random"],
+        "network_def": TRAIN["network_def"],
+        "lossfn": TRAIN["loss"],
+        "optimizer": {"_target_": "torch.optim.Adam", "params": "$@network.parameters()", "lr": 0.1, "eps": 1e-8},
+        "train_dataset": {"transform": {"_target_": "Compose", "transforms": "$@base + @more"}},
+        "all": {"_target_": "Compose", "transforms": "@base"},
+        "val_dataset": {"transform": {"_target_": "Compose", "transforms": "%all"}},
+        "train_dataloader": {"_target_": "ThreadDataLoader", "batch_size": "$len(@both_keys)"},
+        "evaluator": {"postprocessing": validate["postprocessing"], "key_val_metric": validate["key_metric"]},
+        "trainer": {"_target_": "SupervisedTrainer"},
+    }  # fmt: skip
+    found, settings = read_declaration(content, "f", training=("optimizer", "batch_size"))
+    expected = declare(TRAIN)
+    for part in ("preprocessing", "evaluation_preprocessing", "postprocessing"):
+        pairs = zip(getattr(found, part), getattr(expected, part), strict=True)
+        assert [(a.path, a.args) for a, _ in pairs] == [(b.path, b.args) for b in getattr(expected, part)]
+    assert (found.network.args, found.loss.args) == (expected.network.args, expected.loss.args)
+    assert found.inferer.path == "monai.inferers.SimpleInferer"
+    assert settings == {"batch_size": 2, "optimizer": "adam", "lr": 0.1}
 
 
 def test_optimizer_and_batch_size_become_training_settings() -> None:
-    expected = {"batch_size": 2, "optimizer": "adamw", "lr": 0.01}
-    assert read_training(TRAIN, "train.json") == expected
-    assert read_training(TRAIN, "train.json", with_optimizer=False) == {"batch_size": 2}
+    def read(content: dict[str, Any], *settings: str) -> dict[str, Any]:
+        return read_declaration(content, "f", training=settings)[1]
+
+    assert read(TRAIN, "optimizer", "batch_size") == {"batch_size": 2, "optimizer": "adamw", "lr": 0.01}
+    assert read(TRAIN, "batch_size") == {"batch_size": 2}
     sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.5, "params": "@p"}
-    assert read_training({"optimizer": sgd}, "f") == {
-        "optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.5
-    }  # fmt: skip
+    values = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+    assert read(change("optimizer", sgd), "optimizer") == values
+    novograd = {"_target_": "Novograd", "lr": 0.1, "amsgrad": True, "betas": [0.9, 0.98], "grad_averaging": False}
+    values = {"optimizer": "novograd", "lr": 0.1, "amsgrad": True}
+    assert read(change("optimizer", novograd), "optimizer") == values
     for optimizer, message in (
-        ({"_target_": "Novograd"}, "f: optimizer: found 'Novograd'; .*method.training.optimizer"),
+        ({"_target_": "Lion"}, "f: optimizer: found 'Lion'; .*method.training.optimizer"),
         ({"_target_": "Adam", "betas": [0.5, 0.9]}, "f: optimizer::betas: not supported"),
     ):
         with pytest.raises(ConfigError, match=message):
-            read_training({"optimizer": optimizer}, "f")
+            read(change("optimizer", optimizer), "optimizer")
 
 
 def test_metrics_that_are_distances_are_minimised() -> None:
     metric = {"hd": {"_target_": "HausdorffDistance", "percentile": 95, "reduction": "mean"}}
-    declared = read_declaration(change("validate::key_metric", metric), "f")
+    declared = declare(change("validate::key_metric", metric))
     assert (declared.main_metric.name, declared.main_metric.mode) == ("hd", "min")
     assert declared.metric.args == {"percentile": 95}
 
 
 def test_key_metric_may_be_a_reference_to_a_section() -> None:
     content = {**change("validate::key_metric", "@metrics"), "metrics": TRAIN["validate"]["key_metric"]}
-    declared, expected = (read_declaration(part, "f") for part in (content, TRAIN))
+    declared, expected = (declare(part) for part in (content, TRAIN))
     assert (declared.metric.path, declared.metric_name) == (expected.metric.path, expected.metric_name)
 
 
@@ -229,7 +363,7 @@ def test_site_refuses_configurations_that_need_code_or_are_too_large() -> None:
         ({"train.json": change("loss", "$exit()")}, "expression"),
         ({"train.json": TRAIN, "big.json": {"x": "a" * 400_000}}, "expected at most 400,000"),
         ({"train.json": TRAIN, "../x.json": {}}, "String should match pattern"),
-        ({"metadata.json": {}}, "0 files train.json"),
+        ({"metadata.json": {}}, "nothing to train: it has metadata.json"),
         ({"train.json": TRAIN, "a.yaml": {"x": dt.date(2026, 1, 1)}}, r"configs/a\.yaml: .*put dates in quotes"),
         ({"train.json": TRAIN, "a.yaml": {"x": [math.nan]}}, r"configs/a\.yaml: .*remove NaN"),
     ):
@@ -449,6 +583,29 @@ def test_labels_are_those_that_the_loss_is_given(tmp_path: Path) -> None:
     to_class = {"_target_": "MapLabelValued", "keys": "label", "orig_labels": [9], "target_labels": [1]}
     mapping = change("train::random", [*TRAIN["train"]["random"], to_class])
     assert load_pairs(tmp_path, make_labels(9), content=mapping).n_train == 1
+
+
+def test_plane_images_of_arrays_train_with_labels_of_bool(tmp_path: Path) -> None:
+    """A bundle without LoadImaged has arrays as data; photographs have their colours last."""
+    keys = ["image", "label"]
+    content = change("train::fixed", [
+        {"_target_": "CastToTyped", "keys": keys, "dtype": "$(np.float32, torch.bool)"},
+        {"_target_": "EnsureChannelFirstd", "keys": "image", "channel_dim": -1},
+        {"_target_": "EnsureChannelFirstd", "keys": "label", "channel_dim": "no_channel"},
+    ])  # fmt: skip
+    content |= {"network_def": TRAIN["network_def"] | {"spatial_dims": 2, "in_channels": 3, "out_channels": 1}}
+    content["loss"] = {"_target_": "DiceLoss", "sigmoid": True}
+    content["train"]["random"] = [{"_target_": "RandAxisFlipd", "keys": keys, "prob": 1}]
+    for case in "ab":
+        write(tmp_path / f"{case}_img.nii.gz", np.random.default_rng(0).random((8, 12, 3)).astype(np.float32))
+        write(tmp_path / f"{case}_seg.nii.gz", np.eye(8, 12, dtype=np.uint8))
+    pairs = {"images": ["{case}_img.nii.gz"], "labels": "{case}_seg.nii.gz"}
+    task = BundleTask({"configs": {"train.json": content}, "pairs": pairs, "split": {"test": 0.5}})
+    batch = task.augment(
+        task.collate([task.load(SiteData("a", tmp_path), seed=0).train[0]]), torch.Generator().manual_seed(0)
+    )
+    assert (batch[0].shape, batch[1].shape, batch[1].sum()) == ((1, 3, 8, 12), (1, 1, 8, 12), 8)
+    assert 0 < float(task.loss(task.model(), batch).detach()) < 1
 
 
 def test_images_of_different_shapes_need_a_crop(tmp_path: Path) -> None:

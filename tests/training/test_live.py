@@ -105,7 +105,9 @@ def test_optimizer_state_has_the_size_of_the_trainable_entries(monkeypatch: pyte
     trainable = Mask(torch.arange(layout.size) % 10 == 0)
     optimizers = []
 
-    def build_optimizer(config: TrainingConfig, weights: nn.Parameter, t: int) -> torch.optim.Optimizer:
+    def build_optimizer(
+        config: TrainingConfig, weights: nn.Parameter, t: int, sizes: list[int]
+    ) -> torch.optim.Optimizer:
         optimizers.append(torch.optim.Adam([weights]))
         return optimizers[0]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from monai.optimizers import Novograd
 from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -335,3 +336,19 @@ def test_last_step_follows_the_minibatches_that_remain() -> None:
     assert not torch.equal(local.train(start, full, config, 1), first)
     alone = local.train(start, full, config.model_copy(update={"accumulate": 1}), 1, steps=1)
     assert torch.equal(local.train(start, full, config, 1, steps=1), alone)
+
+
+def test_novograd_in_a_vector_is_that_of_monai_on_each_tensor() -> None:
+    shapes = [(3, 2), (4,), (0,)]
+    tensors = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    vector = nn.Parameter(torch.cat([tensor.detach().flatten() for tensor in tensors]))
+    config = TrainingConfig(optimizer="novograd", lr=0.1, weight_decay=0.2, amsgrad=True)
+    expected = Novograd(tensors, lr=0.1, weight_decay=0.2, amsgrad=True)
+    optimizer = config.build_optimizer(vector, 1, [6, 4, 0])
+    for _ in range(3):
+        for tensor in tensors:
+            tensor.grad = torch.randn(tensor.shape)
+        vector.grad = torch.cat([tensor.grad.flatten() for tensor in tensors])
+        optimizer.step()
+        expected.step()
+    assert torch.equal(vector, torch.cat([tensor.flatten() for tensor in tensors]))
