@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, final
 
 import torch
@@ -25,7 +24,7 @@ from ..training import Site
 from .method import MaskPreset, Method, MethodConfig
 from .scores.erk import compute_erk_densities, draw_random_mask
 from .support.masks import compute_cosine_fraction, drop_and_regrow
-from .traffic.base import TRAIN, Traffic
+from .traffic.base import TRAIN
 from .traffic.others import MovingMaskTraffic
 
 
@@ -91,10 +90,7 @@ class DisPFL(Method[Config, State]):
 
     name = "dispfl"
     Config = Config
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return MovingMaskTraffic(self)
+    traffic_class = MovingMaskTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         owners = tuple(sorted(sites))

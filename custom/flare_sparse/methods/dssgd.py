@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import final
 
 from pydantic import Field
@@ -19,7 +18,6 @@ from ..core.needs import Needs
 from ..training import Site
 from .method import MethodConfig
 from .support.selective import Aggregation, SelectiveMethod, SelectiveState, aggregate_revealed, list_selective_needs
-from .traffic.base import Traffic
 from .traffic.selective import ParameterTraffic
 
 
@@ -37,10 +35,7 @@ class DSSGD(SelectiveMethod[Config]):
 
     name = "dssgd"
     Config = Config
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return ParameterTraffic(self)
+    traffic_class = ParameterTraffic
 
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         parameters = Mask.from_tensors(site.layout, lambda tensor: tensor.role != "buffer")

@@ -7,8 +7,6 @@ section 7.1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import final
 
 from torch import Tensor
 
@@ -16,19 +14,14 @@ from ..core.exchange import Contribution, Patch
 from ..core.mask import Mask
 from .support.averaging import AveragedState, AveragingMethod, FedAvgConfig, learn_average
 from .traffic.averaging import FedAvgTraffic
-from .traffic.base import Traffic
 
 
-@final
 class FedAvg(AveragingMethod[FedAvgConfig, AveragedState]):
     """Every site trains the whole model; the server averages the models, weighted by examples."""
 
     name = "fedavg"
     Config = FedAvgConfig
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return FedAvgTraffic(self)
+    traffic_class = FedAvgTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
         return AveragedState(1, weights)

@@ -7,7 +7,6 @@ A baseline of "MetaGater: Fast Learning of Conditional Channel Gated Networks vi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Literal, final
 
 from pydantic import Field
@@ -21,7 +20,7 @@ from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, wei
 from .method import ModelState, train_locally
 from .support.adaptation import AdaptationConfig, AdaptationMethod
 from .traffic.adaptation import WholeAdaptationTraffic
-from .traffic.base import TRAIN, Traffic
+from .traffic.base import TRAIN
 
 
 class Config(AdaptationConfig):
@@ -40,10 +39,7 @@ class FedAvgOneStep(AdaptationMethod[Config, ModelState]):
 
     name = "fedavg_one_step"
     Config = Config
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return WholeAdaptationTraffic(self)
+    traffic_class = WholeAdaptationTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)

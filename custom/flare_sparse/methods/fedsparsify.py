@@ -23,7 +23,6 @@ from .support.averaging import AveragingConfig, AveragingMethod
 from .support.schedules import compute_polynomial_sparsity
 from .support.zero_start import find_zero_weights
 from .traffic.averaging import SparsifyTraffic
-from .traffic.base import Traffic
 
 
 class Config(AveragingConfig):
@@ -94,10 +93,7 @@ class FedSparsify(AveragingMethod[Config, State]):
 
     name = "fedsparsify"
     Config = Config
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return SparsifyTraffic(self)
+    traffic_class = SparsifyTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         zero_start = find_zero_weights(self.layout, weights, self.config.prunable)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import final
 
 import torch
@@ -24,7 +23,7 @@ from ..training import Site
 from .aggregation.weighted import normalize_capped, weigh_by_examples, weighted_sum
 from .support.lora import RankedConfig, RankedMethod
 from .support.masks import unite_masks
-from .traffic.base import TRAIN, Traffic
+from .traffic.base import TRAIN
 from .traffic.lora import DecayingRanksTraffic
 
 
@@ -56,10 +55,7 @@ class HetLoRA(RankedMethod[Config, State]):
 
     name = "hetlora"
     Config = Config
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return DecayingRanksTraffic(self)
+    traffic_class = DecayingRanksTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, (), ())

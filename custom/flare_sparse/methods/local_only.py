@@ -6,7 +6,6 @@ Rounds, epochs and random orders are those of the federated methods (docs/algori
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import final
 
 from torch import Tensor
@@ -16,7 +15,6 @@ from ..core.mask import Mask
 from ..core.needs import Need, Needs
 from ..training import Site
 from .method import Method, MethodConfig, ModelState, broadcast
-from .traffic.base import Traffic
 from .traffic.others import TRAIN_ALONE, AloneTraffic
 
 
@@ -36,10 +34,7 @@ class LocalOnly(Method[Config, ModelState]):
 
     name = "local_only"
     Config = Config
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return AloneTraffic(self)
+    traffic_class = AloneTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         # No round is exchanged, so training is over for the server before the first request.

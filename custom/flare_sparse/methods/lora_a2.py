@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Literal, final
 
 import torch
@@ -24,7 +24,6 @@ from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import broadcast, train_locally
 from .scores.ranks import Factor, compute_slot_scores, select_slots
 from .support.lora import RankedConfig, RankedMethod
-from .traffic.base import Traffic
 from .traffic.lora import SelectedRanksTraffic
 
 
@@ -74,10 +73,7 @@ class LoRAA2(RankedMethod[Config, State]):
     name = "lora_a2"
     Config = Config
     update_content = "delta"
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return SelectedRanksTraffic(self)
+    traffic_class = SelectedRanksTraffic
 
     def get_active_factor(self, t: int) -> Factor:
         """Return the factor that trains in round ``t``.

@@ -27,7 +27,6 @@ from .support.group_lasso import compute_group_lasso_prox
 from .support.meta_learning import MetaLearningConfig
 from .support.schedules import StepSizes
 from .traffic.adaptation import GatedTraffic
-from .traffic.base import Traffic
 
 Prox = Callable[[Tensor, float], Tensor]
 
@@ -75,10 +74,7 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
     name = "metagater"
     Config = MetaLearningConfig
     update_content = "delta"
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return GatedTraffic(self)
+    traffic_class = GatedTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, weights, weights)

@@ -25,7 +25,7 @@ from .scores.scbf.groups import GroupSection
 from .scores.snip import compute_saliency
 from .support.adaptation import AdaptationMethod, take_one_step
 from .support.meta_learning import MetaLearningConfig
-from .traffic.base import ADAPT, Traffic
+from .traffic.base import ADAPT
 
 
 class Config(MetaLearningConfig):
@@ -48,15 +48,9 @@ class MetaSNIP(AdaptationMethod[Config, State]):
 
     def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
+        self._metagater = MetaGater(config, layout, seed)
+        self.traffic = self._metagater.traffic
         self._convolutions = self._find_convolutions()
-
-    @cached_property
-    def _metagater(self) -> MetaGater:
-        return MetaGater(self.config, self.layout, self.seed)
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return self._metagater.traffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return self._metagater.init(weights, sites)

@@ -28,7 +28,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
@@ -129,6 +128,7 @@ class Method(ABC, Generic[ConfigT, StateT]):
         config: the method's settings.
         layout: layout of the network.
         seed: seed of the run.
+        traffic: what a run asks of a site.
     """
 
     name: ClassVar[str]
@@ -137,14 +137,12 @@ class Method(ABC, Generic[ConfigT, StateT]):
     """Settings that a site may choose in its own site file (``site.site_settings``), under the method's name."""
     update_content: ClassVar[Content] = "weights"
     """Content of an ordinary update."""
+    traffic_class: ClassVar[type[Traffic]] = Traffic
+    """What a run asks of a site: requests, entries and messages; by default the settings bound nothing."""
 
     def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        """What a run asks of a site: requests, entries and messages; by default the settings bound nothing."""
-        return Traffic(self)
+        self.traffic = self.traffic_class(self)
 
     @abstractmethod
     def init(self, weights: Tensor, sites: Sequence[str]) -> StateT:

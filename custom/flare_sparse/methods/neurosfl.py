@@ -33,7 +33,7 @@ from .support.averaging import AveragingConfig, AveragingMethod
 from .support.masks import unite_masks
 from .support.zero_start import find_zero_weights
 from .traffic.averaging import SCORE, ScoredMaskTraffic
-from .traffic.base import TRAIN, Traffic
+from .traffic.base import TRAIN
 
 
 class Config(AveragingConfig):
@@ -144,10 +144,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
 
     name = "neurosfl"
     Config = Config
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return ScoredMaskTraffic(self)
+    traffic_class = ScoredMaskTraffic
 
     def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)

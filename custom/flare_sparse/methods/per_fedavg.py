@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Literal, Self, final
 
 from pydantic import Field, model_validator
@@ -20,7 +19,6 @@ from .aggregation.weighted import Weights, weigh_equally, weighted_sum
 from .method import ModelState
 from .support.adaptation import AdaptationConfig, AdaptationMethod
 from .traffic.adaptation import WholeAdaptationTraffic
-from .traffic.base import Traffic
 
 _IGNORED = ("accumulate", "momentum", "weight_decay", "proximal")
 """Settings of training that a meta-step does not read."""
@@ -70,10 +68,7 @@ class PerFedAvg(AdaptationMethod[Config, ModelState]):
 
     name = "per_fedavg"
     Config = Config
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return WholeAdaptationTraffic(self)
+    traffic_class = WholeAdaptationTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)

@@ -7,42 +7,16 @@ has no noise and gives no formal privacy guarantee (section 3.12, deviation 12).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
 from typing import final
 
-from torch import Tensor
-
-from ..core.exchange import Contribution
-from ..core.mask import Mask
-from ..training import Site
-from .support.channels import ChannelConfig, ChannelSelector, ChannelSiteConfig
-from .support.selective import SelectiveMethod, SelectiveState, aggregate_revealed
-from .traffic.base import Traffic
+from .support.channels import ChannelConfig, ChannelMethod
 from .traffic.selective import ChannelTraffic
 
 
 @final
-class SCBF(SelectiveMethod[ChannelConfig]):
+class SCBF(ChannelMethod[ChannelConfig]):
     """Sites return the entries on their most changed channel paths; the server adds the deltas."""
 
     name = "scbf"
     Config = ChannelConfig
-    SiteConfig = ChannelSiteConfig
-
-    @cached_property
-    def selector(self) -> ChannelSelector:
-        return ChannelSelector(self.config, self.seed)
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return ChannelTraffic(self)
-
-    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
-        return self.selector.reveal(delta, site, t)
-
-    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
-        return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)
-
-    def describe(self, state: SelectiveState | None = None) -> str:
-        return self.selector.describe(self.layout) if state is None else ""
+    traffic_class = ChannelTraffic

@@ -6,19 +6,11 @@ Form. Res. 4(12):e17265; docs/algorithms.md, section 3.8.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
 from typing import final
 
-from torch import Tensor
-
-from ..core.exchange import Contribution
-from ..core.mask import Mask
-from ..training import Site
-from .support.channels import ChannelConfig, ChannelSelector, ChannelSiteConfig
-from .support.selective import SelectiveState, aggregate_revealed
+from .support.channels import ChannelConfig, ChannelMethod
+from .support.selective import SelectiveState
 from .support.unit_pruning import PruningConfig, PruningMethod
-from .traffic.base import Traffic
 from .traffic.selective import ChannelPruningTraffic
 
 
@@ -27,26 +19,14 @@ class Config(ChannelConfig, PruningConfig):
 
 
 @final
-class SCBFwP(PruningMethod[Config]):
+class SCBFwP(ChannelMethod[Config], PruningMethod[Config]):
     """As SCBF; after rounds of training, sites count how often each unit was zero and the server removes units."""
 
     name = "scbfwp"
     Config = Config
-    SiteConfig = ChannelSiteConfig
-
-    @cached_property
-    def selector(self) -> ChannelSelector:
-        return ChannelSelector(self.config, self.seed)
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return ChannelPruningTraffic(self)
-
-    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
-        return self.selector.reveal(delta, site, t)
-
-    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
-        return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)
+    traffic_class = ChannelPruningTraffic
 
     def describe(self, state: SelectiveState | None = None) -> str:
-        return f"{self.selector.describe(self.layout)}; {super().describe()}" if state is None else ""
+        if state is not None:
+            return ""
+        return f"{self.selector.describe(self.layout)}; {PruningMethod.describe(self)}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import final
 
 import torch
@@ -27,7 +26,6 @@ from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import Method, MethodConfig, broadcast
 from .support.masks import unite_masks
-from .traffic.base import Traffic
 from .traffic.others import LargestEntriesTraffic
 
 
@@ -89,10 +87,7 @@ class TopKEF(Method[Config, State]):
     name = "topk_ef"
     Config = Config
     update_content = "delta"
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return LargestEntriesTraffic(self)
+    traffic_class = LargestEntriesTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         residual = None if self.config.down is None else torch.zeros_like(weights)

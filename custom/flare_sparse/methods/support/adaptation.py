@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Self, TypeVar
 
 from pydantic import Field, model_validator
@@ -18,7 +17,7 @@ from ...tasks.task import COUNTS
 from ...training import Site, TrainingConfig
 from ..method import Method, MethodConfig, StateT, broadcast, sample_sites
 from ..traffic.adaptation import AdaptationTraffic
-from ..traffic.base import ADAPT, Traffic
+from ..traffic.base import ADAPT
 from .personal_training import attribute_divergence, check_finite
 
 
@@ -78,9 +77,7 @@ AdaptationConfigT = TypeVar("AdaptationConfigT", bound=AdaptationConfig)
 class AdaptationMethod(Method[AdaptationConfigT, StateT]):
     """A method whose target sites adapt the final model and report metrics; their personal models stay there."""
 
-    @cached_property
-    def traffic(self) -> Traffic:
-        return AdaptationTraffic(self)
+    traffic_class = AdaptationTraffic
 
     @abstractmethod
     def train(self, request: Request, site: Site) -> Update:

@@ -6,7 +6,6 @@ from abc import ABC
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import Field, model_validator
@@ -27,7 +26,7 @@ from ..aggregation.server_step import (
 )
 from ..method import Method, MethodConfig, broadcast
 from ..traffic.averaging import AveragingTraffic
-from ..traffic.base import FINETUNE, Traffic
+from ..traffic.base import FINETUNE
 from .finetuning import FineTuning, attribute_fine_tuning, fine_tune
 
 
@@ -117,9 +116,7 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
     there.
     """
 
-    @cached_property
-    def traffic(self) -> Traffic:
-        return AveragingTraffic(self)
+    traffic_class = AveragingTraffic
 
     @property
     def final_kind(self) -> str:

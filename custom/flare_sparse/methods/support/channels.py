@@ -6,11 +6,14 @@ See docs/algorithms.md, sections 3.4 to 3.7.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 from torch import Tensor
 
+from ...core.exchange import Contribution
 from ...core.mask import Mask, floor_fraction
 from ...core.needs import Needs
 from ...core.params import Layout
@@ -19,7 +22,14 @@ from ...training import Site
 from ..method import MethodConfig, SiteSettings
 from ..scores.scbf.groups import Biases, Groups, Selection
 from ..scores.scbf.selection import NeuronGroups, build_groups
-from .selective import WHOLE_UNITS, Aggregation, list_selective_needs
+from .selective import (
+    WHOLE_UNITS,
+    Aggregation,
+    SelectiveMethod,
+    SelectiveState,
+    aggregate_revealed,
+    list_selective_needs,
+)
 
 
 class ChannelConfig(MethodConfig):
@@ -54,6 +64,9 @@ class ChannelConfig(MethodConfig):
 
     def needs(self) -> Needs:
         return super().needs() | list_selective_needs(self.aggregation) | {WHOLE_UNITS}
+
+
+ChannelConfigT = TypeVar("ChannelConfigT", bound=ChannelConfig)
 
 
 class ChannelSiteConfig(SiteSettings):
@@ -119,3 +132,22 @@ class ChannelSelector:
             max_listed=self._config.max_exact_channels,
             sample_size=self._config.sampled_channels,
         )
+
+
+class ChannelMethod(SelectiveMethod[ChannelConfigT]):
+    """A method whose sites reveal channels, and whose server adds their deltas or takes a mean."""
+
+    SiteConfig = ChannelSiteConfig
+
+    @cached_property
+    def selector(self) -> ChannelSelector:
+        return ChannelSelector(self.config, self.seed)
+
+    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
+        return self.selector.reveal(delta, site, t)
+
+    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
+        return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)
+
+    def describe(self, state: SelectiveState | None = None) -> str:
+        return self.selector.describe(self.layout) if state is None else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field
@@ -17,7 +16,6 @@ from ...training import Site, TrainingConfig
 from ...wire.capabilities import Capabilities
 from ..method import Method, MethodConfig, SiteSettings, StateT
 from ..scores.ranks import Slots
-from ..traffic.base import Traffic
 from ..traffic.lora import RankedTraffic
 
 Rank = Annotated[int, Field(ge=1, le=4096)]
@@ -81,10 +79,7 @@ class RankedMethod(LoRAMethod[RankedConfigT, StateT]):
     """A method whose sites may have different ranks: the job's, or their own where it is smaller."""
 
     SiteConfig = RankSiteConfig
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return RankedTraffic(self)
+    traffic_class = RankedTraffic
 
     def configure_for(self, capabilities: Mapping[str, Capabilities]) -> Self:
         ranks = {

@@ -21,7 +21,6 @@ from ...core.needs import Need, Needs
 from ...training import Site
 from ..aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
 from ..method import ConfigT, Method, broadcast, is_evaluated
-from ..traffic.base import Traffic
 from ..traffic.selective import SelectiveTraffic
 from .masks import unite_masks
 
@@ -70,9 +69,7 @@ class SelectiveState:
 class SelectiveMethod(Method[ConfigT, SelectiveState]):
     """A method with sites that reveal a part of their delta."""
 
-    @cached_property
-    def traffic(self) -> Traffic:
-        return SelectiveTraffic(self)
+    traffic_class = SelectiveTraffic
 
     @abstractmethod
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:

@@ -23,7 +23,7 @@ from ...core.params import Layout
 from ...training import Site
 from ..method import MethodConfig, broadcast
 from ..scores.scbf.apoz import count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
-from ..traffic.base import TRAIN, Traffic
+from ..traffic.base import TRAIN
 from ..traffic.selective import COUNT, PruningTraffic
 from .selective import WHOLE_UNITS, SelectiveMethod, SelectiveState
 
@@ -98,15 +98,13 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         ConfigError: the network has no units to remove.
     """
 
+    traffic_class = PruningTraffic
+
     def __init__(self, config: PruningConfigT, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
         self.layers = find_removable_layers(build_channel_graph(layout))
         if not self.layers:
             raise ConfigError(f"method {self.name}: the network has no hidden layer with a ReLU to remove units from")
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        return PruningTraffic(self)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> SelectiveState:
         name = self.config.counting_site
