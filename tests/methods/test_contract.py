@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from toy import estimate_traffic
 
 from flare_sparse.config.policy.initial import find_changed_tensor
 from flare_sparse.core.checkpoint.packing import pack, unpack
@@ -22,7 +23,6 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.method import Method, MethodConfig
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.local.dry_run import estimate_traffic
 from flare_sparse.rounds.local.run import run_locally
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from toy import estimate_traffic
 
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.scores.ranks import Slots
-from flare_sparse.rounds.local.dry_run import estimate_traffic
 from flare_sparse.tasks.registry import TASKS
 
 SITES, ROUNDS = 30, 50

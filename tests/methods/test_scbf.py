@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_federation import LocalFederation
 from torch import Tensor, nn
+from toy import estimate_traffic
 
 from flare_sparse.compute.structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
 from flare_sparse.core.errors import ConfigError
@@ -21,7 +22,6 @@ from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.channels import ChannelSiteConfig
 from flare_sparse.methods.support.selective import SelectiveState as State
 from flare_sparse.methods.support.unit_pruning import PruningConfig
-from flare_sparse.rounds.local.dry_run import estimate_traffic
 from flare_sparse.rounds.local.run import run_locally
 
 EQUAL = {"training": {"optimizer": "sgd", "lr": 0.05}}

@@ -16,6 +16,7 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.record import RecordWriter
 from flare_sparse.rounds.federation import Outcome
+from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
 from flare_sparse.tasks.models.base import seed_initialization
@@ -156,3 +157,9 @@ class ToyBench:
     def scores(self, values: torch.Tensor, mask: Any, site: str, examples: int = 1) -> Contribution:
         """Return a contribution of scores at the entries of ``mask``."""
         return Contribution(site, Patch.from_vector(values, mask), "scores", examples)
+
+
+def estimate_traffic(method: Any, weights: torch.Tensor, sites: int, values: Any) -> tuple[Outcome, Ledger]:
+    """Return the outcome and the ledger of a dry run of sites ``site-1``, ``site-2``, ...; every message is encoded."""
+    names = (f"site-{i}" for i in range(1, sites + 1))
+    return dry_run(method, weights, {name: Site(name, DryTrainer(name, method.layout)) for name in names}, values)

@@ -230,8 +230,10 @@ def egress(
 
 
 def _read_json(file: Path) -> Any:
-    """Raises:
-    ConfigError: the file cannot be read.
+    """Return the content of a file.
+
+    Raises:
+        ConfigError: it cannot be read as JSON.
     """
     try:
         return json.loads(file.read_text(encoding="utf-8"))

@@ -6,28 +6,14 @@ section 7.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import final
 
-from torch import Tensor
-
-from ..core.exchange import Contribution, Patch
-from ..core.mask import Mask
-from .support.averaging import AveragedState, AveragingMethod, FedAvgConfig, learn_average
-from .traffic.averaging import FedAvgTraffic
+from .support.averaging import FedAvgConfig, FedAvgRounds
 
 
-class FedAvg(AveragingMethod[FedAvgConfig, AveragedState]):
+@final
+class FedAvg(FedAvgRounds):
     """Every site trains the whole model; the server averages the models, weighted by examples."""
 
     name = "fedavg"
     Config = FedAvgConfig
-    traffic_class = FedAvgTraffic
-
-    def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
-        return AveragedState(1, weights)
-
-    def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
-        return learn_average(state, contributions, self.config, self.layout)
-
-    def model(self, state: AveragedState) -> Patch:
-        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

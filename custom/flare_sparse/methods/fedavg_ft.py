@@ -9,8 +9,7 @@ from typing import final
 
 from pydantic import Field
 
-from .fedavg import FedAvg
-from .support.averaging import FedAvgConfig
+from .support.averaging import FedAvgConfig, FedAvgRounds
 from .support.finetuning import FineTuning
 
 
@@ -21,7 +20,7 @@ class Config(FedAvgConfig):
 
 
 @final
-class FedAvgFT(FedAvg):
+class FedAvgFT(FedAvgRounds):
     """Rounds as in FedAvg; at the end every site reports the metrics of its fine-tuned model, which stays local."""
 
     name = "fedavg_ft"

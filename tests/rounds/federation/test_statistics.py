@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from toy import estimate_traffic
 
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.assemble import assemble
@@ -19,7 +20,6 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.observer import SILENT, Observer
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.folder import RunFolder
-from flare_sparse.rounds.local.dry_run import estimate_traffic
 from flare_sparse.tasks.task import SiteData, load_examples
 
 SIZES = {"site-1": 30, "site-2": 25, "site-3": 1}

@@ -147,8 +147,7 @@ def _computes_as(part: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
 
 def _has_hooks(part: Any) -> bool:
     """Return whether hooks read or change a layer's input, output or gradients, which a block does not show them."""
-    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-    return any(map(bool, hooks))
+    return any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks))
 
 
 # torch raises an error where the axes or the channels of two layers do not agree; such layers are left to it.

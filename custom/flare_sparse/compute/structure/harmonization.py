@@ -107,6 +107,7 @@ class Harmonizer(StatisticsLayer):
         return torch.tensor(self._fit[1], dtype=torch.float64, device=self.statistics.device)
 
     def _compute_fit(self) -> Tensor:
+        """Return the rows of the fit: effects of the covariates, spread, and shift and scale of the site."""
         pooled, own = self._unpack(self.statistics), self._unpack(self.site)
         beta, sigma = self._fit_covariates(pooled)
         is_harmonized = self._find_harmonized(sigma)

@@ -252,7 +252,7 @@ class Policy(BaseModel):
         Rounding to hundredths is absolute below 1: relative to the value, it would show a single example among many
         whose error a hostile model keeps near zero.
         """
-        # It follows from the job's settings and the number of subjects, and the record needs it whole.
+        # Epsilon follows from the job's settings and the number of subjects, and the record needs it whole.
         spent = {name: value for name, value in metrics.items() if name == EPSILON}
         if self.metrics == "none":
             return spent

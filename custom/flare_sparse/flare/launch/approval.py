@@ -63,5 +63,7 @@ def _build_approval(
 
 
 def _find_root(run: Path, kit: Path | None) -> Path | None:
+    """Return the federation's root certificate, from an admin's kit or from those of a POC run; None: there is none."""
     kits = [kit] if kit is not None else sorted((run / "poc").glob("*/prod_*/*"))
-    return next((file for part in kits if (file := part / "startup" / ROOT_CERTIFICATE).is_file()), None)
+    files = [folder / "startup" / ROOT_CERTIFICATE for folder in kits]
+    return next((file for file in files if file.is_file()), None)

@@ -14,7 +14,6 @@ from torch import Tensor
 from ...core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
 from ...core.mask import Mask
 from ...core.needs import Need, Needs
-from ...core.params import Layout
 from ...training import Site
 from ..aggregation.robust import AggregationRule
 from ..aggregation.server_step import (
@@ -25,7 +24,7 @@ from ..aggregation.server_step import (
     update_model_average,
 )
 from ..method import Method, MethodConfig, broadcast
-from ..traffic.averaging import AveragingTraffic
+from ..traffic.averaging import AveragingTraffic, FedAvgTraffic
 from ..traffic.base import FINETUNE
 from .finetuning import FineTuning, attribute_fine_tuning, fine_tune
 
@@ -158,23 +157,25 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
         return broadcast(sites, Assignment(Request(self.final_kind, self.config.rounds + 1, model, model.mask)))
 
 
-def learn_average(
-    state: AveragedState, contributions: Sequence[Contribution], config: AveragingConfig, layout: Layout
-) -> AveragedState:
-    """Return the state of FedAvg after a round.
+class FedAvgRounds(AveragingMethod[FedAvgConfig, AveragedState]):
+    """Rounds in which every site trains the whole model, and the server takes a step towards their average."""
 
-    Args:
-        state: the state before the round.
-        contributions: the sites' weights, over the full mask.
-        config: aggregation, step and average over rounds.
-        layout: layout of the model.
-    """
-    weights, memory = take_server_step(
-        contributions, state.weights, state.memory, config.aggregation, config.server, layout.trainable_size
-    )
-    live = Mask.full(layout.size)
-    memory = update_model_average(memory, weights, live, config.model_average, state.round, config.rounds)
-    return AveragedState(state.round + 1, weights, memory)
+    traffic_class = FedAvgTraffic
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
+        return AveragedState(1, weights)
+
+    def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
+        config, size = self.config, self.layout.trainable_size
+        weights, memory = take_server_step(
+            contributions, state.weights, state.memory, config.aggregation, config.server, size
+        )
+        live = Mask.full(self.layout.size)
+        memory = update_model_average(memory, weights, live, config.model_average, state.round, config.rounds)
+        return AveragedState(state.round + 1, weights, memory)
+
+    def model(self, state: AveragedState) -> Patch:
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
 
 def finalize_average(state: StateT) -> StateT:

@@ -207,8 +207,9 @@ def _rank_subjects(examples: Examples) -> np.ndarray:
 
 def _compute_digest(examples: Examples, targets: Tensor) -> str:
     """Return the SHA-256 of a site's sorted identifiers; of its test targets where the task names no subject."""
-    named = sorted(_list_names(examples)) if (_rank_subjects(examples) >= 0).all() else _to_rows(targets).tolist()
-    return sha256(json.dumps(named).encode()).hexdigest()
+    are_named = (_rank_subjects(examples) >= 0).all()
+    facts = sorted(_list_names(examples)) if are_named else _to_rows(targets).tolist()
+    return sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _list_names(examples: Examples) -> list[tuple[str, str]]:

@@ -105,6 +105,7 @@ class _Previous:
 
 
 def _read_previous(examined: list[Contribution], get_previous: Callable[[], Patch]) -> _Previous | None:
+    """Return the model that the sites trained from, which takes a copy; None where updates are deltas already."""
     return _Previous(get_previous()) if any(c.content == "weights" for c in examined) else None
 
 

@@ -122,26 +122,6 @@ def _draw_step(layout: Layout, generator: torch.Generator) -> Tensor:
     return step
 
 
-def estimate_traffic(
-    method: Method[Any, Any], weights: Tensor, sites: int, values: ValueType, *, encrypted: bool = False
-) -> tuple[Outcome, Ledger]:
-    """Count the messages of a whole run over ``sites`` dry sites, ``site-1``, ``site-2``, ...
-
-    Args:
-        method: the method.
-        weights: initial weights ``(P,)``.
-        sites: number of sites.
-        values: number format of the values in messages.
-        encrypted: encrypt the weights, with newly generated keys.
-
-    Returns:
-        The outcome and the ledger; every message was really encoded.
-    """
-    names = (f"site-{i}" for i in range(1, sites + 1))
-    dry_sites = {name: Site(name, DryTrainer(name, method.layout)) for name in names}
-    return dry_run(method, weights, dry_sites, values, encrypted=encrypted)
-
-
 def dry_run(
     method: Method[Any, Any],
     weights: Tensor,
@@ -155,9 +135,18 @@ def dry_run(
 ) -> tuple[Outcome, Ledger]:
     """Count the messages of a whole run over given sites, whose :class:`DryTrainer` then holds the usage per update.
 
-    Args and returned values are those of :func:`estimate_traffic`; ``sum_rules`` are those of fixed-point sums, and
-    ``hubs`` those of each hub, whose collections the ledger then lists, too; ``builds_initial``: no message carries the
-    initial model.
+    Args:
+        method: the method.
+        weights: initial weights ``(P,)``.
+        dry_sites: the sites, by name.
+        values: number format of the values in messages.
+        encrypted: encrypt the weights, with newly generated keys.
+        sum_rules: rules of fixed-point sums.
+        hubs: rules of each hub, whose collections the ledger then lists, too.
+        builds_initial: no message carries the initial model.
+
+    Returns:
+        The outcome and the ledger; every message was really encoded.
     """
     contexts = KeyContexts.generate() if encrypted else None
     transport = Transport(values, contexts, sum_rules, hubs or {}, builds_initial)

@@ -215,6 +215,7 @@ class References:
         return result
 
     def _resolve_text(self, text: str, path: str, depth: int) -> Any:
+        """Return the value of an id (``@...``), or of an expression (``$...``) whose ids become variables."""
         if match := _ID.fullmatch(text):
             return self._follow(match[1], path, depth)
         if not text.startswith("$"):
