@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .errors import ConfigError
 
-Role = Literal["weight", "bias", "norm", "other", "buffer"]
+Role = Literal["weight", "bias", "norm", "other", "path", "buffer"]
 
 _WEIGHTED = (
     nn.Linear,
@@ -39,7 +39,7 @@ MASKABLE: dict[str, tuple[Role, ...]] = {
     "all_but_norm": ("weight", "bias"),
     "all_trainable": ("weight", "bias", "norm", "other"),
 }
-"""Roles that a pruning method may mask, by preset. Buffers are never masked."""
+"""Roles that a pruning method may mask, by preset. Buffers and linear paths are never masked."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,8 @@ def _find_roles(module: nn.Module) -> dict[str, Role]:
             path = f"{prefix}.{name}" if prefix else name
             if isinstance(part, _NORM):
                 roles[path] = "norm"
+            elif getattr(part, "is_linear_path", False):
+                roles[path] = "path"
             elif isinstance(part, _WEIGHTED) and name in ("weight", "bias"):
                 roles[path] = "weight" if name == "weight" else "bias"
     return roles

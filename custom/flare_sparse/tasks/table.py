@@ -44,7 +44,9 @@ class TableTask(Task):
 
     def model(self) -> nn.Module:
         """Return the configured network."""
-        network = self.config.model.build(features=self.config.num_inputs, outputs=self._outcome.outputs)
+        network = self.config.model.build(
+            features=self.config.num_inputs, outputs=self._outcome.outputs, numbers=self.config.numeric_inputs
+        )
         layers = OrderedDict(network=network)
         if self.config.scales_in_network:
             layers = OrderedDict(scaler=self.config.build_scaler(), network=network)

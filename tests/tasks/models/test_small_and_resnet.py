@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flare_sparse.compute.structure.graph import trace_network
 from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.models.resnet import Shortcut
@@ -38,6 +40,28 @@ def test_mlp_has_the_computed_number_of_parameters() -> None:
     assert Layout.from_module(network).size == (10 * 8 + 8) + (8 * 4 + 4) + (4 * 2 + 2)
     assert network(torch.randn(3, 10)).shape == (3, 2)
     assert Layout.from_module(build_model("mlp", features=10, hidden=())).size == 11
+
+
+def test_resnet_mlp_starts_near_the_linear_model_and_masks_its_hidden_layers_only() -> None:
+    network = build_model("resnet_mlp", features=5, outputs=2, numbers=(True, True, False, False, False), width=8)
+    layout = Layout.from_module(network)
+    hidden = (2 * 8 + 3) * 8 + 2 * 8 * 8 + 8 * 2
+    assert layout.size == (5 * 2 + 2) + hidden + 3 * 8 + 2
+    assert Mask.from_preset(layout, "conv_linear_weights").count == hidden
+    assert Mask.from_preset(layout, "all_trainable").count == layout.size - (5 * 2 + 2)
+    x = torch.tensor([[0.0, 2.0, 0, 1, 0], [-9.0, 0.3, 1, 0, 0]])
+    assert not network.path(x).any()
+    assert 0 < network.eval()(x).abs().max() < 0.2
+    encoded = network.hidden[0](x)
+    assert encoded.shape == (2, 19)
+    # Half of the bins end at the mean; beyond the last one, and before the first, nothing changes.
+    assert encoded[0, :8].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert encoded[0, 8:16].tolist() == pytest.approx([*[1.0] * 7, (2 - 1.1503) / (3 - 1.1503)], abs=1e-3)
+    assert encoded[1].tolist()[:8] == [0] * 8
+    assert torch.equal(encoded[:, 16:], x[:, 2:])
+    scores = torch.autograd.grad(network(x).sum(), list(network.hidden.parameters()))
+    assert all(gradient.any() for gradient in scores)
+    assert len(trace_network(network).layers) == 5
 
 
 def test_image_cnn_has_the_computed_number_of_parameters() -> None:

@@ -14,8 +14,7 @@ from torch import fx, nn
 
 from ...core.params import Layout
 from .nodes import Value, Weighted
-from .scaling import StatisticsLayer, TargetScaler
-from .tracing import GraphBuilder, Untraceable
+from .tracing import SCALERS, GraphBuilder, Untraceable
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,8 @@ def trace_network(module: nn.Module) -> ChannelGraph:
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # Traced into its operations, a scaler would be several values that no channel graph knows.
-        return isinstance(m, (StatisticsLayer, TargetScaler)) or super().is_leaf_module(m, module_qualified_name)
+        is_leaf = isinstance(m, SCALERS) or getattr(m, "is_linear_path", False)
+        return is_leaf or super().is_leaf_module(m, module_qualified_name)
 
 
 def trace(module: nn.Module) -> fx.Graph:

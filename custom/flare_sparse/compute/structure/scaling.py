@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from ...core.errors import ConfigError
 from ...core.mask import Mask
 from ...core.params import Layout
 
+OUTER_EDGE = 3.0
+"""Standard deviations at which the outer bins of an encoded number end."""
 ROWS = 5
 """Rows of statistics: count, mean and its rest, standard deviation and its rest."""
 
@@ -104,6 +107,33 @@ class InputScaler(StatisticsLayer):
         # Of one value, or of none, there is no deviation.
         is_deviation = (deviation >= 0) & ((count > 1) | (deviation == 0))
         return bool((is_count & is_deviation & ((count > 0) | (statistics[1:] == 0).all(0))).all())
+
+
+class QuantileEncoder(nn.Module):
+    """Encode each standardised number by its position within bins, piecewise linearly; other inputs pass unchanged.
+
+    Gorishniy et al. 2022, "On embeddings for numerical features in tabular deep learning", section 3.2. The bins end at
+    quantiles of the normal distribution, so that mean and standard deviation are all that sites have to agree on.
+
+    Args:
+        numbers: which of the ``d`` inputs are encoded.
+        bins: number of bins; each is an output between 0 and 1.
+    """
+
+    def __init__(self, numbers: Sequence[bool], bins: int):
+        super().__init__()
+        self.positions = [position for position, is_number in enumerate(numbers) if is_number]
+        self.others = [position for position, is_number in enumerate(numbers) if not is_number]
+        self.edges = [NormalDist().inv_cdf(k / bins) for k in range(1, bins)]
+        self.edges = [-OUTER_EDGE, *self.edges, OUTER_EDGE]
+        self.outputs = len(self.positions) * bins + len(self.others)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the encoded inputs ``(B, outputs)``."""
+        edges = inputs.new_tensor(self.edges)
+        low, width = edges[:-1], edges.diff()
+        encoded = ((inputs[:, self.positions, None] - low) / width).clamp(0, 1).flatten(1)
+        return torch.cat([encoded, inputs[:, self.others]], dim=1)
 
 
 class TargetScaler(nn.Module):

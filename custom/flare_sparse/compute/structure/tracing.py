@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from ...core.errors import FlareSparseError
 from .nodes import Concat, InputNode, NormNode, Pad, Passthrough, Sum, Value, Weighted
-from .scaling import StatisticsLayer, TargetScaler
+from .scaling import QuantileEncoder, StatisticsLayer, TargetScaler
 
 
 class Untraceable(FlareSparseError):
@@ -36,9 +36,10 @@ _ACTIVATIONS = (
     nn.Softplus,
     nn.Hardtanh,
 )
-_SCALERS = (StatisticsLayer, TargetScaler)
+SCALERS = (StatisticsLayer, TargetScaler, QuantileEncoder)
+"""Modules of this package that are one value of a channel graph."""
 _PASSTHROUGH_MODULES = (
-    *_POOLS, *_ACTIVATIONS, *_SCALERS, nn.modules.dropout._DropoutNd, nn.Identity, nn.Upsample
+    *_POOLS, *_ACTIVATIONS, *SCALERS, nn.modules.dropout._DropoutNd, nn.Identity, nn.Upsample
 )  # fmt: skip
 _CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 _CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}

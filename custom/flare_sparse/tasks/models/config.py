@@ -18,9 +18,9 @@ from torch import nn
 from ...compute.structure.norms import replace_batch_norms
 from ...core.errors import ConfigError, suggest
 from .gates import GateConfig, add_gates
-from .registry import INPUT_KINDS, MODELS, build_model, get_input_kind, validate_settings
+from .registry import INPUT_KINDS, MODELS, build_model, get_input_kind, takes_numbers, validate_settings
 
-FROM_TASK = (*INPUT_KINDS, "inputs", "outputs")
+FROM_TASK = (*INPUT_KINDS, "inputs", "outputs", "numbers")
 OWN = ("name", "norm", "gates")
 """Settings that are not those of the network's builder."""
 OMITTED: tuple[tuple[str, Any], ...] = (("norm", None), ("gates", None), ("standardize", True))
@@ -71,7 +71,9 @@ class ModelConfig(BaseModel):
             ConfigError: the network does not take this kind of input, the input is too small, or a layer cannot be
                 gated.
         """
-        network = build_model(self.name, **task_settings, **(self.model_extra or {}))
+        # Most networks of features do not distinguish numbers from categories.
+        known = {key: value for key, value in task_settings.items() if key != "numbers" or takes_numbers(self.name)}
+        network = build_model(self.name, **known, **(self.model_extra or {}))
         if self.norm == "group" and not replace_batch_norms(network):
             raise ConfigError(f"model.norm: {self.name} has no batch normalisation; leave norm out")
         return network if self.gates is None else add_gates(network, self.gates)

@@ -16,7 +16,7 @@ from .alexnet3d import alexnet3d
 from .brain_age import brain_age_cnn, brain_age_cnn_3mm
 from .resnet import resnet32, resnet44, resnet56, resnet110
 from .segmentation import basic_unet, dyn_unet, seg_resnet, swin_unetr
-from .small import image_cnn, image_cnn6, image_mlp, mlp
+from .small import image_cnn, image_cnn6, image_mlp, mlp, resnet_mlp
 from .voxels import voxel_mlp
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -32,6 +32,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "image_cnn6": image_cnn6,
     "image_mlp": image_mlp,
     "mlp": mlp,
+    "resnet_mlp": resnet_mlp,
     "basic_unet": basic_unet,
     "dyn_unet": dyn_unet,
     "seg_resnet": seg_resnet,
@@ -49,6 +50,11 @@ INPUT_KINDS = ("volume", "image", "features", "patch")
 def get_input_kind(name: str) -> str:
     """Return the kind of input that a network takes: ``volume``, ``image``, ``features`` or ``patch``."""
     return next(kind for kind in INPUT_KINDS if kind in inspect.signature(MODELS[name]).parameters)
+
+
+def takes_numbers(name: str) -> bool:
+    """Return whether a network asks which of its inputs are numbers."""
+    return "numbers" in inspect.signature(MODELS[name]).parameters
 
 
 def build_model(name: str, **settings: Any) -> nn.Module:
