@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
@@ -68,6 +69,16 @@ def test_results_of_every_kind_have_a_line_with_the_policy_in_force(tmp_path: Pa
     assert [line["bytes"] for line in lines] == [0, 0, 0, 3 + 16 + 8 + 1]
     assert {line["job"] for line in lines} == {"job-id"}
     assert all(line["policy"] == {"metrics": "rounded"} for line in lines)
+
+
+@pytest.mark.parametrize("folder", [".", "config"])
+def test_job_is_found_with_and_without_a_configuration_folder_of_the_kit(folder: str, tmp_path: Path) -> None:
+    fl_ctx = build_context(tmp_path)
+    (tmp_path / "job-id" / folder).mkdir(parents=True)
+    (tmp_path / "job-id" / folder / "flare_sparse.yaml").write_text("name: age\npermit: EA 1\n")
+    send(make_reply(ReturnCode.OK), fl_ctx)
+    (line,) = read_log(tmp_path / EGRESS_FOLDER / "site-1")
+    assert (line["job"], line["permit"]) == ("age", "EA 1")
 
 
 def test_result_without_a_line_leaves_as_a_code(tmp_path: Path) -> None:

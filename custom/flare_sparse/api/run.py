@@ -224,19 +224,40 @@ class Run:
             raise ConfigError(
                 f"evidence needs rocrate and cyclonedx-python-lib: pip install 'flare-sparse[evidence]' ({error.name})"
             ) from error
-        from ..flare.launch.approval import read_approval
-        from ..results.evidence.facts import collect_facts
-
         target = out or self.path / "evidence.zip"
         _make_room(target, overwrite=overwrite)
         files = {site: find_policy_file(Path(given)) for site, given in (policies or {}).items()}
         # Written again: evaluations and audits after the run belong to the card.
         self.write_card()
-        terms = {site: read_policy(file) for site, file in files.items()}
-        result = RunResult.read(self.path)
-        facts = collect_facts(result, read_approval(self.path, kit), terms)
+        result, facts = self._collect_facts(files, kit)
         write_crate(result, facts, files, target, license_)
         return target, facts
+
+    def write_dpia(self, *, policies: Mapping[str, str] | None = None, kit: Path | None = None) -> Path:
+        """Write ``dpia.md``, an annex for an impact assessment that a person completes; return the file.
+
+        Args:
+            policies: as in :meth:`evidence`.
+            kit: as in :meth:`evidence`.
+
+        Raises:
+            ConfigError: the folder was changed after the run.
+            EgressError: an egress log in the folder was changed.
+        """
+        from ..results.evidence.dpia import FILE, format_dpia
+
+        files = {site: find_policy_file(Path(given)) for site, given in (policies or {}).items()}
+        file = self.path / FILE
+        file.write_text(format_dpia(*self._collect_facts(files, kit)), encoding="utf-8")
+        return file
+
+    def _collect_facts(self, policies: Mapping[str, Path], kit: Path | None) -> tuple[RunResult, dict[str, Any]]:
+        from ..flare.launch.approval import read_approval
+        from ..results.evidence.facts import collect_facts
+
+        terms = {site: read_policy(file) for site, file in policies.items()}
+        result = RunResult.read(self.path)
+        return result, collect_facts(result, read_approval(self.path, kit), terms)
 
     def write_card(self) -> Path:
         """Write the model card from the record, with the evaluations and audits made so far; return the file."""

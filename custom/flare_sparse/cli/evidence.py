@@ -33,6 +33,9 @@ def evidence(
     license_: Annotated[
         str, typer.Option("--license", help="License of the crate and its model: a URL or an SPDX identifier")
     ] = NO_LICENSE,
+    dpia: Annotated[
+        bool, typer.Option("--dpia", help="Write RUN/dpia.md instead, an annex for an impact assessment, to be edited")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier crate")] = False,
 ) -> None:
     """Pack a run's evidence as an RO-Crate: who took part, under which terms, what was sent, and what came out.
@@ -46,6 +49,9 @@ def evidence(
 
     [dim]flare-sparse evidence runs/study --kit kits/lead@coordination.org --policy site-1=careful --out study.zip[/]
     """
+    if dpia:
+        console.print(str(Run(run).write_dpia(policies=_parse_policies(policy or []), kit=kit)), markup=False)
+        return
     target, facts = Run(run).evidence(
         out, policies=_parse_policies(policy or []), kit=kit, license_=license_, overwrite=overwrite
     )

@@ -110,6 +110,13 @@ def iterate_buffers(value: Any) -> Iterator[np.ndarray | bytes]:
         yield str(value).encode()
 
 
+def find_job_file(workspace: Workspace, job_id: str) -> Path:
+    """Return the file of a job's settings at this participant; there may be none."""
+    folder = Path(workspace.get_app_config_dir(job_id))
+    # Kits of nvflare package name no configuration folder: FLARE then searches the app, whose folder is always config.
+    return folder / JOB_FILE if (folder / JOB_FILE).is_file() else folder / "config" / JOB_FILE
+
+
 def _get_folder(fl_ctx: FLContext) -> Path:
     workspace: Workspace = fl_ctx.get_engine().get_workspace()
     return Path(workspace.get_root_dir()) / EGRESS_FOLDER / fl_ctx.get_identity_name()
@@ -118,7 +125,7 @@ def _get_folder(fl_ctx: FLContext) -> Path:
 def _open_log(fl_ctx: FLContext) -> EgressLog:
     workspace, job_id = fl_ctx.get_engine().get_workspace(), fl_ctx.get_job_id()
     policy = read_policy(Path(workspace.get_site_config_dir()) / POLICY_FILE)
-    file = Path(workspace.get_app_config_dir(job_id)) / JOB_FILE
+    file = find_job_file(workspace, job_id)
     # A job of another package has no such file, only FLARE's id.
     job = read_yaml(file) if file.is_file() else {"name": job_id}
     terms = policy.model_dump(mode="json", exclude_defaults=True)

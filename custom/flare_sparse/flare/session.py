@@ -41,7 +41,7 @@ from ..training import Site
 from ..wire.capabilities import local_capabilities
 from ..wire.ledger import Ledger
 from .checkpoints import delete_archived, delete_ended, find_checkpoint_folder
-from .egress import JOB_FILE, install_recorder
+from .egress import find_job_file, install_recorder
 from .he_keys import load_server_cipher, load_site_cipher
 from .kits import load_identity, load_root
 from .script import FlareScript
@@ -74,7 +74,7 @@ def read_job(fl_ctx: FLContext) -> JobConfig:
         ConfigError: the settings are invalid.
     """
     task = _find_user_task(fl_ctx)
-    settings = read_yaml(Path(get_workspace(fl_ctx).get_app_config_dir(fl_ctx.get_job_id())) / JOB_FILE)
+    settings = read_yaml(find_job_file(get_workspace(fl_ctx), fl_ctx.get_job_id()))
     return parse_job(settings, None if task is None else type(task))
 
 

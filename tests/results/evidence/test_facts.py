@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
+from flare_sparse.cli import app
 from flare_sparse.config.policy.policy import Policy
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.evidence.deviations import list_deviations
@@ -49,6 +51,28 @@ def test_permit_of_a_job_stands_in_evidence_model_card_and_egress_log(phantom_ru
     logs = [read_log(folder) for folder in find_logs(phantom_run).values()]
     assert {line["permit"] for log in logs for line in log} == {"EA 12/2026"}
     assert len(logs) == 2
+
+
+def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(phantom_run, run)
+    result = CliRunner().invoke(app, ["evidence", str(run), "--dpia", "--policy", "site-1=careful"])
+    assert result.exit_code == 0, result.output
+    text = (run / "dpia.md").read_text()
+    assert "| permit | EA 12/2026 | `config.yaml` |" in text
+    assert "| site-2 | 6 | 2 | 2 | 2 of 2 | `summary.json` |" in text
+    assert "claims no compliance" in text
+    assert "| policy of site-2 | none in force" in text
+    rows = [line.split(" | ") for line in text.splitlines() if line.endswith("| egress log of the site |")]
+    up = RunResult.read(run).summary["traffic"]["up"]
+    assert sum(int(row[4]) for row in rows) == up["payload_bytes"]
+    # One hello of each site beside the messages of the ledger.
+    assert sum(int(row[3]) for row in rows) == up["messages"] + 2
+    for log in find_logs(run).values():
+        shutil.rmtree(log)
+    CliRunner().invoke(app, ["evidence", str(run), "--dpia"])
+    rows = [line.split(" | ") for line in (run / "dpia.md").read_text().splitlines() if "`ledger.jsonl` of" in line]
+    assert sum(int(row[4]) for row in rows) == up["payload_bytes"]
 
 
 @pytest.mark.slow
