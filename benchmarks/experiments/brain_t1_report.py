@@ -21,6 +21,8 @@ from flare_sparse.results.runs.progress import format_bytes
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+plt.style.use("flare_sparse.results.report.plots")
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "brain_t1.md"
 PLOT = ROOT / "docs" / "images" / "result.png"
@@ -274,12 +276,9 @@ def plot_errors(arms: Mapping[str, Arm], labels: Sequence[str], path: Path) -> N
         right.plot(sent / 1e6, errors, label=label)
     left.set(xlabel="rounds", ylabel="test error: MAE, years", ylim=(5, 15))
     right.set(xlabel="MB sent so far, all sites, both ways", xscale="log")
-    left.legend(frameon=False)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+    left.legend()
     figure.suptitle("Brain age from T1w MRI, five sites, real data: error and bytes")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path)
     plt.close(figure)
 
 

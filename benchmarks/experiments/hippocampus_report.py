@@ -123,10 +123,11 @@ def draw_cases(cases: list[tuple[str, float, Picture]], file: Path) -> None:
     """Draw the best, the median and the worst case: outlines of labels (solid) and prediction (dashed)."""
     from matplotlib import pyplot as plt
 
-    from flare_sparse.results.report.figures import draw_case
+    from flare_sparse.results.report.figures import STYLE, draw_case
     from flare_sparse.results.runs.pictures import RANKS, CasePicture
 
+    plt.style.use(STYLE)
     figure, axes = plt.subplots(1, len(cases), figsize=(3.2 * len(cases), 3.6), layout="constrained")
     for rank, axis, (site, dice, picture) in zip(RANKS, axes, cases, strict=True):
         draw_case(axis, CasePicture(f"site {site}", rank, dice, picture), "Dice")
-    figure.savefig(file, dpi=120)
+    figure.savefig(file)

@@ -111,6 +111,7 @@ def draw(rows: list[tuple[str, str, Inversion]], file: Path) -> None:
         ("epsilon 3", "update"),
     ]
     titles = ["true scan", *(f"{protection}:\n{message}" for protection, message in columns)]
+    plt.style.use("flare_sparse.results.report.plots")
     figure, axes = plt.subplots(len(NETWORKS), len(titles), figsize=(1.6 * len(titles), 2.1 * len(NETWORKS)))
     for line, network in zip(axes, NETWORKS, strict=True):
         single = {(p, i.message): i.best for n, p, i in rows if n == network and i.batch_size == 1}
@@ -119,13 +120,13 @@ def draw(rows: list[tuple[str, str, Inversion]], file: Path) -> None:
         for axis, picture, title in zip(line, pictures, titles, strict=True):
             axis.set_xticks([])
             axis.set_yticks([])
-            axis.set_title(title.replace("none:", "no policy:"), fontsize=8)
+            axis.set_title(title.replace("none:", "no policy:"), fontsize=9)
             if picture is None:
-                axis.text(0.5, 0.5, "refused", ha="center", va="center", fontsize=8)
+                axis.text(0.5, 0.5, "refused", ha="center", va="center", fontsize=9)
             else:
                 volume = picture[0].detach()
                 axis.imshow(volume[:, :, volume.shape[2] // 2].T, cmap="gray", vmin=low, vmax=high, origin="lower")
-        line[0].set_ylabel(network, fontsize=8)
+        line[0].set_ylabel(network, fontsize=9)
     figure.tight_layout()
     figure.savefig(file, dpi=80)
 

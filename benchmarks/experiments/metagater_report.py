@@ -20,6 +20,8 @@ from page_tables import move_tables
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+plt.style.use("flare_sparse.results.report.plots")
+
 ROOT = Path(__file__).resolve().parents[2]
 START, END = "<!-- tables -->", "<!-- end of tables -->"
 MOVED = ("arms", "chosen", "steps")
@@ -166,12 +168,11 @@ def plot_targets(tables: dict[str, Any], path: Path) -> None:
             axes.scatter(after, [y] * len(after), color="C1", label="after one step" if y == 0 else None)
         axes.set(xlabel="MAE, years" if metric == "mae" else "accuracy at targets", title=setting.replace("_", " "))
         axes.set_yticks(range(len(shown)), list(reversed(shown)))
-        axes.grid(alpha=0.3, axis="x")
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=False, axis="y")
     handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(handles, names, loc="outside lower center", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

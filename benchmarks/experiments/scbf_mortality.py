@@ -353,6 +353,7 @@ def format_spread(values: Sequence[float]) -> str:
 
 def plot_auc(results: dict[str, dict[str, list[Run]]], path: Path) -> None:
     """Draw the AUC-ROC by round, mean over the seeds."""
+    plt.style.use("flare_sparse.results.report.plots")
     figure, axes = plt.subplots(1, len(results), figsize=(4.6 * len(results), 4.2), layout="constrained", squeeze=False)
     for axis, (name, runs) in zip(axes[0], results.items(), strict=True):
         for number, (label, found) in enumerate(runs.items()):
@@ -360,15 +361,13 @@ def plot_auc(results: dict[str, dict[str, list[Run]]], path: Path) -> None:
             length = min(len(one.curve) for one in found)
             curves = torch.tensor([[figures["auc_roc"] for figures in one.curve[:length]] for one in found])
             style = "--" if label.startswith("FedAvg") else ":" if label.startswith(("FAwP", "DSSGD")) else "-"
-            axis.plot(range(1, curves.shape[1] + 1), curves.mean(0), style, color=f"C{number}", label=label, lw=1.6)
+            axis.plot(range(1, curves.shape[1] + 1), curves.mean(0), style, color=f"C{number}", label=label)
         axis.set(title=name, xlabel="round")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("AUC-ROC, all test stays")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.suptitle("Death in hospital from medications: AUC by round, mean of the seeds")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

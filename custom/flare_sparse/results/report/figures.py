@@ -19,34 +19,23 @@ from matplotlib.figure import Figure
 from ..runs.pictures import CasePicture
 from ..runs.results import AUDIT_FOLDER, PICTURES, RunResult, compute_site_gains, group_by_seed, label_groups
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959", "#a6761d")
-"""Palette of Okabe and Ito, safe for colour-blind readers; more than eight runs also differ in line style."""
-STYLES = ("-", "--", ":", "-.")
-RC_PARAMS: Any = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-}
+STYLE = "flare_sparse.results.report.plots"
+"""Style of all plots; its eight colours are C0 to C7, and more runs also differ in line style."""
+LINES = ("-", "--", ":", "-.")
 
 
 def render_png(draw: Callable[[list[RunResult]], Figure], runs: list[RunResult]) -> bytes:
     """Draw a figure of these runs and return it as a PNG file."""
-    with mpl.rc_context(RC_PARAMS):
+    with plt.style.context(STYLE):
         figure = draw(runs)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=144, metadata={"Software": None})
+        figure.savefig(buffer, format="png", metadata={"Software": None})
         plt.close(figure)
     return buffer.getvalue()
 
 
 def _get_line_style(number: int) -> dict[str, Any]:
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number // len(COLOURS) % len(STYLES)]}
+    return {"color": f"C{number}", "linestyle": LINES[number // 8 % len(LINES)]}
 
 
 def draw_learning_curves(runs: list[RunResult]) -> Figure:
@@ -96,13 +85,13 @@ def draw_traffic(runs: list[RunResult]) -> Figure:
     for offset, (key, label, colour) in enumerate(
         (
             ("dense_bytes", "dense FedAvg", "#bbbbbb"),
-            ("payload_bytes", "sent", COLOURS[0]),
-            ("floor_bytes", "floor", COLOURS[2]),
+            ("payload_bytes", "sent", "C0"),
+            ("floor_bytes", "floor", "C2"),
         )
     ):
         heights = [mean(run.sum_directions(key) for run in group) / 1e6 for group in groups]
         bars = right.bar([p + 0.27 * (offset - 1) for p in positions], heights, 0.25, label=label, color=colour)
-        right.bar_label(bars, labels=[f"{h:.3g}" for h in heights], fontsize=8)
+        right.bar_label(bars, labels=[f"{h:.3g}" for h in heights], fontsize=9)
     right.set_xticks(list(positions), [label.replace(" (", "\n(") for label in labels])
     right.set(ylabel="MB", title="Bytes of the whole run")
     right.grid(axis="x", visible=False)
@@ -160,7 +149,7 @@ def draw_inversions(runs: list[RunResult]) -> Figure:
     for column, (label, true, rebuilt) in zip(axes.T.reshape(len(pictures), 2), pictures, strict=True):
         for axis, picture, name in zip(column, (true, rebuilt), ("true", "rebuilt"), strict=True):
             axis.imshow(_select_slice(picture), cmap="gray", vmin=true.min(), vmax=true.max())
-            axis.set_title(f"{label}\n{name}" if name == "true" else name, fontsize=8)
+            axis.set_title(f"{label}\n{name}" if name == "true" else name, fontsize=9)
             axis.axis("off")
     return figure
 
@@ -203,14 +192,14 @@ def _draw_bars(
         label_format: format string of a bar's label.
     """
     names = list(dict.fromkeys(name for by_name in values.values() for name in by_name))
-    figure_height = max(2.2, 0.9 + 0.17 * len(names) * max(len(values), 2))
+    figure_height = max(2.2, 0.9 + 0.21 * len(names) * max(len(values), 2))
     figure, axes = plt.subplots(figsize=(10, figure_height), layout="constrained")
     bar_height, labels = 0.8 / len(values), label_groups(group_by_seed(runs))
     for number, (label, by_name) in enumerate(values.items()):
         positions = [names.index(name) + bar_height * (number - (len(values) - 1) / 2) for name in by_name]
         colour = _get_line_style(labels.index(label))["color"]
         bars = axes.barh(positions, list(by_name.values()), bar_height * 0.9, label=label, color=colour)
-        axes.bar_label(bars, labels=[f" {label_format.format(value)} " for value in by_name.values()], fontsize=7)
+        axes.bar_label(bars, labels=[f" {label_format.format(value)} " for value in by_name.values()], fontsize=9)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -241,5 +230,4 @@ def draw_case(axes: Axes, case: CasePicture, metric: str) -> None:
     axes.set_axis_off()
     for classes, style in ((picture.labels, "solid"), (picture.predicted, "dashed")):
         for number in np.unique(classes[classes != 0]).tolist():
-            colour = COLOURS[(number - 1) % len(COLOURS)]
-            axes.contour(classes == number, levels=[0.5], colors=[colour], linestyles=style, linewidths=1.2)
+            axes.contour(classes == number, levels=[0.5], colors=[f"C{number - 1}"], linestyles=style, linewidths=1.2)
