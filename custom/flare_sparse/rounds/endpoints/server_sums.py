@@ -236,7 +236,12 @@ class SumExchange:
         return Contribution(SUM_SITE, patch, content, examples), summed
 
     def _scale(self, total: np.ndarray) -> np.ndarray:
-        """Return the method's sum over the survivors from the ring's, which weighs by shares of all sharers."""
+        """Return the sum that the method expects of the survivors, from the ring's.
+
+        The ring's is ``T = sum_k p_k (v_k - r)`` over the survivors, where ``r`` is the reference, ``s_k`` and ``w_k``
+        are the weights of site k among all sharers and among the survivors, and ``p_k = s_k / sum_sharers s``. The
+        method's is ``sum_k w_k v_k = T sum_k w_k / sum_k p_k + r sum_k w_k``.
+        """
         weigh, counts = self.sums.get_weights(self.sum_id.kind), self.collector.examples
         among_sharers = compute_weights(counts, self.collector.sharers, weigh)
         among_survivors = sum(compute_weights(counts, self.collector.survivors, weigh).values())
