@@ -49,7 +49,7 @@ CANARY = "CANARY-7f3a"
 def run_script(name: str, *arguments: str) -> str:
     """Run ``poc/up`` or ``poc/down`` and return its output."""
     line = [str(ROOT / "poc" / name), *arguments]
-    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -77,7 +77,7 @@ def config(federation: Path, tmp_path: Path) -> Path:
         "name: hospitals\nseed: 3\n"
         "method: {name: neurosfl, sparsity: 0.5, rounds: 3, training: {lr: 0.01}}\n"
         "task: {name: mortality, medications: 3, model: {name: mlp, hidden: [128]}}\n"
-        "federation: {min_sites: 3, task_timeout_s: 60}\n"
+        "federation: {min_sites: 3, task_timeout_s: 300}\n"
         f"simulator: {{sites: 3, data: {{path: '{federation / CANARY / '{site}.csv'}'}}}}\n"
     )
     return file
@@ -92,7 +92,7 @@ def user_task(federation: Path, tmp_path: Path) -> Path:
         "name: own\nseed: 3\n"
         "method: {name: neurosfl, sparsity: 0.5, rounds: 2, training: {lr: 0.01}}\n"
         "task: {class: own_task.SumTask, width: 64}\n"
-        "federation: {min_sites: 3, task_timeout_s: 60}\n"
+        "federation: {min_sites: 3, task_timeout_s: 300}\n"
         f"simulator: {{sites: 3, data: {{path: '{federation / CANARY / '{site}.csv'}'}}}}\n"
     )
     return file
@@ -105,7 +105,7 @@ def run(config: Path, federation: Path, out: Path) -> subprocess.CompletedProces
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     line = ["flare-sparse", *arguments]
-    return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
 
 
 def fingerprint(model: Path) -> str:
@@ -117,7 +117,7 @@ def fingerprint(model: Path) -> str:
 def nvflare_job(kit: Path, *arguments: str) -> dict[str, Any]:
     """Run a ``nvflare job`` command with an admin's kit and return its JSON output."""
     line = ["nvflare", "--format", "json", "job", *arguments, "--startup-kit", str(kit)]
-    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     output: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["data"]
     return output
@@ -236,7 +236,7 @@ def test_error_at_a_site_reaches_the_server_as_a_code_only(config: Path, federat
     kept = table.read_text()
     table.write_text(kept.replace(f"{CANARY}-7,", f"{CANARY}-7,not a number and"))
     try:
-        config.write_text(config.read_text().replace("seed: 3", "seed: 4").replace("task_timeout_s: 60", "retries: 0"))
+        config.write_text(config.read_text().replace("seed: 3", "seed: 4").replace("task_timeout_s: 300", "retries: 0"))
         done = run(config, federation, tmp_path / "failed")
     finally:
         table.write_text(kept)
@@ -295,7 +295,7 @@ def test_values_written_by_a_filter_of_the_job_never_leave_the_hospital(
     """Only SiteLastGate is active here: code may travel, and SitePlanAuthorizer was removed with ``resources.json``."""
     kits, out = federation / "workspace" / "sparse" / "prod_00", tmp_path / "prod"
     with without_allow_lists(federation):
-        summary = run_deployed(overwriting, kits / "lead@coordination.org", out, timeout_s=200)
+        summary = run_deployed(overwriting, kits / "lead@coordination.org", out, timeout_s=600)
     *training, _ = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     assert [line["rejected"] for line in training] == [{"site-2": "E_POLICY"}] * 2
     reports = "".join(file.read_text() for file in (kits / "site-2").glob("*/site_error.txt"))
@@ -311,7 +311,7 @@ def test_job_with_its_own_filter_is_refused_by_the_plan_authorizer(
 ) -> None:
     kits = federation / "workspace" / "sparse" / "prod_00"
     with pytest.raises(JobFailed):
-        run_deployed(overwriting, kits / "lead@coordination.org", tmp_path / "refused", timeout_s=200)
+        run_deployed(overwriting, kits / "lead@coordination.org", tmp_path / "refused", timeout_s=600)
     log = "".join(file.read_text(errors="replace") for file in (kits / "site-2").glob("*/log.txt"))
     assert "hostile_site.Overwriter' is not a class of flare_sparse; this site runs no others" in log
 
@@ -323,7 +323,7 @@ def test_submitted_folder_ends_with_the_model_of_a_local_run(config: Path, feder
     assert done.returncode == 0, done.stdout + done.stderr
     kit = federation / "workspace" / "sparse" / "prod_00" / "lead@coordination.org"
     job = str(nvflare_job(kit, "submit", "-j", str(tmp_path / "jobs" / "hospitals"))["job_id"])
-    nvflare_job(kit, "wait", job, "--timeout", "200")
+    nvflare_job(kit, "wait", job, "--timeout", "600")
     found = nvflare_job(kit, "download", job, "-o", str(tmp_path / "prod"))["artifacts"]
     assert {"global_model", "metrics_summary", "round_metrics"} <= set(found)
     run_in_process(Study.load(config), RunFolder(tmp_path / "local"))
@@ -368,7 +368,7 @@ def test_commands_of_the_poc_page_run_and_the_console_accepts_a_job_folder(tmp_p
         output = shell(console, typed=f"submit_job {tmp_path}/my-jobs/fedavg_brain_age\nlist_jobs\nbye\n")
         submitted = re.search(r"Submitted job: (\S+)", output)
         assert submitted, output
-        assert nvflare_job(admin, "wait", submitted[1], "--timeout", "200")["status"] == "FINISHED:COMPLETED"
+        assert nvflare_job(admin, "wait", submitted[1], "--timeout", "600")["status"] == "FINISHED:COMPLETED"
         found = nvflare_job(admin, "download", submitted[1], "-o", str(tmp_path / "fetched"))["artifacts"]
     finally:
         shell("nvflare poc stop")

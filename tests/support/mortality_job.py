@@ -30,7 +30,7 @@ def write_mortality_job(folder: Path, name: str, rounds: int, **sections: Any) -
             "training": {"optimizer": "sgd", "lr": 0.1},
         },
         "task": {"name": "mortality", "medications": 3, "model": {"name": "mlp", "hidden": [8]}},
-        "federation": {"min_sites": 3, "task_timeout_s": 60},
+        "federation": {"min_sites": 3, "task_timeout_s": 300},
         "simulator": {"sites": 3, "data": {"path": str(folder / "{site}.csv")}},
         **sections,
     }
