@@ -57,10 +57,7 @@ ROWS = {
             "vectors": {},
         },
     ),
-    "retry": (
-        STATE.retry({"b": OLD}),
-        {"sequence": 8, "acknowledged": {"a": 2}, "pending": {"b": OLD}, "sent": {}, "vectors": {}},
-    ),
+    "retry": (STATE.retry({"b": OLD}), {"sequence": 8, "pending": {"b": OLD}, "sent": {}, "vectors": {}}),
     "send": (
         STATE.send({"a": DENSE}, {"all": NEXT_RESIDUAL}, {"a": NEXT_RESIDUAL}),
         {"sent": {"a": DENSE}, "residuals": {"all": NEXT_RESIDUAL}, "vectors": {"a": NEXT_RESIDUAL}},

@@ -74,14 +74,13 @@ class ServerState:
     transition   acknowledged  acknowledged_before  encrypted
     ===========  ============  ===================  =========
     start        .             acknowledged         .
-    retry        [1]           .                    .
     acknowledge  + site        .                    .
     aggregate    .             .                    new
     restore      file          {}                   file
     ===========  ============  ===================  =========
 
     "+ site" adds the entry of one site, "- site" removes it; "kept" are the bases without vectors that few sites hold;
-    "file" is the value of the snapshot; [1] is ``acknowledged_before``; "seq." stands for "sequence".
+    "file" is the value of the snapshot; "seq." stands for "sequence".
 
     Attributes:
         sequence: number of the last attempt; attempts are counted over the whole run.
@@ -150,15 +149,7 @@ class ServerState:
         Args:
             assignments: by site.
         """
-        # Only the updates of the last attempt count: a site whose earlier one is dropped must know that it is.
-        return replace(
-            self,
-            sequence=self.sequence + 1,
-            acknowledged=self.acknowledged_before,
-            pending=dict(assignments),
-            sent={},
-            vectors={},
-        )
+        return replace(self, sequence=self.sequence + 1, pending=dict(assignments), sent={}, vectors={})
 
     def send(
         self,
