@@ -15,7 +15,6 @@ from nvflare.apis.workspace import Workspace
 from torch import Tensor
 
 from ..compute.kernels.threads import set_kernel_threads
-from ..compute.structure.scaling import build_statistics_mask
 from ..config.assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_trainer, open_site
 from ..config.loading import parse_job
 from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
@@ -208,9 +207,7 @@ class SiteSession(FLComponent):
             # Before the data is read: no update of such a job may leave.
             policy, records = read_site_policy(fl_ctx), job.audit.record_updates
             raise_refusals(policy.check_job(records_updates=records, permit=job.permit))
-            initial = None
-            if job.builds_initial:
-                initial = InitialModel(assembly.weights, build_statistics_mask(assembly.layout))
+            initial = InitialModel(assembly.weights, assembly.layout) if job.builds_initial else None
             # Otherwise the site receives the initial weights from the server; its own copy would only take memory.
             assembly = replace(assembly, weights=torch.zeros(0))
             local = Path(get_workspace(fl_ctx).get_site_config_dir())

@@ -67,15 +67,15 @@ class TableTask(Task):
 
     def cohort(self, path: Path) -> Cohort:
         """Return the rows with all columns of the table."""
-        table = _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0)
+        table = _read_file(path)
         ids = self._get_ids(table)
         subjects = self._get_subjects(table, {name: row for row, name in enumerate(ids)}) if self.config.group else {}
         return Cohort(ids, table.columns, tuple(subjects.values()))
 
     def _read(self, path: Path) -> Table:
         """Return the table at ``path`` without the values that stand for missing ones."""
-        table = _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0)
-        return table.mark_missing(self.config.codes_by_column) if self.config.missing_codes else table
+        codes = self.config.codes_by_column.items()
+        return _read_file(path, tuple((column, frozenset(values)) for column, values in codes))
 
     def describe_columns(self, data: SiteData) -> list[Column]:
         """Return what the columns of the settings contain in the rows of a site; a column that it lacks is left out."""
@@ -214,7 +214,17 @@ def _describe_scale(rows: int) -> str:
     )
 
 
-@lru_cache(maxsize=1)
-def _read_cached(path: Path, version: int) -> Table:  # noqa: ARG001
+Codes = tuple[tuple[str, frozenset[str]], ...]
+"""Values that stand for missing ones, by column."""
+
+
+def _read_file(path: Path, codes: Codes = ()) -> Table:
+    """Return the table at ``path``; values among the codes of their column are missing."""
+    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0, codes)
+
+
+# As it is in the file for the partition, and with missing values for the sites.
+@lru_cache(maxsize=2)
+def _read_cached(path: Path, version: int, codes: Codes) -> Table:
     """Read a table, and keep it while its file is unchanged: the sites of a simulated federation share one file."""
-    return read_table(path)
+    return _read_cached(path, version, ()).mark_missing(dict(codes)) if codes else read_table(path)

@@ -35,7 +35,7 @@ def build(bench: ToyBench, values: Any = "float32", method: str = "topk_ef", **o
     """Return a federation whose sites build the initial model."""
     federation = LocalFederation(method, bench, values=values, rounds=3, **options)
     for endpoint in federation.endpoints.values():
-        endpoint.initial = InitialModel(bench.weights.clone(), build_statistics_mask(bench.layout))
+        endpoint.initial = InitialModel(bench.weights.clone(), bench.layout)
     return federation
 
 
@@ -101,7 +101,7 @@ def test_site_with_another_model_receives_all_of_it() -> None:
     bench = ToyBench(Scaled())
     federation = build(bench)
     other = federation.endpoints["site-2"]
-    other.initial = InitialModel(bench.weights + 1, build_statistics_mask(bench.layout))
+    other.initial = InitialModel(bench.weights + 1, bench.layout)
     federation.run(handshake=federation.build_hellos)
     own = build_statistics_mask(bench.layout).count
     assert list_sent(federation.ledger) == [own, bench.layout.size, own]

@@ -8,6 +8,7 @@ from functools import cached_property
 from torch import Tensor
 
 from ...compute.structure.norms import clip_variances
+from ...compute.structure.scaling import build_statistics_mask
 from ...core.exchange import EXACT_CONTENTS, STATISTICS, Content, Patch, Request
 from ...core.mask import Mask
 from ...core.params import Layout
@@ -36,21 +37,26 @@ class InitialModel:
 
     Attributes:
         weights: ``(P,)``.
-        statistics: its entries that are statistics of inputs, which no seed gives.
+        layout: layout of the network.
     """
 
     weights: Tensor
-    statistics: Mask
+    layout: Layout
+
+    @cached_property
+    def statistics(self) -> Mask:
+        """Its entries that are statistics of inputs, which no seed gives."""
+        return build_statistics_mask(self.layout)
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of its values, 64 hex digits."""
-        return Patch.from_vector(self.weights, Mask.full(self.statistics.size)).digest
+        return Patch.from_vector(self.weights, Mask.full(self.layout.size)).digest
 
     @cached_property
     def base(self) -> SiteBase:
         """The base of a site that holds it."""
-        return SiteBase(Mask.full(self.statistics.size), 0, self.weights)
+        return SiteBase(Mask.full(self.layout.size), 0, self.weights)
 
     def shorten(self, patch: Patch) -> Patch | None:
         """Return the statistics alone of a patch that is this model with others; None: the patch is another model."""
@@ -62,7 +68,7 @@ class InitialModel:
 
     def complete(self, patch: Patch) -> Patch:
         """Return the whole model of a patch over this one."""
-        return Patch.from_vector(patch.write_into(self.weights.clone()), Mask.full(self.statistics.size))
+        return Patch.from_vector(patch.write_into(self.weights.clone()), Mask.full(self.layout.size))
 
 
 def choose_values(content: Content, values: ValueType, initial: InitialModel | None) -> ValueType:

@@ -10,8 +10,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -238,8 +238,13 @@ def sum_lines(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], 
     return sums
 
 
-def _check_head(folder: Path, lines: int, get_digest: Any) -> None:
+def _check_head(folder: Path, lines: int, get_digest: Callable[[int], str]) -> None:
     """Compare a log with the head beside it, which may be behind, but not ahead.
+
+    Args:
+        folder: folder of the log.
+        lines: number of its lines.
+        get_digest: returns the digest of a line by its number, 0 for the start; empty: it is not at hand.
 
     Raises:
         EgressError: the log is shorter than the head says, or its last line is another one.
@@ -260,12 +265,18 @@ def _check_head(folder: Path, lines: int, get_digest: Any) -> None:
 
 
 def _read_number(raw: bytes, folder: Path, place: int | None = None) -> int:
-    try:
+    """Return the number that a line states of itself.
+
+    Raises:
+        EgressError: it is no line of a log.
+    """
+    number = None
+    with suppress(ValueError, KeyError, TypeError):
         number = json.loads(raw)["line"]
-        assert type(number) is int
-    except (ValueError, KeyError, TypeError, AssertionError):
-        raise _broken(folder, f"line {place or 'at the end'} is no line of this log: it was changed") from None
-    return int(number)
+    # Also in optimised code, and not for true, which is an int to isinstance.
+    if type(number) is not int:
+        raise _broken(folder, f"line {place or 'at the end'} is no line of this log: it was changed")
+    return number
 
 
 def _digest(raw: bytes) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...compute.structure.scaling import build_statistics_mask
 from ...core.errors import RejectedMessage
 from ...core.exchange import EVALUATE, STATISTICS, Assignment, Contribution, Patch, UpdateSpec
 from ...core.params import Layout
@@ -110,7 +109,7 @@ class ServerEndpoint:
         """
         declared = {site: own.initial_model for site, own in capabilities.items() if own.initial_model is not None}
         if declared and self._initial is None:
-            self._initial = InitialModel(weights, build_statistics_mask(self.layout))
+            self._initial = InitialModel(weights, self.layout)
         is_same = {site for site, digest in declared.items() if self._initial and digest == self._initial.digest}
         self._builders = is_same - self._not_building
 

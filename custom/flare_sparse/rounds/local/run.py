@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...compute.structure.scaling import build_statistics_mask
 from ...core.checkpoint.store import Store
 from ...core.errors import ConfigError, FlareSparseError, MissingBase, WireError, format_site_error, get_failure_code
 from ...core.exchange import Update
@@ -153,7 +152,7 @@ def run_locally(
     sums, site_sums = build_sums(method, run, rules, list(sites), ledger) if rules else (None, {})
     server = ServerEndpoint(method.layout, run, values, ledger, server_cipher, method.seed, sums)
     cipher = SiteCipher(contexts.client) if contexts else None
-    initial = InitialModel(weights, build_statistics_mask(method.layout)) if transport.builds_initial else None
+    initial = InitialModel(weights, method.layout) if transport.builds_initial else None
     endpoints = {
         name: site
         if isinstance(site, Exception)

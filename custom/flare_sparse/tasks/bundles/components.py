@@ -205,7 +205,8 @@ def parse_component(references: References, value: Any, name: str, kind: Kind) -
 
 def _explain_target(target: str, short: str, kind: Kind) -> str:
     """Return why a bundle may not name a class as its network, loss, and so on."""
-    if target.partition(".")[0] not in (*_PACKAGES, target, "ignite"):
+    # A name without a package is MONAI's, as it is to MONAI itself.
+    if "." in target and target.partition(".")[0] not in (*_PACKAGES, "ignite"):
         return f"found {target!r}, code of the bundle's own, which no site is sent; use a task of your own for it"
     names = sorted(CLASSES[kind])
     listed = "one of the transforms in docs/bundles.md" if kind == "transform" else f"one of {', '.join(names)}"

@@ -243,6 +243,7 @@ def parse_number(text: str) -> float:
 
 
 def _find_number(text: str) -> float | None:
+    """Return the number that a text spells; None: it spells none."""
     try:
         return parse_number(text)
     except ValueError:
@@ -251,10 +252,7 @@ def _find_number(text: str) -> float | None:
 
 def is_number(text: str) -> bool:
     """Return whether a text is a number or marks a missing value."""
-    try:
-        return text.lower() in MISSING or parse_number(text) is not None
-    except ValueError:
-        return False
+    return text.lower() in MISSING or _find_number(text) is not None
 
 
 def _to_array(values: Sequence[object]) -> np.ndarray:
