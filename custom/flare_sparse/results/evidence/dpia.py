@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ...rounds.endpoints.egress import find_logs, read_log, sum_lines
 from ..report.attacks import describe_attacks
+from ..report.tables import format_markdown
 from ..runs.results import RunResult
 
 FILE = "dpia.md"
@@ -33,19 +34,19 @@ rights of the subjects, who may receive the model.
 
 ## Processing and parties
 
-{_format_table(("what", "recorded", "source"), _list_processing(run, facts))}
+{format_markdown(("what", "recorded", "source"), _list_processing(run, facts))}
 
 ## Cohorts
 
-{_format_table(("site", "training examples", "validation", "test", "rounds", "source"), _list_cohorts(facts))}
+{format_markdown(("site", "training examples", "validation", "test", "rounds", "source"), _list_cohorts(facts))}
 
 ## What left each site
 
-{_format_table(("site", "kind", "contents", "messages", "bytes", "source"), _list_egress(run))}
+{format_markdown(("site", "kind", "contents", "messages", "bytes", "source"), _list_egress(run))}
 
 ## Measures
 
-{_format_table(("measure", "recorded", "source"), _list_measures(run, facts))}
+{format_markdown(("measure", "recorded", "source"), _list_measures(run, facts))}
 
 ## Attacks
 
@@ -126,11 +127,6 @@ def _list_measures(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, ...
         source = "given with `--policy`" if terms else "not recorded"
         rows.append((f"policy of {site}", terms or policy["note"], source))
     return rows
-
-
-def _format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines)
 
 
 def _format_list(sentences: Iterable[str]) -> str:

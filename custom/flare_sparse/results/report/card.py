@@ -14,7 +14,15 @@ from ..runs.progress import format_bytes
 from ..runs.results import RunResult
 from .attacks import describe_attacks
 from .findings import describe_caveat
-from .tables import build_evaluations, build_events, build_privacy, describe_means, describe_tests, format_metric
+from .tables import (
+    build_evaluations,
+    build_events,
+    build_privacy,
+    describe_means,
+    describe_tests,
+    format_markdown,
+    format_metric,
+)
 
 FILE = "model_card.md"
 
@@ -77,8 +85,7 @@ def _describe_privacy(run: RunResult) -> str:
     """Return the section on differential privacy; empty without it."""
     if (table := build_privacy([run])) is None:
         return ""
-    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
-    return f"\n## Privacy\n\n{table.note}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return f"\n## Privacy\n\n{table.note}\n\n{format_markdown(table.columns, table.rows)}\n"
 
 
 def build_metadata(run: RunResult) -> dict[str, Any]:
@@ -144,8 +151,7 @@ def _describe_cohorts(run: RunResult) -> str:
     table = build_evaluations([run])
     if table is None:
         return ""
-    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
-    return f"\n{table.title}: {table.note}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return f"\n{table.title}: {table.note}\n\n{format_markdown(table.columns, table.rows)}\n"
 
 
 def _describe_events(run: RunResult) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
@@ -32,6 +32,12 @@ class ReportTable:
     columns: list[str]
     rows: list[list[str]]
     note: str = ""
+
+
+def format_markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table in Markdown; a bar within a cell, which would end it, becomes a slash."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines)
 
 
 def format_metric(value: float | None) -> str:
