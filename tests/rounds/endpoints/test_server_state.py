@@ -57,7 +57,10 @@ ROWS = {
             "vectors": {},
         },
     ),
-    "retry": (STATE.retry({"b": OLD}), {"sequence": 8, "pending": {"b": OLD}, "sent": {}, "vectors": {}}),
+    "retry": (
+        STATE.retry({"b": OLD}),
+        {"sequence": 8, "acknowledged": {"a": 5}, "pending": {"b": OLD}, "sent": {}, "vectors": {}},
+    ),
     "send": (
         STATE.send({"a": DENSE}, {"all": NEXT_RESIDUAL}, {"a": NEXT_RESIDUAL}),
         {"sent": {"a": DENSE}, "residuals": {"all": NEXT_RESIDUAL}, "vectors": {"a": NEXT_RESIDUAL}},
@@ -103,6 +106,11 @@ ROWS = {
 def test_transition_sets_field_as_the_table_says(transition: str, field: str) -> None:
     result, changes = ROWS[transition]
     assert getattr(result, field) == changes.get(field, getattr(STATE, field))
+
+
+def test_retry_takes_back_the_updates_of_the_sites_that_it_asks_alone() -> None:
+    assert STATE.retry({"a": OLD}).acknowledged == {"a": 2, "b": 2}
+    assert STATE.retry({"a": OLD, "b": OLD}).acknowledged == {"a": 2}
 
 
 def test_docstring_has_a_row_per_transition_and_describes_every_field() -> None:

@@ -121,6 +121,11 @@ ROWS = {
         },
     ),
     "forget memory": (ANSWERED, ANSWERED.forget_memory(), {"memory_after": EMPTY}),
+    "take back": (
+        ANSWERED,
+        ANSWERED.take_back(),
+        {"memory_after": BEFORE, "checkpoint": 5, "fallback": 3, "reserve": None},
+    ),
 }
 """By transition: the state before, the state after, and the fields that change."""
 

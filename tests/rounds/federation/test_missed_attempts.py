@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import toy
 from local_federation import LocalFederation
 
@@ -125,3 +126,20 @@ def test_site_that_lost_its_checkpoints_is_sent_the_full_model_once(name: str, v
         assert [site for site, _, _ in requests] == ["site-1", "site-2", "site-3"]
         assert len({(scalars, length) for _, scalars, length in requests}) == 1
         assert requests[0][1] < size
+
+
+def test_restart_after_an_update_that_did_not_count_changes_no_bit(tmp_path: Path) -> None:
+    """Round 2 goes on without site-3, and round 3 is tried twice: the second attempt starts before round 2's update."""
+    lost = {(2, "site-3"), (3, "site-1"), (3, "site-2")}
+
+    def run(folder: Path, restarts: set[tuple[int, str]]) -> torch.Tensor:
+        federation = LocalFederation(
+            "topk_ef", rules=RoundRules(min_sites=2), rounds=4, fraction=0.1, stores=lambda end: Store(folder / end, {})
+        )
+        federation.change_message = lambda upload: None if (upload.attempt.sequence, upload.site) in lost else upload
+        federation.restarts = restarts
+        weights = federation.run().weights
+        assert [record.round for record in federation.records if "site-3" not in record.sites_contributed] == [2]
+        return weights
+
+    assert torch.equal(run(tmp_path / "undisturbed", set()), run(tmp_path / "restarted", {(4, "site-3")}))

@@ -74,13 +74,15 @@ class ServerState:
     transition   acknowledged  acknowledged_before  encrypted
     ===========  ============  ===================  =========
     start        .             acknowledged         .
+    retry        [1]           .                    .
     acknowledge  + site        .                    .
     aggregate    .             .                    new
     restore      file          {}                   file
     ===========  ============  ===================  =========
 
     "+ site" adds the entry of one site, "- site" removes it; "kept" are the bases without vectors that few sites hold;
-    "file" is the value of the snapshot; "seq." stands for "sequence".
+    "file" is the value of the snapshot; [1] is ``acknowledged_before`` for the sites asked again, and unchanged for the
+    others; "seq." stands for "sequence".
 
     Attributes:
         sequence: number of the last attempt; attempts are counted over the whole run.
@@ -149,7 +151,18 @@ class ServerState:
         Args:
             assignments: by site.
         """
-        return replace(self, sequence=self.sequence + 1, pending=dict(assignments), sent={}, vectors={})
+        # A site that is asked again must know that its earlier update is dropped. Those of the others count: one site
+        # alone is asked again if it has lost its base.
+        others = {site: number for site, number in self.acknowledged.items() if site not in assignments}
+        again = {site: number for site, number in self.acknowledged_before.items() if site in assignments}
+        return replace(
+            self,
+            sequence=self.sequence + 1,
+            acknowledged={**others, **again},
+            pending=dict(assignments),
+            sent={},
+            vectors={},
+        )
 
     def send(
         self,

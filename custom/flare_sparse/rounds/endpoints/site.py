@@ -108,11 +108,11 @@ class SiteEndpoint:
         """
         # Checkpoints are loaded here and not in the constructor: the sequence number of the first message after the
         # start decides which of them are still valid.
+        sequence = read_sequence(data, "server")
+        # The number travels beside the message, without a checksum: a wrong one would cost the site its residual.
+        if acknowledged is not None and (type(acknowledged) is not int or not 0 <= acknowledged < sequence):
+            raise RejectedMessage("E_KIND", "acknowledged", f"below {sequence}", abbreviate(acknowledged), "server")
         if self._state.sequence == 0:
-            sequence = read_sequence(data, "server")
-            # The number travels beside the message, without a checksum: a wrong one would cost the site its residual.
-            if acknowledged is not None and (type(acknowledged) is not int or not 0 <= acknowledged < sequence):
-                raise RejectedMessage("E_KIND", "acknowledged", f"below {sequence}", abbreviate(acknowledged), "server")
             self._restart(sequence, acknowledged)
         message = self._decode_request(data)
         if message.sequence <= self._state.sequence:
@@ -124,6 +124,10 @@ class SiteEndpoint:
         patch = correct_variances(self.decrypt(message.patch), self.site.layout)
         previous = self._trainable or (self._state.base.mask if self._state.base else message.trainable)
         base = self._apply(patch, message.sequence)
+        if acknowledged is not None and self._is_discarded(request_id, acknowledged):
+            if self.store is not None:
+                self.store.delete(self._state.checkpoint or 0)
+            self._state = self._state.take_back()
         self._state = self._state.receive(request_id, base)
         self.site.receive(self._state.memory.method)
         # Refused after the state has changed: the site holds the model that its weights contain.
@@ -140,6 +144,11 @@ class SiteEndpoint:
         if is_training(message.kind):
             self._trainable = message.trainable
         return self.request
+
+    def _is_discarded(self, request: RequestId, acknowledged: int) -> bool:
+        """Return whether the server goes on to another request without the last update of this site."""
+        state = self._state
+        return request not in (state.received, state.answered) and acknowledged < (state.checkpoint or 0)
 
     def compute_model_digest(self) -> str:
         """Return the digest of the model that this site holds; equal models have equal digests at all sites."""

@@ -85,6 +85,7 @@ class SiteState:
     restart from one request   [1]  [1]      (None,)     [1]      [1]    empty   [1]     [1]      None       None
     restart from two requests  [1]  [1]      ([2].base,) [1]      [1]    [2]     [1]     [1]      [2]        [3]
     forget memory              .    .        .           .        .      .       empty   .        .          .
+    take back                  .    .        .           .        .      .       before  fallback reserve    None
     ========================== ==== ======== =========== ======== ====== ======= ======= ======== ========== ========
 
     [1] is the newest checkpoint, [2] the newest one of another request than [1], [3] that of
@@ -178,6 +179,13 @@ class SiteState:
         """Return the state of a site that has lost an update later than ``answered``, and what it carried on."""
         # The memory before ``answered`` stays: the server retries that request only if it has no later update.
         return replace(self, memory_after=SiteMemory())
+
+    def take_back(self) -> SiteState:
+        """Return the state of a site whose last update does not count: its memory is that before the update."""
+        # Otherwise what the update sent of earlier rounds would be lost with it. Its checkpoint is none to return to.
+        return replace(
+            self, memory_after=self.memory_before, checkpoint=self.fallback, fallback=self.reserve, reserve=None
+        )
 
     @classmethod
     def restart(
