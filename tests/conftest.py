@@ -16,6 +16,7 @@ from hypothesis import settings
 from ports import lock_ports
 from skips import describe_skips, require
 
+from flare_sparse.compute.kernels.threads import limit_kernel_threads
 from flare_sparse.privacy.dp.secret import SECRET_BYTES
 
 # pytest's worker processes inherit COLUMNS, which would set the width of the terminal output under test.
@@ -32,7 +33,9 @@ def _seeded_torch() -> Iterator[None]:
     thread_count = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.default_generator.manual_seed(0)
-    yield
+    # A test that opens a job's session in this process sets the kernels' own number, as the job's process would.
+    with limit_kernel_threads(None):
+        yield
     torch.set_num_threads(thread_count)
 
 
