@@ -21,7 +21,6 @@ from flare_sparse.config.yaml_files import parse_yaml
 from flare_sparse.core.errors import ConfigError, DataError
 from flare_sparse.tasks.data.atlases import ATLASES
 from flare_sparse.tasks.data.features import format_labels
-from flare_sparse.tasks.outcomes import compute_c_index, compute_cox_loss
 from flare_sparse.tasks.table import TableTask
 from flare_sparse.tasks.task import Examples, SiteData
 
@@ -33,6 +32,9 @@ p4,4,70,M,C,malignant,9,0
 """
 
 
+SURVIVAL = {"kind": "survival", "target": "months", "event": "died"}
+DISCRETE = """{name: table, kind: survival, target: months, event: died, features: [age], loss: discrete,
+  times: [30, 45, 60]}"""
 BINARY = """{name: table, kind: binary, target: outcome, classes: [benign, malignant], id: patient,
   features: [age, sex], categories: {sex: [F, M]}}"""
 
@@ -330,9 +332,14 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
         ),
         ({"kind": "regression", "target": "died", "target_transform": "log"}, ("", ""), "died' is 0 .row 2.*log1p"),
         (
-            {"kind": "survival", "target": "months", "event": "died"},
+            SURVIVAL,
             (",5,1", ",-5,1"),
             r"is -5 \(row 1\); expected 0 or more",
+        ),
+        (
+            SURVIVAL | {"loss": "weibull", "times": [12]},
+            (",5,1", ",0,1"),
+            r"is 0 \(row 1\); expected above 0",
         ),
     ],
 )
@@ -369,6 +376,10 @@ def test_defect_of_a_table_is_named_with_its_remedy(
         ({"kind": "regression", "target": "months", "class_weights": [1, 4]}, "class_weights are for kinds binary and"),
         ({"event": "died"}, "event is for kind survival"),
         ({"kind": "survival", "target": "months"}, "event is missing"),
+        ({"loss": "weibull", "times": [1]}, "loss: weibull is for kind survival, not for binary"),
+        (SURVIVAL | {"loss": "discrete"}, r"loss is discrete; set them, as \[12, 24, 60\]"),
+        (SURVIVAL | {"times": [12]}, "loss is cox; remove them, or set loss: discrete"),
+        (SURVIVAL | {"loss": "discrete", "times": [2, 1]}, "expected ascending times"),
         ({"kind": "classes", "target": "ward"}, "3 or more for classes"),
     ],
 )
@@ -439,31 +450,12 @@ def test_number_is_predicted_in_its_unit(tmp_path: Path) -> None:
     assert "r2" not in task.metrics(torch.ones(2, 1), torch.ones(2, 1))
 
 
-def test_cox_loss_equals_the_partial_likelihood_written_out() -> None:
-    eta, times, events = (torch.tensor(v) for v in ([0.5, -1.0, 2.0, 0.0], [3.0, 1.0, 3.0, 2.0], [1.0, 1.0, 0.0, 0.0]))
-    first = math.log(sum(math.exp(value) for value in eta.tolist())) + 1.0
-    second = math.log(math.exp(0.5) + math.exp(2.0)) - 0.5
-    assert compute_cox_loss(eta, times, events).item() == pytest.approx((first + second) / 2)
-    without = compute_cox_loss(eta.requires_grad_(), times, torch.zeros(4))
-    without.backward()
-    assert without.item() == 0
-    assert eta.grad is not None
-    assert not eta.grad.any()
-
-
-def test_c_index_counts_pairs_that_can_be_compared() -> None:
-    times, events = torch.tensor([1.0, 2, 3, 3]), torch.tensor([1.0, 0, 1, 0])
-    assert compute_c_index(torch.tensor([3.0, 0, 1, 0]), times, events) == 1
-    assert compute_c_index(torch.tensor([0.0, 3, 1, 0]), times, events) == pytest.approx(1.5 / 4)
-    assert compute_c_index(torch.zeros(4), times, torch.zeros(4)) is None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "metric"),
     [
         (BINARY, "auc"),
-        ("{name: table, kind: survival, target: months, event: died, features: [age]}", "c_index"),
+        (DISCRETE, "c_index"),
     ],
 )
 def test_table_is_federated_without_code(task: str, metric: str, tmp_path: Path) -> None:
@@ -485,8 +477,8 @@ def test_table_is_federated_without_code(task: str, metric: str, tmp_path: Path)
 
     run = json.loads(printed.stdout)["runs"][0]
     assert run["note"] == ""
-    assert run["final"]["all"][metric] > 0.9
-    assert run["pooled"][metric] > 0.9
+    assert run["final"]["all"][metric] > 0.85
+    assert run["pooled"][metric] > 0.85
     assert run["differences"]["site_mean"][metric]["verdict"] == "ahead"
     assert run["differences"]["site_mean"][metric]["second"] == pytest.approx(0.5, abs=0.01)
 

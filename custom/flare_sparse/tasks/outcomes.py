@@ -1,4 +1,4 @@
-"""What the generic table task predicts: a number, one of two classes, one of several, or the time of an event."""
+"""What the generic table task predicts: a number, one of two classes or one of several; times are in ``survival``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ _TRANSFORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
     "log1p": (torch.log1p, torch.expm1),
 }
 """Transforms of a target and their inverses."""
-PAIRS_AT_ONCE = 2**20
-"""Pairs of subjects that a C-index compares at a time."""
 
 
 class TableOutcome(ABC):
@@ -153,83 +151,3 @@ class ClassOutcome(TableOutcome):
         hits = (predictions.argmax(dim=1) == targets[:, 0]).double()
         recalls = [hits[targets[:, 0] == label].mean().item() for label in targets[:, 0].unique()]
         return {"accuracy": hits.mean().item(), "balanced_accuracy": sum(recalls) / len(recalls)}
-
-
-class SurvivalOutcome(TableOutcome):
-    """The time of an event, or the time until which a subject was seen without one.
-
-    The network's output is the logarithm of a relative hazard (Cox 1972). Predictions are that output, targets are the
-    time and 1 for an event.
-    """
-
-    kind = "survival"
-    metric = Metric("c_index", "", "max", may_be_undefined=True)
-
-    def __init__(self, time: str, event: str):
-        self._time, self._event = time, event
-
-    def read(self, table: Table) -> np.ndarray:
-        """Return times and events.
-
-        Raises:
-            DataError: a time is negative, or an event neither 0 nor 1.
-        """
-        times, events = table.get_numbers(self._time), table.get_numbers(self._event)
-        if bool((times < 0).any()):
-            row = int(np.flatnonzero(times < 0)[0])
-            raise DataError(
-                f"{table.source}: column {self._time!r} is {times[row]:g} (row {row + 1}); expected 0 or more"
-            )
-        known = events[np.isfinite(events)]
-        if len(wrong := known[~np.isin(known, (0, 1))]):
-            raise DataError(f"{table.source}: column {self._event!r} has {wrong[0]:g}; expected 1 for an event, else 0")
-        return np.stack([times, events], axis=1)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the negative logarithm of the partial likelihood within the batch, divided by its events.
-
-        Breslow's form for tied times. The risk set of an event is that of its batch (Kvamme et al. 2019, JMLR 20:129,
-        section 3.1): the larger the batch, the closer to the partial likelihood of the site.
-        """
-        return compute_cox_loss(outputs[:, 0], targets[:, 0], targets[:, 1])
-
-    def predict(self, outputs: Tensor) -> Tensor:
-        """Return the logarithm of the relative hazard."""
-        return outputs
-
-    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the share of events, and Harrell's C-index where two subjects can be compared."""
-        metrics = {"event_rate": targets[:, 1].double().mean().item()}
-        c_index = compute_c_index(predictions[:, 0], targets[:, 0], targets[:, 1])
-        return metrics if c_index is None else {**metrics, "c_index": c_index}
-
-
-def compute_cox_loss(log_hazard: Tensor, times: Tensor, events: Tensor) -> Tensor:
-    """Return the mean over events of ``log(sum of hazards at risk) - log hazard``; 0 without any event.
-
-    Args:
-        log_hazard: ``(B,)``.
-        times: ``(B,)``.
-        events: ``(B,)`` 1 for an event, 0 for the end of the observation.
-    """
-    at_risk = times[None, :] >= times[:, None]
-    total = torch.logsumexp(torch.where(at_risk, log_hazard[None, :], -torch.inf), dim=1)
-    # A batch without any event teaches nothing, but its loss must have a gradient.
-    return ((total - log_hazard) * events).sum() / events.sum().clamp(min=1)
-
-
-def compute_c_index(log_hazard: Tensor, times: Tensor, events: Tensor) -> float | None:
-    """Return the share of comparable pairs in which the subject with the earlier event has the higher hazard.
-
-    Harrell et al. 1982, JAMA 247:2543; equal hazards count half. A pair is comparable if the earlier time is that of an
-    event, or, of two equal times, one is that of an event. None without such a pair.
-    """
-    concordant, comparable = 0.0, 0
-    # Some subjects with an event at a time: all pairs of a large site do not fit into memory.
-    for rows in (events > 0.5).nonzero().flatten().split(max(PAIRS_AT_ONCE // max(len(times), 1), 1)):
-        own = times[rows, None]
-        later = (times > own) | ((times == own) & (events <= 0.5))
-        gap = log_hazard[rows, None] - log_hazard
-        concordant += int(((gap > 0) & later).sum()) + 0.5 * int(((gap == 0) & later).sum())
-        comparable += int(later.sum())
-    return concordant / comparable if comparable else None

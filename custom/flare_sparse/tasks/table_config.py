@@ -19,7 +19,8 @@ from .data.atlases import ATLASES
 from .data.features import Labels, count_inputs, name_labels, number_labels
 from .models import ModelConfig
 from .models.config import require_input
-from .outcomes import ClassOutcome, NumberOutcome, SurvivalOutcome, TableOutcome
+from .outcomes import ClassOutcome, NumberOutcome, TableOutcome
+from .survival import Loss, SurvivalOutcome
 from .task import Kind, TaskConfig
 
 BINARY_LABELS = ("0", "1")
@@ -139,6 +140,14 @@ class TableConfig(TaskConfig):
         "[1, 2], late: [3, 4]}}",
     )
     event: str | None = Field(None, description="survival: column with 1 for an event, 0 for the end of observation")
+    loss: Loss = Field(
+        "cox",
+        description="survival: Cox's partial likelihood, which ranks subjects; hazards of the intervals that end at "
+        "times (discrete); or a Weibull distribution. The last two predict probabilities at times",
+    )
+    times: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (), description="survival, discrete and weibull: ascending times at which survival is predicted, [12, 24, 60]"
+    )
     classes: LabelList = Field(
         (),
         description="labels of the target for binary and classes, or groups of labels, {none: 0, disease: [1, 2, 3]}; "
@@ -215,6 +224,13 @@ class TableConfig(TaskConfig):
             raise ValueError("event is missing; set the column with 1 for an event, 0 for the end of observation")
         if self.kind != "survival" and self.event is not None:
             raise ValueError(f"event is for kind survival, not for {self.kind}; remove it")
+        if self.kind != "survival" and self.loss != "cox":
+            raise ValueError(f"loss: {self.loss} is for kind survival, not for {self.kind}; remove it")
+        if bool(self.times) != (self.loss != "cox"):
+            remedy = "remove them, or set loss: discrete" if self.times else "set them, as [12, 24, 60]"
+            raise ValueError(f"times are for loss discrete and weibull, and loss is {self.loss}; {remedy}")
+        if list(self.times) != sorted(set(self.times)):
+            raise ValueError(f"times: found {list(self.times)}; expected ascending times, each once")
         expected = {"binary": len(self.classes) in (0, 2), "classes": len(self.classes) > 2}
         if not expected.get(self.kind, not self.classes):
             raise ValueError(
@@ -266,9 +282,9 @@ class TableConfig(TaskConfig):
         if self.scaling in ("site", "federated", "combat"):
             constants = "give constants, {age: [50, 15]}, or none"
             needs.add(Need.JOINT_SUBJECTS.because(f"task.scaling: {self.scaling} {computes}", constants))
-        if self.kind == "survival":
-            remedy = "see docs/differential-privacy.md"
-            needs.add(Need.JOINT_SUBJECTS.because("kind survival: the loss compares subjects with each other", remedy))
+        if self.kind == "survival" and self.loss == "cox":
+            compares = "task.loss: cox compares subjects with each other"
+            needs.add(Need.JOINT_SUBJECTS.because(compares, "set task.loss: discrete or weibull"))
         return frozenset(needs)
 
     @property
@@ -334,5 +350,5 @@ class TableConfig(TaskConfig):
             return NumberOutcome(self.target, self.unit, *self.target_scale, self.target_transform)
         if self.kind == "survival":
             assert self.event is not None, "checked above"
-            return SurvivalOutcome(self.target, self.event)
+            return SurvivalOutcome(self.target, self.event, self.loss, self.times)
         return ClassOutcome(self.target, self.classes or BINARY_LABELS, self.class_weights)
