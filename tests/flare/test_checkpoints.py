@@ -12,7 +12,7 @@ import pytest
 from nvflare.apis.workspace import Workspace
 
 from flare_sparse.core.checkpoint.store import Store
-from flare_sparse.flare.checkpoints import KEPT_DAYS, delete_archived, delete_ended, mark_job_finished
+from flare_sparse.flare.checkpoints import KEPT_DAYS, delete_archived, delete_ended, delete_old, mark_job_finished
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,17 @@ def test_site_deletes_checkpoints_of_ended_and_forgotten_jobs_only(tmp_path: Pat
         "running/site-1",
     ]
     assert other.list_numbers() == [1]
+
+
+def test_policy_term_decides_after_how_many_days_checkpoints_go(tmp_path: Path) -> None:
+    """At the server, those of a finished job that FLARE may not have archived stay until the term is over, too."""
+    now = time.time()
+    for job, age in (("new", 1), ("old", 8)):
+        store = build_site_store(tmp_path, job)
+        store.release()
+        store.mark_finished(store.folder)
+        os.utime(store.folder, (now - age * DAY_S,) * 2)
+    assert delete_old(tmp_path, "site-1", now, days=7) == ["old"]
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    delete_ended(tmp_path, "site-1", now, days=30)
+    assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.results.runs.continuation import FINAL, copy_final_checkpoints, keep_final_checkpoints
+from flare_sparse.results.runs.continuation import FINAL, copy_checkpoints, keep_final_checkpoints
 from flare_sparse.rounds.federation import RoundRecord
 from flare_sparse.rounds.local.run import Course, Transport, run_locally
 
@@ -74,7 +74,7 @@ def test_two_rounds_and_two_more_are_four_at_once(name: str, values: str, bench:
     run(bench, name, 2, open_stores(tmp_path / "short" / "checkpoints", 2), values)
     keep_final_checkpoints(tmp_path / "short" / "checkpoints")
     stores = open_stores(tmp_path / "long", 4)
-    copy_final_checkpoints(tmp_path / "short" / FINAL / "job", stores)
+    copy_checkpoints(tmp_path / "short" / FINAL / "job", stores)
     continued = run(bench, name, 4, stores, values, resume=True)
     assert continued == run(bench, name, 4, open_stores(tmp_path / "once", 4), values)
     kept = [len(Store(folder, {}).list_numbers()) for folder in (tmp_path / "short" / FINAL / "job").iterdir()]

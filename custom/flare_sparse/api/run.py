@@ -21,6 +21,7 @@ from ..core.seeds import limit_threads
 from ..results.audit.attacks import Attacker, AuditOptions
 from ..results.audit.record import audit_run
 from ..results.report.card import write_card
+from ..results.runs.continuation import EXPIRED, expire_checkpoints
 from ..results.runs.evaluation import Split, choose_evaluation_file, evaluate_cohort, evaluate_matrix
 from ..results.runs.folder import RunFolder
 from ..results.runs.load import load_model, load_study
@@ -65,6 +66,8 @@ class Run:
         run = cls(Path(folder), observer)
         if not (run.path / APPENDED_FILES[0]).is_file():
             raise ConfigError(f"{folder}: no {APPENDED_FILES[0]}; expected the result folder of flare-sparse run")
+        if expire_checkpoints(run.path, run.study.config.federation.checkpoint_days):
+            observer.note(EXPIRED.format(folder=folder))
         return run
 
     @cached_property
@@ -270,7 +273,7 @@ def complete_run(study: Study, folder: RunFolder) -> Run:
     run = Run(folder.path)
     run.write_card()
     # Last: until here a run that was cut short can be resumed; a finished run cannot.
-    folder.complete()
+    folder.complete(study.config.federation)
     return run
 
 

@@ -25,6 +25,8 @@ HELP = """Prepare a site: allow classes, set a policy, refuse code, check that i
 
 [dim]flare-sparse site preflight /opt/flare/site-1[/]
 
+[dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt[/]
+
 [dim]flare-sparse site requests /opt/flare/site-1[/]
 
 [dim]flare-sparse site egress /opt/flare/site-1[/]
@@ -129,6 +131,27 @@ def preflight(
         console.print(f"{finding.subject}: {finding.detail}", markup=False)
         failed = failed or finding.verdict == "FAIL"
     raise typer.Exit(int(failed))
+
+
+@site.command()
+def withdraw(
+    kit: Kit,
+    subjects: Annotated[Path, typer.Option(help="File with the identifiers of the subjects, one a line")],
+) -> None:
+    """Leave subjects who have withdrawn out of all later jobs, and delete the checkpoints of the jobs before.
+
+    Adds them to local/flare_sparse_withdrawn.txt, which a job cannot undo, and names the jobs that this site has
+    answered. Tell their leads to run them again.
+
+    [dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt[/]
+    """
+    from ..flare.site.withdrawal import withdraw_at_site
+
+    done = withdraw_at_site(kit, subjects)
+    console.print(f"{done.added} subjects added, {done.total} on the list", markup=False)
+    console.print(f"checkpoints deleted: {', '.join(done.deleted) or 'none'}", markup=False)
+    for job in done.jobs:
+        console.print(f"may have learned from them, run it again: {job}", markup=False, soft_wrap=True)
 
 
 @site.command()

@@ -156,7 +156,7 @@ def open_checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -
         end: ``"server"`` or the name of a site.
     """
     owner = {"run": assembly.run_id, "layout": assembly.layout.fingerprint, "end": end, "job": serialize_job(job)}
-    return Store(root / f"{job.name}-{assembly.run_id}" / end, owner)
+    return Store(root / f"{job.name}-{assembly.run_id}" / end, owner, keep=job.federation.kept_commits)
 
 
 def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None = None) -> Site:
@@ -236,6 +236,11 @@ def open_script_trainer(assembly: Assembly, data: SiteData, runner: ScriptRunner
     Raises:
         ConfigError: as :func:`open_site`.
     """
+    if data.withdrawn:
+        raise ConfigError(
+            f"site {data.site}: {len(data.withdrawn)} subjects have withdrawn, and a training script reads its data by "
+            "itself; remove them from the data, and then from the site's list"
+        )
     method = assembly.method
     site_settings = validate_site_settings(method, data)
     score_rounds = method.traffic.count_requests(SCORE, 0)

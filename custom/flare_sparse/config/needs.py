@@ -298,6 +298,13 @@ AUDIT = Feature(
     "audit another run",
     takes=frozenset({Need.NO_COMMON_MODEL, Need.HIDDEN_EXAMPLES}),
 )
+WITHDRAWAL = Feature(
+    "flare-sparse withdraw --subjects",
+    "the package leaves the subjects out of what a site reads",
+    lambda job: False,
+    "remove the subjects from the data and run again",
+    takes=frozenset({Need.HIDDEN_EXAMPLES}),
+)
 
 
 @dataclass(frozen=True)

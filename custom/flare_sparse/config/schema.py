@@ -109,6 +109,10 @@ class HubConfig(Section):
         return self
 
 
+MIN_COMMITS = 2
+"""Commits that are always kept: the older one is there if the newer one is damaged or discarded."""
+
+
 class FederationConfig(Section):
     """Rules that decide when a round is committed and how much a site may weigh."""
 
@@ -162,6 +166,19 @@ class FederationConfig(Section):
         "task.split.validation and method.participation 1; null: run all rounds",
     )
     retries: int = Field(2, ge=0, description="number of times a failed round is retried before the run stops")
+    kept_commits: int = Field(
+        MIN_COMMITS,
+        ge=MIN_COMMITS,
+        exclude_if=lambda value: value == MIN_COMMITS,
+        description="newest commits whose checkpoints server and sites keep; a withdrawal retrains from the last one "
+        "before the data took part",
+    )
+    checkpoint_days: int | None = Field(
+        None,
+        ge=0,
+        exclude_if=lambda value: value is None,
+        description="days that a result folder keeps checkpoints; 0: none after the run; null: until they are removed",
+    )
     request_interval_s: float = Field(
         0.05,
         ge=0.01,

@@ -17,10 +17,11 @@ from ..tasks.data.phantom import write_phantoms
 from ..tasks.data.site_folders import list_folders_without_examples
 from ..tasks.task import Cohort, SiteData, Task
 from .schema import PhantomConfig, RunConfig, SimulatorConfig
+from .withdrawals import Withdrawals
 
 
 def prepare_site_data(config: RunConfig, task: Task, folder: Path, observer: Observer = SILENT) -> dict[str, SiteData]:
-    """Return the data of every simulated site, in name order.
+    """Return the data of every simulated site, in name order, without what has withdrawn from the run in ``folder``.
 
     Args:
         config: configuration whose ``simulator`` section describes sites and data.
@@ -40,7 +41,12 @@ def prepare_site_data(config: RunConfig, task: Task, folder: Path, observer: Obs
             f"simulator.site_settings: there is no site {unknown[0]!r}.{suggest(unknown[0], sites)} "
             f"The sites are {', '.join(sites)}"
         )
-    return {name: replace(data, methods=settings.get(name, {})) for name, data in sites.items()}
+    gone = Withdrawals.read(folder)
+    return {
+        name: replace(data, methods=settings.get(name, {}), withdrawn=gone.subjects)
+        for name, data in sites.items()
+        if name not in gone.sites
+    }
 
 
 def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer: Observer) -> dict[str, SiteData]:

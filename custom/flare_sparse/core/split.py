@@ -45,6 +45,12 @@ class SplitConfig(BaseModel):
         le=1000,
         description="number of folds: with each fold once, every subject of every site is tested once; null: one split",
     )
+    stable: bool = Field(
+        False,
+        exclude_if=lambda value: not value,
+        description="the part of a subject depends on its identifier alone, so that nobody changes parts when another "
+        "subject leaves or joins; the shares then hold on average",
+    )
     fold: int = Field(1, ge=1, description="fold for testing, 1 to folds; fold 1 of 5 tests the subjects of one split")
 
     @model_validator(mode="after")
@@ -69,6 +75,8 @@ class SplitConfig(BaseModel):
         testing. The next ``round(validation * n)``, from the start again after the end, are for validation, at least
         one if two or more remain.
         """
+        if self.stable:
+            return self._assign_each(ids, seed)
         ordered = sorted(ids, key=lambda name: sha256(f"{seed}:{name}".encode()).digest())
         start, end = self._locate_test(len(ordered))
         remaining = ordered[end:] + ordered[:start]
@@ -77,9 +85,27 @@ class SplitConfig(BaseModel):
             count = min(max(round(self.validation * len(ordered)), 1), len(remaining) - 1)
         return Split(tuple(remaining[count:]), tuple(remaining[:count]), tuple(ordered[start:end]))
 
+    def _assign_each(self, ids: Iterable[str], seed: int) -> Split:
+        """Split by each identifier's hash alone, as a number from 0 to 1 in place of its rank."""
+        positions = {name: _place(f"{seed}:{name}") for name in ids}
+        start = (self.fold - 1) / self.folds if self.folds else 0.0
+        width = 1 / self.folds if self.folds else self.test
+        parts: tuple[list[str], ...] = ([], [], [])
+        for name in sorted(positions, key=positions.__getitem__):
+            # Distance from the first test subject, around the circle of hashes.
+            distance = (positions[name] - start) % 1
+            parts[2 if distance < width else 1 if distance < width + self.validation else 0].append(name)
+        return Split(*(tuple(part) for part in parts))
+
     def _locate_test(self, count: int) -> tuple[int, int]:
         """Return where the test identifiers start and end in the order of the hashes."""
         if self.folds is None:
             return 0, max(round(self.test * count), 1 if count > 1 else 0)
         # No minimum of one: a subject of a site smaller than the number of folds would be tested twice.
         return round((self.fold - 1) * count / self.folds), round(self.fold * count / self.folds)
+
+
+def _place(text: str) -> float:
+    """Return the SHA-256 of a text as a number from 0, inclusive, to 1, exclusive."""
+    # 53 bits are exact in a float, and less than 1 after the division.
+    return (int.from_bytes(sha256(text.encode()).digest()[:8], "big") >> 11) / 2**53

@@ -60,27 +60,43 @@ def delete_archived(root: Path) -> None:
             store.release()
 
 
-def delete_ended(root: Path, site: str, now: float | None = None) -> None:
-    """Delete a site's checkpoints of jobs that have ended, and those that no job has used for ``KEPT_DAYS`` days.
+def delete_ended(root: Path, site: str, now: float | None = None, *, days: int = KEPT_DAYS) -> None:
+    """Delete a site's checkpoints of jobs that have ended, and those that no job has used for some days.
 
     Args:
         root: checkpoint folder of the site.
         site: name of the site.
         now: Unix time; None: the current one.
+        days: the days.
     """
-    oldest = (time.time() if now is None else now) - KEPT_DAYS * 86_400
-    for folder in root.glob(f"*/{site}"):
+    delete_old(root, site, now, days=days, and_finished=True)
+
+
+def delete_old(root: Path, end: str, now: float | None = None, *, days: float, and_finished: bool = False) -> list[str]:
+    """Delete the checkpoints of one end that no job has used for some days, and return the names of their jobs.
+
+    Args:
+        root: checkpoint folder of the server or a site.
+        end: ``"server"`` or the site's name.
+        now: Unix time; None: the current one.
+        days: the days.
+        and_finished: delete those of finished jobs, too, however new they are.
+    """
+    oldest, deleted = (time.time() if now is None else now) - days * 86_400, []
+    for folder in sorted(root.glob(f"*/{end}")):
         store = Store(folder, {})
         # A store that cannot be claimed belongs to a running job, such as the one that calls this.
         with suppress(CheckpointError):
             store.claim()
             # An interrupted job may be submitted again, so its checkpoints stay until they are old.
-            if (folder / FINISHED).is_file() or folder.stat().st_mtime < oldest:
+            if (and_finished and (folder / FINISHED).is_file()) or folder.stat().st_mtime <= oldest:
                 shutil.rmtree(folder, ignore_errors=True)
+                deleted.append(folder.parent.name)
             store.release()
             # The job's folder may hold checkpoints of other sites on the same machine.
             with suppress(OSError):
                 folder.parent.rmdir()
+    return deleted
 
 
 def mark_job_finished(store: Store, workspace: Workspace, job_id: str) -> None:

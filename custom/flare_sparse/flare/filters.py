@@ -30,7 +30,7 @@ from .payload import (
     shareable_to_message,
     update_to_shareable,
 )
-from .session import get_server_session, get_site_session, write_site_error
+from .session import get_server_session, get_site_session, read_site_policy, write_site_error
 
 
 class DecodeRequest(Filter):
@@ -82,6 +82,8 @@ class EncodeUpdate(Filter):
             # mark they are deleted later, so a full disk must not cost the answer.
             with suppress(CheckpointError):
                 endpoint.store.mark_finished(endpoint.store.folder)
+            if read_site_policy(fl_ctx).checkpoint_days == 0:
+                endpoint.store.delete()
         # The memory of the training goes back before FLARE sends the message.
         try_malloc_trim()
         return update_to_shareable(encoded.data, update, endpoint.events)

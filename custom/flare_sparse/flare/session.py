@@ -39,7 +39,7 @@ from ..tasks.task import SiteData, Task
 from ..training import Site
 from ..wire.capabilities import local_capabilities
 from ..wire.ledger import Ledger
-from .checkpoints import delete_archived, delete_ended, find_checkpoint_folder
+from .checkpoints import KEPT_DAYS, delete_archived, delete_ended, delete_old, find_checkpoint_folder
 from .egress import find_job_file, install_recorder
 from .he_keys import load_server_cipher, load_site_cipher
 from .kits import load_identity, load_root
@@ -124,6 +124,8 @@ class ServerSession(FLComponent):
         self.unarchived: Path | None = None
         if root is not None and self.store is not None:
             delete_archived(root)
+            if (days := read_site_policy(fl_ctx).checkpoint_days) is not None:
+                delete_old(root, SERVER, days=days)
             # Claimed before the mark is read: two processes of one job must not both deliver or both continue it.
             self.store.claim()
             self.unarchived = self.store.get_result_folder()
@@ -217,7 +219,7 @@ class SiteSession(FLComponent):
             if root is not None and store is not None:
                 store.claim()
                 store.unmark_finished()
-                delete_ended(root, name)
+                delete_ended(root, name, days=KEPT_DAYS if policy.checkpoint_days is None else policy.checkpoint_days)
             cipher = load_site_cipher(fl_ctx) if job.encrypted else None
             requests = _open_request_log(fl_ctx, job, assembly)
             sums = _open_sums(fl_ctx, job, assembly, requests)

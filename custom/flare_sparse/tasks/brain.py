@@ -96,7 +96,7 @@ class BrainTask(AdaptableTask, ABC):
             voxels = read_voxels(file, shape, spacing)
             return VolumeExample(file, target, preprocess(voxels) if self.config.cache else None)
 
-        ids = subjects if data.subset is None else data.subset
+        ids = data.select(subjects)
         skip = self.config.skip_bad_subjects
         examples, skipped = screen_subjects(ids, read_example, skip_bad_subjects=skip, source=data.path)
 

@@ -69,7 +69,7 @@ class ImageClassification(Task):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read the images of a site."""
-        ids = self.cohort(data.path).ids if data.subset is None else data.subset
+        ids = data.select(self.cohort(data.path).ids)
         return build_examples(self.config.split.assign(ids, seed), partial(self._read_dataset, data.path))
 
     def _read_dataset(self, path: Path, ids: Sequence[str]) -> TensorDataset:

@@ -100,7 +100,7 @@ class MorphometryTask(Task, ABC):
                 raise DataError(f"{len(missing)} of {len(columns)} features are missing or not finite: {names}")
             return row
 
-        ids = row_of if data.subset is None else data.subset
+        ids = data.select(row_of)
         skip = self.config.skip_bad_subjects
         rows, skipped = screen_subjects(ids, find_row, skip_bad_subjects=skip, source=data.path)
 

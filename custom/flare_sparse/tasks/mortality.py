@@ -84,10 +84,10 @@ class Mortality(Task):
                 "All sites must use the same vocabulary"
             )
         row_of = {name: row for row, name in enumerate(stays.ids)}
-        subset = data.subset
-        rows = np.array([row_of[n] for n in subset if n in row_of] if subset is not None else [*row_of.values()])
-        if subset is not None and len(rows) < len(subset):
-            raise DataError(f"{data.path}: {len(subset) - len(rows)} of {len(subset)} stays are not in the file")
+        names = data.select(row_of, lambda name: stays.patients[row_of[name]])
+        rows = np.array([row_of[name] for name in names if name in row_of], dtype=np.int64)
+        if len(rows) < len(names):
+            raise DataError(f"{data.path}: {len(names) - len(rows)} of {len(names)} stays are not in the file")
         split = self.config.split.assign({stays.patients[row] for row in rows}, seed)
 
         # In the order of the rows, as before the split.

@@ -133,7 +133,7 @@ class Segmentation(AdaptableTask):
 
         examples, skipped = read_cases(
             cases,
-            cases if data.subset is None else data.subset,
+            data.select(cases, lambda name: cases[name].subject),
             lambda files: read_volumes(files, preparation),
             cache=self.config.cache,
             skip_bad_subjects=self.config.skip_bad_subjects,

@@ -81,7 +81,7 @@ class TableTask(Task):
         """Return what the columns of the settings contain in the rows of a site; a column that it lacks is left out."""
         config, table = self.config, self._read(data.path)
         row_of = {name: row for row, name in enumerate(self._get_ids(table))}
-        rows = [row_of[name] for name in data.subset or row_of if name in row_of]
+        rows = [row_of[name] for name in self._select(data, table, row_of) if name in row_of]
         kinds = {config.target: "target", config.event: "event", config.group: "subject"}
         kinds |= {name: "category" if name in config.categories else "number" for name in config.features}
         described = []
@@ -117,9 +117,8 @@ class TableTask(Task):
                 raise DataError(f"features are missing: {columns}; task.missing: impute fills them in")
             return row
 
-        selected = row_of if data.subset is None else data.subset
         rows, skipped = screen_subjects(
-            selected, find_row, skip_bad_subjects=config.skip_bad_subjects, source=data.path
+            self._select(data, table, row_of), find_row, skip_bad_subjects=config.skip_bad_subjects, source=data.path
         )
         split = self._split(table, rows, seed)
         # With federated scaling the network itself scales and imputes: the statistics are not known here.
@@ -163,6 +162,11 @@ class TableTask(Task):
                 "and task.id: null; otherwise remove the repeated rows"
             )
         return tuple(ids)
+
+    def _select(self, data: SiteData, table: Table, row_of: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the identifiers of the rows that a site may use."""
+        subject_of = self._get_subjects(table, row_of) if self.config.group and data.withdrawn else {}
+        return data.select(row_of, lambda name: subject_of.get(name, name))
 
     def _split(self, table: Table, rows: Mapping[str, int], seed: int) -> Split:
         """Return the split of the rows, with all rows of a subject in one part."""

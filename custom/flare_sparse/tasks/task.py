@@ -6,7 +6,7 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -131,16 +131,34 @@ class SiteData:
         path: folder or file.
         subset: identifiers of the site's examples; None for all examples of ``path``.
         methods: settings that the site chooses for itself, by name of the method.
+        withdrawn: identifiers of subjects, or of examples, that must not be used (docs/withdrawal.md).
 
     Examples:
-        >>> SiteData("site-1", Path("/data/brains"), subset=("sub-01", "sub-07")).subset
-        ('sub-01', 'sub-07')
+        >>> data = SiteData("site-1", Path("/data/brains"), withdrawn=frozenset({"sub-07"}))
+        >>> data.select(["sub-01", "sub-07"])
+        ('sub-01',)
     """
 
     site: str
     path: Path
     subset: tuple[str, ...] | None = None
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    withdrawn: frozenset[str] = frozenset()
+
+    def select(self, known: Iterable[str], subject_of: Callable[[str], str] = str) -> tuple[str, ...]:
+        """Return the identifiers of the site's examples: ``subset``, or all, without those of withdrawn subjects.
+
+        Args:
+            known: identifiers of all examples at ``path``.
+            subject_of: returns the subject of an example of ``known``.
+        """
+        known = tuple(known)
+        names = known if self.subset is None else self.subset
+        if not self.withdrawn:
+            return names
+        # An identifier of the subset that the data lacks has no subject; the task names it as missing.
+        left = self.withdrawn | {name for name in known if subject_of(name) in self.withdrawn}
+        return tuple(name for name in names if name not in left)
 
 
 @dataclass(frozen=True)
@@ -557,6 +575,7 @@ def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
                 f"{source}: {name} is {type(dataset).__name__}; expected a torch data set with a length, such as "
                 "TensorDataset(x, y)"
             )
+    _check_withdrawn(source, examples, data.withdrawn)
     # A run that was to be chosen by validation would end without a best model, and no record would say why.
     if task.config.split.validation and examples.validation is None:
         raise DataError(
@@ -565,6 +584,25 @@ def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
             "Examples(train, test, validation=...)"
         )
     return examples
+
+
+def _check_withdrawn(source: str, examples: Examples, withdrawn: Collection[str]) -> None:
+    """Raises:
+    DataError: a task used the data of a subject that has withdrawn, or does not say whose data it used.
+    """
+    if not withdrawn:
+        return
+    if not (examples.train_ids or examples.test_ids):
+        raise DataError(
+            f"{source} returned no identifiers, so it cannot be shown that it leaves out {len(withdrawn)} withdrawn "
+            "subjects; select the examples with data.select(ids) and return build_examples(...), or remove the data"
+        )
+    used = {*examples.train_ids, *examples.test_ids, *examples.validation_ids}
+    used |= {*examples.train_subjects, *examples.test_subjects, *examples.validation_subjects}
+    if found := used.intersection(withdrawn):
+        raise DataError(
+            f"{source} returned data of {len(found)} withdrawn subjects; select the examples with data.select(ids)"
+        )
 
 
 def iterate_minibatches(

@@ -83,7 +83,7 @@ class TextClassification(AdaptableTask):
             raise ConfigError("task.base: missing; texts need the tokenizer of a pre-trained encoder")
         table = read_table(data.path)
         texts, labels = table.get_column(self.config.text), table.get_numbers(self.config.label)
-        ids = self.cohort(data.path).ids if data.subset is None else data.subset
+        ids = data.select(self.cohort(data.path).ids)
         if unknown := [name for name in ids if not name.isdecimal() or int(name) >= len(labels)]:
             raise DataError(f"{data.path}: there is no row {unknown[0]!r}; rows are 0 to {len(labels) - 1}")
         rows = np.array([int(name) for name in ids], dtype=np.int64)

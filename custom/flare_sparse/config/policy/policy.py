@@ -112,6 +112,12 @@ class Policy(BaseModel):
         max_length=200,
         description="number of the ethics vote or data permit that a job must name; default: jobs need none",
     )
+    checkpoint_days: int | None = Field(
+        None,
+        ge=0,
+        description="days that checkpoints are kept after a job has last used them; 0: until the last answer; default: "
+        "90 at a site, no limit at a server",
+    )
     foreign_jobs: bool = Field(False, description="let results of other packages' jobs leave without any check")
 
     @field_validator("*", mode="before")

@@ -169,8 +169,12 @@ class Store:
         """Return the number of the newest undamaged checkpoint, which may belong to another run; None without one."""
         return max((number for number in self.list_intact() if below is None or number < below), default=None)
 
-    def copy_newest(self, target: Store) -> int | None:
+    def copy_newest(self, target: Store, below: int | None = None) -> int | None:
         """Copy the newest undamaged checkpoint to the store of another run, which owns the copy.
+
+        Args:
+            target: receives the copy.
+            below: consider only checkpoints with a smaller number.
 
         Returns:
             Number of the checkpoint; None if there is none.
@@ -178,7 +182,7 @@ class Store:
         Raises:
             CheckpointError: the copy could not be written.
         """
-        number = self.find_newest()
+        number = self.find_newest(below)
         if number is not None:
             folder = self.folder / f"{number:08d}"
             manifest = {**(self._read_manifest(folder) or {}), "belongs": target.identity}

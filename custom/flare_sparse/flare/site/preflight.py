@@ -164,7 +164,7 @@ def _check_log_streaming(kit: Path) -> tuple[Verdict, str]:
 
 
 def _check_data_path(kit: Path, environment: Mapping[str, str]) -> tuple[Verdict, str]:
-    data = find_site_data(_read_site_name(kit), find_local_folder(kit), environment)
+    data = find_site_data(read_site_name(kit), find_local_folder(kit), environment)
     return "WARN", f"{data.path} exists but was not read; add --job CONFIG to read it as that job would"
 
 
@@ -173,14 +173,14 @@ def _check_job(
 ) -> Iterator[CheckResult]:
     """Read the site's data as the job would; if data and policy can be read, check the job against the policy."""
     if job.hubs:
-        yield _attempt("hub", lambda: check_hub_role(kit, _read_site_name(kit), job.hubs))
+        yield _attempt("hub", lambda: check_hub_role(kit, read_site_name(kit), job.hubs))
         # A hub has no data and no examples.
         if _is_hub(kit, job):
             return
     loaded: list[tuple[Assembly, int, int]] = []
 
     def read_data() -> tuple[Verdict, str]:
-        data = find_site_data(_read_site_name(kit), find_local_folder(kit), environment)
+        data = find_site_data(read_site_name(kit), find_local_folder(kit), environment)
         assembly = assemble(job, user_task)
         if isinstance(assembly.task, ScriptTask):
             loaded.append((assembly, 0, 0))
@@ -202,7 +202,7 @@ def _check_job(
 
 def _read_charges(kit: Path) -> list[Charge]:
     """Return what all jobs so far have charged this site's subjects."""
-    root = find_local_folder(kit).absolute().parent / PRIVACY_FOLDER / _read_site_name(kit)
+    root = find_local_folder(kit).absolute().parent / PRIVACY_FOLDER / read_site_name(kit)
     return read_ledger(root / LEDGER_FILE).list_charges()
 
 
@@ -222,7 +222,7 @@ def _check_privacy(kit: Path, assembly: Assembly, subjects: int) -> tuple[Verdic
 def _check_policy_allows(
     kit: Path, job: JobConfig, assembly: Assembly, examples: int, subjects: int
 ) -> tuple[Verdict, str]:
-    policy, name = read_policy(find_local_folder(kit) / POLICY_FILE), _read_site_name(kit)
+    policy, name = read_policy(find_local_folder(kit) / POLICY_FILE), read_site_name(kit)
     charges = [] if policy.privacy_budget is None else _read_charges(kit)
     if reasons := find_policy_conflicts(policy, job, assembly, {name: examples}, {name: subjects}, charges):
         return "FAIL", f"this site's policy would refuse updates of {job.name}: {' | '.join(reasons)}"
@@ -278,13 +278,13 @@ def _is_closed_by_server(secure: ssl.SSLSocket) -> bool:
         return False
 
 
-def _read_site_name(kit: Path) -> str:
+def read_site_name(kit: Path) -> str:
     return str(_read_client(kit)["client"].get("fqsn") or kit.resolve().name)
 
 
 def _is_hub(kit: Path, job: JobConfig) -> bool:
     try:
-        return _read_site_name(kit) in job.hubs
+        return read_site_name(kit) in job.hubs
     except ConfigError:
         return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...config.withdrawals import Withdrawals
 from ..runs.record import list_versions
 from ..runs.results import RunResult
 
@@ -25,6 +26,8 @@ def _list_of_run(run: RunResult) -> list[dict[str, Any]]:
     ]
     if (stopped := summary.get("stopped_after")) is not None:
         deviations.append(_describe("stopped_early", f"after round {stopped} of {summary['rounds']}, by validation"))
+    if withdrawn := Withdrawals.read(run.path).describe():
+        deviations.append(_describe("withdrawn", withdrawn))
     for site, part in run.contributions.items():
         if part.is_idle:
             deviations.append(_describe("no_contribution", "the model learned nothing from this site", site=site))

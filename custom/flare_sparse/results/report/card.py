@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ...config.withdrawals import Withdrawals
 from ...tasks.task import TEST_EXAMPLES
 from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import format_bytes
@@ -48,7 +49,7 @@ def format_card(run: RunResult) -> str:
 
 A model trained by federated learning with `{s["method"]}` on the data of {_count_contributors(run)} for {s["rounds"]}
 rounds (seed {s["seed"]}); {sparsity}. The data never left the sites.{_describe_permit(run)}{_describe_absent(run)}
-
+{_describe_withdrawn(run)}
 ## Performance
 
 {run.metric_label} over the test examples of all sites: **{final}**. {describe_caveat([run])} {describe_means([run])}
@@ -130,6 +131,11 @@ def _describe_absent(run: RunResult) -> str:
         return ""
     listed = ", ".join(f"{site} ({describe_missed(part) or 'never asked'})" for site, part in absent.items())
     return f"\n\nThe model learned nothing from these sites, which contributed to no round: {listed}."
+
+
+def _describe_withdrawn(run: RunResult) -> str:
+    text = Withdrawals.read(run.path).describe()
+    return f"\n{text}\n" if text else ""
 
 
 def _format_site(run: RunResult, site: str) -> str:

@@ -8,6 +8,7 @@ number (``Need.NUMBER_OF_ROUNDS``).
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,20 @@ from ...core.errors import ConfigError
 from .record import SUMMARY
 from .load import load_study
 
+UNFINISHED = "checkpoints"
+"""Folder in the result folder with the checkpoints of an unfinished run."""
 FINAL = "final_checkpoints"
 """Folder in the result folder that holds the last checkpoint of each end of a finished run."""
 
+EXPIRED = "{folder}: its checkpoints are older than federation.checkpoint_days and were deleted"
 
-def keep_final_checkpoints(checkpoints: Path) -> None:
+
+def keep_final_checkpoints(checkpoints: Path, *, has_history: bool = False) -> None:
     """Keep the checkpoint of the last committed round of every end beside ``checkpoints``, and delete all others.
 
     Args:
         checkpoints: folder of the checkpoints of a finished run, in its result folder.
+        has_history: keep those of earlier rounds, too.
     """
     for server in checkpoints.glob(f"*/{SERVER}"):
         committed = Store(server, {}).find_newest()
@@ -39,7 +45,7 @@ def keep_final_checkpoints(checkpoints: Path) -> None:
             # A site's checkpoints after the last commit belong to the final evaluation, which a longer run discards.
             newest = None if committed is None else store.find_newest(below=committed + 1)
             for number in store.list_numbers():
-                if number != newest:
+                if newest is None or number > newest or (number < newest and not has_history):
                     shutil.rmtree(folder / f"{number:08d}", ignore_errors=True)
     final = checkpoints.with_name(FINAL)
     shutil.rmtree(final, ignore_errors=True)
@@ -50,18 +56,37 @@ def keep_final_checkpoints(checkpoints: Path) -> None:
         shutil.rmtree(checkpoints, ignore_errors=True)
 
 
-def copy_final_checkpoints(folder: Path, open_store: Callable[[str], Store]) -> None:
+def expire_checkpoints(run: Path, days: int | None, now: float | None = None) -> bool:
+    """Delete the checkpoints in a result folder whose time is over, and return whether there were any.
+
+    Args:
+        run: result folder.
+        days: days since the newest checkpoint was written; None: no limit. An interrupted run has one day at least.
+        now: Unix time; None: the current one.
+    """
+    is_expired = False
+    for name, least in () if days is None else ((FINAL, 0), (UNFINISHED, 1)):
+        root = run / name
+        written = [path.stat().st_mtime for path in root.glob("*/*/[0-9]*")]
+        if written and (time.time() if now is None else now) - max(written) >= max(days or 0, least) * 86_400:
+            shutil.rmtree(root)
+            is_expired = True
+    return is_expired
+
+
+def copy_checkpoints(folder: Path, open_store: Callable[[str], Store], below: int | None = None) -> None:
     """Copy the last checkpoint of every end.
 
     Args:
         folder: folder of the checkpoints of one run.
-        open_store: returns the store of an end (``"server"`` or a site's name) of the longer run.
+        open_store: returns the store of an end (``"server"`` or a site's name) of the other run.
+        below: consider only checkpoints with a smaller number.
 
     Raises:
         CheckpointError: a copy could not be written.
     """
     for end in sorted(path.name for path in folder.iterdir() if path.is_dir()):
-        Store(folder / end, {}).copy_newest(open_store(end))
+        Store(folder / end, {}).copy_newest(open_store(end), below)
 
 
 def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> None:
@@ -81,6 +106,8 @@ def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> Non
         raise ConfigError(f"--continue-from {run}: no record of a finished run; an interrupted one needs --resume")
     finished = load_study(run)
     _check_settings(run, finished.config, study.config)
+    if expire_checkpoints(run, finished.config.federation.checkpoint_days):
+        raise ConfigError(f"--continue-from {EXPIRED.format(folder=run)}")
     if conflicts := find_conflicts(finished.config, features=[CONTINUATION]):
         rounds = study.config.method.config.rounds
         raise ConfigError(f"{run} cannot continue with {rounds} rounds: {'; '.join(conflicts)}")
@@ -96,7 +123,7 @@ def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> Non
     unfinished = out / f"{folder}.part"
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(out / folder, ignore_errors=True)
-    copy_final_checkpoints(source, lambda end: study.open_checkpoints(unfinished, end))
+    copy_checkpoints(source, lambda end: study.open_checkpoints(unfinished, end))
     unfinished.replace(out / folder)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...config.loading import dump_config
+from ...config.schema import MIN_COMMITS, FederationConfig
 from ...config.study import Study
 from ...config.user_tasks import CODE_FOLDER
 from ...core.checkpoint.locking import lock_folder
@@ -21,14 +22,14 @@ from ...core.observer import SILENT, Observer
 from ...privacy.encryption import KeyContexts
 from ...rounds.endpoints.server import SERVER
 from ...rounds.federation.events import STEP_BACK
-from .continuation import FINAL, keep_final_checkpoints, prepare_continuation
+from .continuation import EXPIRED, FINAL, UNFINISHED, expire_checkpoints, keep_final_checkpoints, prepare_continuation
 from .disk import LEAST_FREE, describe_disk, measure_free
 from .model_files import delete_models
 from .record import APPENDED_FILES, CONFIG, LAYER_COMPUTE, SUMMARY
 from .results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
 from .updates import UPDATES
 
-CHECKPOINTS, KEYS, ERRORS = "checkpoints", "he", "site_errors"
+CHECKPOINTS, KEYS, ERRORS = UNFINISHED, "he", "site_errors"
 """Folders of an unfinished run's checkpoints, of the keys of an encrypted run, and of reports of sites that failed."""
 RECORD = (
     SUMMARY,
@@ -213,6 +214,8 @@ class RunFolder:
             shutil.rmtree(root, ignore_errors=True)
             shutil.rmtree(self.path / FINAL, ignore_errors=True)
             return root
+        if expire_checkpoints(self.path, study.config.federation.checkpoint_days):
+            raise CheckpointError(f"--resume: {EXPIRED.format(folder=self.path)}. Leave --resume out to start again")
         store = study.open_checkpoints(root, SERVER)
         if store.list_numbers():
             self._discard_commits(store, observer)
@@ -273,9 +276,10 @@ class RunFolder:
         (self.path / CONFIG).write_text(dump_config(study.config), encoding="utf-8")
         copy_user_code(study.user_code, self.path)
 
-    def complete(self) -> None:
+    def complete(self, federation: FederationConfig) -> None:
         """Keep the last checkpoints for a continuation: from now on the run cannot be resumed."""
-        keep_final_checkpoints(self.path / CHECKPOINTS)
+        keep_final_checkpoints(self.path / CHECKPOINTS, has_history=federation.kept_commits > MIN_COMMITS)
+        expire_checkpoints(self.path, federation.checkpoint_days)
 
 
 def _explain_unwritable(out: Path, error: OSError) -> FlareSparseError:

@@ -120,7 +120,7 @@ class BundleTask(AdaptableTask):
 
         examples, skipped = read_cases(
             cases,
-            cases if data.subset is None else data.subset,
+            data.select(cases, lambda name: cases[name].subject),
             read_checked_case,
             cache=self.config.cache,
             skip_bad_subjects=self.config.skip_bad_subjects,

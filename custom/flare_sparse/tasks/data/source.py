@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ from ..task import SiteData
 SITE_FILE_VARIABLE = "FLARE_SPARSE_SITE_FILE"
 DATA_VARIABLE = "FLARE_SPARSE_DATA"
 LOCAL_FILE = "flare_sparse.yaml"
+WITHDRAWN_FILE = "flare_sparse_withdrawn.txt"
+"""List of withdrawn subjects in the local folder of a site's startup kit, one identifier a line."""
 
 
 class SiteFile(BaseModel):
@@ -38,6 +41,7 @@ class SiteFile(BaseModel):
     methods: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="settings by method, for those that a method leaves to the site"
     )
+    withdrawn: tuple[str, ...] = Field((), description="identifiers of subjects that must not be used")
     checkpoints: Path | Literal[False] | None = Field(
         None, description="folder of the site's checkpoints, from which it resumes after a crash; off: keep none"
     )
@@ -64,6 +68,32 @@ def find_site_data(site: str, local_dir: Path | None, environment: Mapping[str, 
     Raises:
         DataError: no source is present, a site file is malformed, or the data does not exist.
     """
+    found = _locate(site, local_dir, environment)
+    return replace(found, withdrawn=found.withdrawn | read_withdrawn(local_dir)) if local_dir else found
+
+
+def read_withdrawn(local_dir: Path) -> frozenset[str]:
+    """Return the identifiers in a site's list of withdrawn subjects, one a line; empty without the list.
+
+    Raises:
+        DataError: the list cannot be read. A list that is not read would let data back in.
+    """
+    return read_identifiers(local_dir / WITHDRAWN_FILE) if (local_dir / WITHDRAWN_FILE).exists() else frozenset()
+
+
+def read_identifiers(file: Path) -> frozenset[str]:
+    """Return the identifiers in a file, one a line; blank lines are ignored.
+
+    Raises:
+        DataError: the file cannot be read as UTF-8 text.
+    """
+    try:
+        return frozenset(line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: cannot be read: {error}. Expected one identifier of a subject a line") from error
+
+
+def _locate(site: str, local_dir: Path | None, environment: Mapping[str, str]) -> SiteData:
     named_file, local_file = environment.get(SITE_FILE_VARIABLE), local_dir / LOCAL_FILE if local_dir else None
     if named_file:
         return _read_site_file(site, Path(named_file.replace("{site}", site)))
@@ -98,9 +128,10 @@ def write_site_files(folder: Path, sites: Iterable[SiteData]) -> str:
 def format_site_file(site: SiteData) -> str:
     """Return the content of a site file as JSON, which is also valid YAML."""
     methods = {name: dict(settings) for name, settings in site.methods.items()}
-    return SiteFile(data=site.path.absolute(), subset=site.subset, methods=methods).model_dump_json(
-        exclude_defaults=True
+    content = SiteFile(
+        data=site.path.absolute(), subset=site.subset, methods=methods, withdrawn=tuple(sorted(site.withdrawn))
     )
+    return content.model_dump_json(exclude_defaults=True)
 
 
 def _read_site_file(site: str, file: Path) -> SiteData:
@@ -113,7 +144,7 @@ def _read_site_file(site: str, file: Path) -> SiteData:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
     path = file.parent / content.data.expanduser()
-    return _check_exists(SiteData(site, path, content.subset, content.methods), str(file))
+    return _check_exists(SiteData(site, path, content.subset, content.methods, frozenset(content.withdrawn)), str(file))
 
 
 def _check_exists(data: SiteData, source: str) -> SiteData:

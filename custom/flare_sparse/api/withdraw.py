@@ -1,0 +1,160 @@
+"""Withdrawal from a finished run: a subject or a site leaves, and the run is made again without it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..config.needs import WITHDRAWAL, find_conflicts
+from ..config.study import Study
+from ..config.withdrawals import Withdrawals
+from ..core.errors import ConfigError, suggest
+from ..core.observer import SILENT, Observer
+from ..core.seeds import limit_threads
+from ..results.runs.continuation import FINAL, copy_checkpoints
+from ..results.runs.folder import CHECKPOINTS, RunFolder
+from ..results.runs.model_files import delete_models
+from ..results.runs.withdrawal import Commit, find_commit, find_start, list_touched_rounds, remove_traces
+from ..tasks.task import Examples, SiteData, load_examples
+from .deployment import Env
+from .run import Run
+from .start import launch
+
+
+@dataclass(frozen=True)
+class Touched:
+    """What a withdrawal means for a run.
+
+    Attributes:
+        rounds: rounds to which each affected site sent values or metrics; the last one is the final evaluation.
+        found: number of withdrawn subjects, or of their examples, in the parts of the split, by site.
+        moved: number of other examples that change their part of the split, by site.
+        start: commit from which the run is made again; None: from the start.
+        is_untouched: no round contains the data, so the model need not be made again.
+    """
+
+    rounds: dict[str, list[int]]
+    found: dict[str, dict[str, int]] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+    start: Commit | None = None
+    is_untouched: bool = False
+
+
+def trace_withdrawal(run: Run, gone: Withdrawals) -> Touched:
+    """Return which rounds of a finished run contain the data of subjects or sites, and where to begin again.
+
+    Args:
+        run: the run.
+        gone: what withdraws now.
+
+    Raises:
+        ConfigError: the sites' data is not on this machine, there is no such site or subject, or the package does not
+            know which examples a script reads.
+        DataError: the data of a site cannot be loaded.
+    """
+    study, lines = run.study, run.rounds
+    config = study.config
+    sites = {} if config.simulator is None else study.prepare_sites(run.path, run.observer)
+    recorded = set(run.summary["final"]["sites"])
+    if config.simulator is None or not recorded <= set(sites):
+        raise ConfigError(
+            f"{run.path}: the data of its sites is not on this machine. At the site: flare-sparse site withdraw KIT "
+            "--subjects FILE; a site that leaves is taken out of the federation. Then submit the job again, with "
+            "another seed if the server still has its checkpoints (docs/withdrawal.md)"
+        )
+    if gone.subjects and (conflicts := find_conflicts(config, features=[WITHDRAWAL])):
+        raise ConfigError("; ".join(conflicts))
+    if unknown := sorted(gone.sites - set(sites)):
+        raise ConfigError(
+            f"--site {unknown[0]}: there is no such site in {run.path}.{suggest(unknown[0], sites)} The sites are "
+            f"{', '.join(sites)}"
+        )
+    with limit_threads(config.torch_threads):
+        found, moved = _find_subjects(study, sites, gone.subjects)
+    affected = sorted({*gone.sites, *found})
+    first = find_start(lines, affected, config, leaves=bool(gone.sites))
+    folders = [run.path / name / f"{config.name}-{study.run_id}" for name in (FINAL, CHECKPOINTS)]
+    commits = [commit for folder in folders if (commit := find_commit(folder, lines[:first]))]
+    rounds = {site: list_touched_rounds(lines, site) for site in affected}
+    return Touched(rounds, found, moved, commits[0] if commits else None, first == len(lines))
+
+
+def withdraw(
+    run: Run,
+    gone: Withdrawals,
+    touched: Touched,
+    *,
+    out: Path | None = None,
+    env: Env = "local",
+    deletes_models: bool = False,
+    observer: Observer = SILENT,
+) -> Run:
+    """Remove what a result folder holds of withdrawn data, make the run again without it, and return the new run.
+
+    Args:
+        run: the finished run. Its record says afterwards that its model must not be used.
+        gone: what withdraws now.
+        touched: of :func:`trace_withdrawal`.
+        out: result folder of the new run; None: beside the old one, with ``-without`` after its name.
+        env: environment of the new run, except ``prod``.
+        deletes_models: delete the models of the old run, too.
+        observer: hears of the rounds.
+
+    Raises:
+        ConfigError: the new folder holds a run.
+        FlareSparseError: the new run failed; it continues with ``flare-sparse run OUT/config.yaml --out OUT --resume``.
+    """
+    earlier, study = Withdrawals.read(run.path), run.study
+    everyone = Withdrawals(earlier.subjects | gone.subjects, earlier.sites | gone.sites)
+    folder = RunFolder(out or run.path.with_name(f"{run.path.name}-without"), resume=touched.start is not None)
+    if folder.path.resolve() == run.path.resolve() or folder.is_finished or folder.has_checkpoint:
+        raise ConfigError(f"--out {folder.path}: holds a run; choose another folder")
+    with folder.claim():
+        source = f"after round {touched.start.round}" if touched.start else "the start"
+        replace(everyone, note=f"This model was trained without them, from {source}.").write(folder.path)
+        if touched.start is not None:
+            checkpoints = run.path / FINAL / f"{study.config.name}-{study.run_id}"
+            copy_checkpoints(
+                checkpoints,
+                lambda end: study.open_checkpoints(folder.path / CHECKPOINTS, end),
+                below=touched.start.sequence + 1,
+            )
+        remove_traces(run.path, touched.rounds)
+        note = f"The model in this folder has learned from them and must not be used; see {folder.path.name}."
+        replace(everyone, note=note).write(run.path)
+        if deletes_models:
+            delete_models(run.path)
+        run.write_card()
+        return launch(env, study, folder.prepare(), observer)
+
+
+def _find_subjects(
+    study: Study, sites: Mapping[str, SiteData], subjects: Collection[str]
+) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """Return how many examples of some subjects each part of a site's split has, and how many others change parts.
+
+    Raises:
+        ConfigError: no site has data of the subjects.
+    """
+    found, moved = {}, {}
+    for name, data in sites.items() if subjects else ():
+        before = _list_parts(load_examples(study.load_task(), data, study.config.seed))
+        without = replace(data, withdrawn=data.withdrawn | set(subjects))
+        after = _list_parts(load_examples(study.load_task(), without, study.config.seed))
+        if leaving := before.keys() - after.keys():
+            parts = [before[example] for example in leaving]
+            found[name] = {part: parts.count(part) for part in sorted(set(parts))}
+            moved[name] = sum(before[example] != part for example, part in after.items())
+    if subjects and not found:
+        raise ConfigError(
+            f"--subjects: none of the {len(subjects)} identifiers is at a site of this run; write one identifier a "
+            "line, as in the data"
+        )
+    return found, moved
+
+
+def _list_parts(examples: Examples) -> dict[str, str]:
+    """Return the part of the split of each example, by identifier."""
+    parts = {"training": examples.train_ids, "validation": examples.validation_ids, "testing": examples.test_ids}
+    return {name: part for part, names in parts.items() for name in names}

@@ -1,0 +1,107 @@
+"""``flare-sparse withdraw``: make a finished run again without the data of subjects or of a site."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ..api.run import Run
+from ..api.withdraw import Touched, trace_withdrawal
+from ..api.withdraw import withdraw as make_again
+from ..config.withdrawals import Withdrawals
+from ..core.errors import ConfigError
+from ..tasks.data.source import read_identifiers
+from .console import err
+from .console import out as console
+from .options import take_options
+from .screen import Screen
+
+
+@dataclass(frozen=True)
+class WithdrawOptions:
+    """Options of ``flare-sparse withdraw``."""
+
+    run: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)]
+    subjects: Annotated[
+        Path | None, typer.Option(help="File with the identifiers of the subjects that withdraw, one a line")
+    ] = None
+    site: Annotated[str | None, typer.Option(help="Name of the site that leaves")] = None
+    out: Annotated[
+        Path | None, typer.Option(help="Result folder of the new run; default: RUN-without", show_default=False)
+    ] = None
+    env: Annotated[Literal["local", "sim", "poc"], typer.Option(help="Environment of the new run")] = "local"
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say which rounds the data touched; change and train nothing")
+    ] = False
+    delete_models: Annotated[
+        bool, typer.Option("--delete-models", help="Delete the models of RUN, which have learned from the data")
+    ] = False
+
+
+@take_options(WithdrawOptions)
+def withdraw(options: WithdrawOptions) -> None:
+    """Make a finished run again without subjects who withdraw, or without a site that leaves.
+
+    Says which rounds the data touched. Deletes from RUN what holds it: checkpoints, recorded updates, predictions,
+    pictures, reports, the site's own model. Then trains without it, from the last round before it where RUN still has
+    that checkpoint (federation.kept_commits), else from the start. The new model has the bits of a run that never had
+    the data. Needs the data of all sites on this machine; for a deployed run see docs/withdrawal.md.
+
+    [dim]flare-sparse withdraw runs/study --subjects withdrawn.txt --dry-run[/]
+
+    [dim]flare-sparse withdraw runs/study --site hospital-b --delete-models[/]
+    """
+    if (options.subjects is None) == (options.site is None):
+        raise ConfigError("give either --subjects FILE or --site NAME")
+    gone = Withdrawals(
+        read_identifiers(options.subjects) if options.subjects else frozenset(),
+        frozenset({options.site}) if options.site else frozenset(),
+    )
+    if not gone.subjects and not gone.sites:
+        raise ConfigError(f"--subjects {options.subjects}: the file lists no identifier")
+    run = Run.load(options.run, Screen(err))
+    touched = trace_withdrawal(run, gone)
+    for line in _describe(touched):
+        console.print(line, markup=False)
+    if options.dry_run:
+        return
+    done = make_again(
+        run, gone, touched, out=options.out, env=options.env, deletes_models=options.delete_models, observer=Screen()
+    )
+    console.print(f"new run: {done.path}; model sha256 {done.summary['model_sha256']}", markup=False)
+
+
+def _describe(touched: Touched) -> list[str]:
+    lines = []
+    for site, rounds in touched.rounds.items():
+        counts = ", ".join(f"{count} in {part}" for part, count in touched.found.get(site, {}).items())
+        moved = touched.moved.get(site, 0)
+        lines.append(
+            f"{site}{f': {counts}' if counts else ''}; rounds touched: {_format_rounds(rounds)}"
+            + (
+                f"; {moved} other examples change their part of the split (task.split.stable avoids it)"
+                if moved
+                else ""
+            )
+        )
+    start = touched.start
+    lines.append(f"train again {f'after round {start.round}' if start else 'from the start'}")
+    return lines
+
+
+def _format_rounds(rounds: list[int]) -> str:
+    """Return numbers of rounds with runs of them shortened.
+
+    >>> _format_rounds([1, 2, 3, 5]), _format_rounds([])
+    ('1 to 3, 5', 'none')
+    """
+    spans: list[list[int]] = []
+    for number in rounds:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(f"{span[0]} to {span[-1]}" if len(span) > 1 else str(span[0]) for span in spans) or "none"
