@@ -153,9 +153,9 @@ def format_spread(values: list[float], digits: int) -> str:
 
 
 def plot_targets(tables: dict[str, Any], path: Path) -> None:
-    """Draw each seed before and after one step, one panel per table."""
-    figure, panels = plt.subplots(1, len(tables), figsize=(5 * len(tables), 3.6), layout="constrained", squeeze=False)
-    for axes, (setting, rows) in zip(panels[0], tables.items(), strict=True):
+    """Draw each seed before and after one step, a panel per table, one below the other: readable at half size."""
+    figure, panels = plt.subplots(len(tables), 1, figsize=(5.6, 3.2 * len(tables)), layout="constrained", squeeze=False)
+    for axes, (setting, rows) in zip(panels[:, 0], tables.items(), strict=True):
         metric = "mae" if setting == "brain" else "accuracy"
         shown = list(rows)
         for y, label in enumerate(reversed(shown)):
