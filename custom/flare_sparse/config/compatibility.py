@@ -1,21 +1,14 @@
-"""Which method works with which feature, and why not: the table of needs as a page and as rows."""
+"""Which method works with which feature, and why not: the table of needs as rows."""
 
 from __future__ import annotations
 
-import textwrap
+import csv
+import io
 from collections.abc import Iterator
 
 from ..methods.registry import METHODS
 from .needs import AUDIT, CONTINUATION, FEATURES, Feature, match_needs
 from .schema import JobConfig
-
-_TITLE = """# Compatibility
-
-Which method works with which feature, by default settings. A method declares what it needs, a feature what it takes
-away ([new-method.md](new-method.md)); settings of a method may need more or less, and an error names them before a run
-starts. `flare-sparse methods --matrix` prints the table; `python -m flare_sparse.config.compatibility` writes this
-page.
-"""
 
 
 def list_columns() -> list[Feature]:
@@ -47,37 +40,44 @@ def _build_job(feature: Feature) -> JobConfig:
     return JobConfig.model_validate(settings)
 
 
-def format_page() -> str:
-    """Return ``docs/compatibility.md``."""
+def tabulate_methods() -> list[list[str]]:
+    """Return ``docs/compatibility_methods.csv``: methods by features; features alike are one column."""
+    columns = list(_group_features().values())
+    head = ["method", *(", ".join(feature.name for feature in features) for features in columns)]
+    marks = [["no" if find_reasons(features[0])[method] else "yes" for features in columns] for method in METHODS]
+    return [head, *([method, *row] for method, row in zip(METHODS, marks, strict=True))]
+
+
+def tabulate_refusals() -> list[list[str]]:
+    """Return ``docs/compatibility_reasons.csv``: each feature, the methods or features it excludes, and why."""
+    excluded: dict[tuple[str, str], list[str]] = {}
+    for texts, features in _group_features().items():
+        for method, text in zip(METHODS, texts, strict=True):
+            if text:
+                excluded.setdefault((", ".join(feature.name for feature in features), text), []).append(method)
+    for first, second, reason in list_pairs():
+        excluded.setdefault((second.name, reason), []).append(first.name)
+    rows = [[name, ", ".join(others), reason] for (name, reason), others in excluded.items()]
+    return [["feature", "does not work with", "why"], *rows]
+
+
+def _group_features() -> dict[tuple[str, ...], list[Feature]]:
+    """Return the features of :func:`list_columns` that exclude the same methods for the same reasons together."""
     groups: dict[tuple[str, ...], list[Feature]] = {}
     for feature in list_columns():
         groups.setdefault(tuple(find_reasons(feature).values()), []).append(feature)
-    titles = [", ".join(f"`{feature.name}`" for feature in features) for features in groups.values()]
-    effects = ["; ".join(dict.fromkeys(feature.effect for feature in features)) for features in groups.values()]
-    lines = [_TITLE, "## Methods", ""]
-    for number, (title, effect) in enumerate(zip(titles, effects, strict=True), 1):
-        lines += textwrap.wrap(f"{number}. {title}: {effect}", 120, subsequent_indent="   ", break_on_hyphens=False)
-    lines += ["", f"| method | {' | '.join(map(str, range(1, len(groups) + 1)))} |", "| --- |" + " --- |" * len(groups)]
-    for method, texts in zip(METHODS, zip(*groups, strict=True), strict=True):
-        lines.append(f"| [`{method}`](algorithms.md) | {' | '.join('no' if text else 'yes' for text in texts)} |")
-    lines += ["", "## Why not", ""]
-    for texts, title in zip(groups, titles, strict=True):
-        lines += [f"### {title}", ""]
-        for reason in dict.fromkeys(filter(None, texts)):
-            methods = ", ".join(f"`{name}`" for name, text in zip(METHODS, texts, strict=True) if text == reason)
-            lines += textwrap.wrap(f"- {methods}: {reason}", 120, subsequent_indent="  ", break_on_hyphens=False)
-        lines.append("")
-    lines += ["## Features with features", ""]
-    pairs: dict[tuple[str, str], list[str]] = {}
-    for first, second, reason in list_pairs():
-        pairs.setdefault((second.name, reason), []).append(f"`{first.name}`")
-    for (name, reason), names in pairs.items():
-        text = f"- `{name}` not with {', '.join(names)}: {reason}"
-        lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join(lines).rstrip() + "\n"
+    return groups
+
+
+def format_csv(rows: list[list[str]]) -> str:
+    """Return rows as the text of a CSV file."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 if __name__ == "__main__":
     from pathlib import Path
 
-    Path("docs/compatibility.md").write_text(format_page(), encoding="utf-8")
+    for name, rows in (("methods", tabulate_methods()), ("reasons", tabulate_refusals())):
+        Path(f"docs/compatibility_{name}.csv").write_text(format_csv(rows), encoding="utf-8")
