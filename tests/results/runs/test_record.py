@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout, TensorSpec
@@ -20,6 +21,15 @@ def test_saved_model_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     weights = torch.randn(LAYOUT.size)
     save_model(tmp_path / "model.safetensors", LAYOUT, weights)
     assert torch.equal(read_model(tmp_path / "model.safetensors", LAYOUT), weights)
+
+
+def test_equal_models_make_equal_files(tmp_path: Path) -> None:
+    """safetensors orders the metadata by a hash that differs from one call to the next."""
+    weights = torch.arange(LAYOUT.size).float()
+    for number in range(20):
+        save_model(tmp_path / f"{number}.safetensors", LAYOUT, weights)
+    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
+    assert torch.equal(load_file(tmp_path / "0.safetensors")[LAYOUT.tensors[0].name].flatten()[:2], weights[:2])
 
 
 def test_model_of_another_base_or_damaged_file_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,9 +100,22 @@ def delete_models(folder: Path) -> None:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file atomically: the complete file reaches the disk, or none."""
+    """Write a safetensors file atomically: the complete file reaches the disk, or none. Equal models, equal bytes."""
     with replace_atomically(path) as part:
         safetensors.torch.save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, part, metadata=metadata)
+        _sort_metadata(part)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the metadata in the order of their names; safetensors writes them in another order each time."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        # The order changes no length; the end is filled with spaces, as safetensors does.
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        file.seek(8)
+        file.write(text.ljust(size))
 
 
 def _read(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
