@@ -18,6 +18,9 @@ from flare_sparse.rounds.federation import Reply, RoundRecord, RoundRules
 from flare_sparse.rounds.local.run import Course, Transport, Watcher, run_locally
 from flare_sparse.wire.ledger import Ledger
 
+BOTH_WAYS = {"fraction": 0.2, "down": 0.3, "decay": 0.8}
+"""Settings of top-k with a residual at each end."""
+
 
 class Killed(BaseException):
     """Ends the run as a kill of the process would."""
@@ -40,7 +43,7 @@ def killed_after(commits: int) -> Callable[[RoundRecord], None]:
 
 def run(bench: Any, name: str, folder: Path, values: Any = "float32", *, resume: bool = False, **watched: Any) -> Any:
     """Run with new sites, endpoints and loop, as after a restart; return digest, evaluation, rounds and messages."""
-    settings = {"fraction": 0.2} if name == "topk_ef" else {}
+    settings = BOTH_WAYS if name == "topk_ef" else {}
     method = bench.method(name, **settings)
     outcome, ledger = run_locally(
         method, bench.weights, bench.sites(), bench.task.metric, transport=Transport(values),
@@ -84,7 +87,7 @@ class Lossy(LocalFederation):
         *,
         anew: bool = False,
     ):
-        settings = {"fraction": 0.2} if name == "topk_ef" else {}
+        settings = BOTH_WAYS if name == "topk_ef" else {}
         rules = RoundRules(min_sites=3)
         super().__init__(name, bench, rules=rules, values=values, stores=stores(folder), **settings)
         self.losing, self.killed_after, self.anew = losing, killed_after, anew

@@ -29,15 +29,15 @@ def test_sites_that_answered_two_rounds_more_follow_a_server_that_goes_back(
 ) -> None:
     """The server is killed with the updates of round 3; its commit of round 2 is damaged, and it asks round 2 again."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
-    planned = run_to_the_end(SteppedFederation("topk_ef", values, None, rounds=4, fraction=0.1))
-    killed = SteppedFederation("topk_ef", values, tmp_path, rounds=4, fraction=0.1)
+    planned = run_to_the_end(SteppedFederation("topk_ef", values, None, rounds=4, fraction=0.1, down=0.2, decay=0.8))
+    killed = SteppedFederation("topk_ef", values, tmp_path, rounds=4, fraction=0.1, down=0.2, decay=0.8)
     killed.start(resume=False)
     for _ in range(2):
         killed.proceed({})
     assert killed.proceed({}, dies="before saving")[0] == "killed"
     DAMAGES["byte flipped"](tmp_path / SERVER / "00000002")
     assert sorted(folder.name for folder in (tmp_path / "site-1").iterdir()) == ["00000001", "00000002", "00000003"]
-    resumed = SteppedFederation("topk_ef", values, tmp_path, rounds=4, fraction=0.1)
+    resumed = SteppedFederation("topk_ef", values, tmp_path, rounds=4, fraction=0.1, down=0.2, decay=0.8)
     assert run_to_the_end(resumed, resume=True) == planned
     assert min(number for number, _ in resumed.requested) == 2
     assert not resumed.without_base

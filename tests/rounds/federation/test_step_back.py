@@ -62,10 +62,12 @@ def build(
     return federation
 
 
-@pytest.mark.parametrize("name", ["fedavg", "topk_ef"])
-def test_run_steps_back_from_a_poisoned_commit_and_ends_as_without_it(name: str, tmp_path: Path) -> None:
-    expected = build(tmp_path / "clean", name=name).run()
-    federation = build(tmp_path / "run", poisons=1, name=name)
+@pytest.mark.parametrize(("name", "settings"), [("fedavg", {}), ("topk_ef", {"down": 0.2, "decay": 0.8})])
+def test_run_steps_back_from_a_poisoned_commit_and_ends_as_without_it(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = build(tmp_path / "clean", name=name, **settings).run()
+    federation = build(tmp_path / "run", poisons=1, name=name, **settings)
     outcome = federation.run()
     assert compute_digest(outcome.weights) == compute_digest(expected.weights)
     assert [record.round for record in outcome.rounds] == [1, 2, 3, 4, 5]
