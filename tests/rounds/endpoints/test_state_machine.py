@@ -166,7 +166,12 @@ def test_steps_fail_only_where_a_fix_is_taken_out(
     ("machine", "mutate", "message"),
     [
         (RandomAbsences, leave_damaged_checkpoints, "CheckpointError"),
-        (RandomAbsences, ignore_age_of_bases, "a request over a base that it never held"),
+        # With some formats the site notices a base that it does not hold; with others both ends differ first.
+        (
+            RandomAbsences,
+            ignore_age_of_bases,
+            "a request over a base that it never held|the server takes another vector",
+        ),
         (RandomAbsences, ignore_vectors_of_bases, "the server takes another vector"),
         (FaultsOverBases, keep_memory_in_retries, "memory of site-"),
     ],
