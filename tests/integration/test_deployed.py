@@ -1,4 +1,4 @@
-"""A provisioned federation: certificates, a server and three hospitals as separate processes, mTLS, no code sent."""
+"""A federation whose keys were made at each participant: a server, three hospitals, mTLS, no code sent."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import re
 import socket
 import subprocess
 import time
+import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import ENVIRONMENT
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509 import load_pem_x509_certificate
 from ports import lock_ports
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
@@ -36,6 +41,7 @@ from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.site.byoc import AUTHORIZATION, revoke_code_right
 from flare_sparse.results.runs.folder import RunFolder
+from flare_sparse.rounds.endpoints.egress import find_logs, read_log
 from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.tasks.task import SiteData
 
@@ -64,7 +70,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / CANARY / f"{site}.csv").write_text("stay,died,med_a,med_b,med_c\n" + "\n".join(rows) + "\n")
     with lock_ports("provisioned"):
         try:
-            run_script("up", str(folder / "workspace"), str(folder / CANARY / "{site}.csv"))
+            run_script("up", "--own-keys", str(folder / "workspace"), str(folder / CANARY / "{site}.csv"))
             yield folder
         finally:
             run_script("down", str(folder / "workspace"))
@@ -98,9 +104,10 @@ def user_task(federation: Path, tmp_path: Path) -> Path:
     return file
 
 
-def run(config: Path, federation: Path, out: Path) -> subprocess.CompletedProcess[str]:
+def run(config: Path, federation: Path, out: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     kit = federation / "workspace" / "sparse" / "prod_00" / "lead@coordination.org"
-    return command("run", str(config), "--env", "prod", "--kit", str(kit), "--out", str(out))
+    options = [word for setting in settings for word in ("--set", setting)]
+    return command("run", str(config), "--env", "prod", "--kit", str(kit), "--out", str(out), *options)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -168,6 +175,26 @@ def list_server_files(federation: Path) -> list[Path]:
     return files
 
 
+def read_parts(file: Path) -> list[bytes]:
+    """Return the content of a file, and that of each file in an archive."""
+    parts = [file.read_bytes()]
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            parts += [archive.read(name) for name in archive.namelist()]
+    return parts
+
+
+def count_egress(kits: Path) -> Counter[tuple[str, str, int, int]]:
+    """Return the messages in the sites' egress logs by site, kind, round and bytes, without the hellos."""
+    return Counter(
+        (site, line["kind"], line["round"], line["bytes"])
+        for site in SITES
+        for folder in find_logs(kits / site).values()
+        for line in read_log(folder)
+        if line["run"]
+    )
+
+
 def list_leaks(federation: Path) -> list[str]:
     """Return the files of the server that contain the canary."""
     return [str(path) for path in list_server_files(federation) if CANARY.encode() in path.read_bytes()]
@@ -187,16 +214,23 @@ def run_locally_without(file: Path, absent: str) -> str:
 
 
 @pytest.mark.long
-def test_provisioned_job_ends_with_the_bits_of_a_local_run_and_leaks_nothing(
+def test_masked_job_ends_with_the_bits_of_a_local_run_and_leaks_nothing(
     config: Path, federation: Path, tmp_path: Path
 ) -> None:
-    done = run(config, federation, tmp_path / "prod")
+    kits = federation / "workspace" / "sparse" / "prod_00"
+    before = count_egress(kits)
+    done = run(config, federation, tmp_path / "prod", "wire.aggregation=masked")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "prod" / "summary.json").read_text())
-    local = run_in_process(Study.load(config), RunFolder(tmp_path / "local")).summary
+    masked = Study.load(config, ["wire.aggregation=masked"])
+    local = run_in_process(masked, RunFolder(tmp_path / "local")).summary
     assert summary["model_sha256"] == local["model_sha256"]
-    assert summary["traffic"] == local["traffic"]
     assert summary["sites"] == list(SITES)
+    lines = [json.loads(line) for line in (tmp_path / "prod" / "ledger.jsonl").read_text().splitlines()]
+    up = [line for line in lines if line["direction"] == "up"]
+    assert {line["values"] for line in up if line["scalars_sent"]} == {"masked"}
+    sent = Counter((line["site"], line["kind"], line["round"], line["payload_bytes"]) for line in up)
+    assert count_egress(kits) - before == sent
     # Polling a job that is still starting would leave tracebacks in the server's log.
     server = federation / "workspace" / "sparse" / "prod_00" / "localhost"
     logs = "".join(file.read_text(errors="replace") for file in server.glob("*.log"))
@@ -205,6 +239,33 @@ def test_provisioned_job_ends_with_the_bits_of_a_local_run_and_leaks_nothing(
     exported = next((tmp_path / "prod" / "job").glob("*/job/hospitals/app"))
     assert [folder.name for folder in exported.iterdir() if folder.name == "custom"] == []
     assert list_leaks(federation) == []
+
+
+@pytest.mark.long
+def test_no_private_key_is_outside_its_own_kit(federation: Path) -> None:
+    workspace = federation / "workspace"
+    kits = workspace / "sparse" / "prod_00"
+    certificates = [*kits.glob("*/startup/client.crt"), *kits.glob("*/startup/server.crt")]
+    assert len(certificates) == 1 + len(SITES) + 1
+    homes = [workspace, Path.home() / ".nvflare"]
+    files = [path for folder in homes for path in folder.rglob("*") if path.is_file()]
+    contents = [(path, part) for path in files for part in read_parts(path)]
+    own_keys = [certificate.with_suffix(".key") for certificate in certificates]
+    for own in [*own_keys, workspace / "centre" / "rootCA.key"]:
+        body = "".join(own.read_text().splitlines()[1:-1]).encode()
+        # A copy in other lines, or in an archive, is found, too.
+        assert [path for path, part in contents if body in part.replace(b"\n", b"")] == [own]
+        assert own.stat().st_mode & 0o077 == 0
+    keys = [path for path, part in contents if b"PRIVATE KEY" in part]
+    assert len(keys) == len(certificates) + 1
+    for certificate, own in zip(certificates, own_keys, strict=True):
+        signed = load_pem_x509_certificate(certificate.read_bytes()).public_key()
+        key = load_pem_private_key(own.read_bytes(), None)
+        assert isinstance(signed, RSAPublicKey)
+        assert isinstance(key, RSAPrivateKey)
+        assert key.public_key().public_numbers() == signed.public_numbers()
+    result = CliRunner().invoke(app, ["site", "preflight", str(kits / "site-1")])
+    assert "its private key was made by nvflare cert request" in " ".join(result.output.split())
 
 
 @pytest.mark.long

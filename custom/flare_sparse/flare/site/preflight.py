@@ -40,6 +40,7 @@ from .byoc import list_code_senders, read_permissions
 from .hub_checks import Verdict, check_hub_role
 
 FLARE_SERIES = "2.9"
+CENTRAL_FILE = "signature.json"
 ALLOW_COMMAND = "flare-sparse site allow"
 DISK_NEEDED = 2 * 10**9
 CONNECT_TIMEOUT_S = 5.0
@@ -117,7 +118,10 @@ def _check_kit(kit: Path) -> tuple[Verdict, str]:
     ]
     if missing:
         return "FAIL", f"{startup}: {', '.join(missing)} missing; unpack the kit from the coordinating centre again"
-    return "PASS", str(kit)
+    # Only central provisioning signs a kit's files; nvflare package leaves that to TLS.
+    if (startup / CENTRAL_FILE).is_file():
+        return "PASS", f"{kit}: provisioned centrally: the coordinating centre has held this site's private key"
+    return "PASS", f"{kit}: its private key was made by nvflare cert request, and no other participant has it"
 
 
 def _check_allow_list(kit: Path) -> tuple[Verdict, str]:
