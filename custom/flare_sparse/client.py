@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from .core.errors import ConfigError
 from .core.params import match_state_dict
+from .privacy.dp.scripts import ScriptBudget
 from .tasks.data.source import find_site_data
 from .tasks.task import SiteData
 from .training.loop import disable_dropout
+from .training.private import check_private_network
 from .training.script_exchange import GRADIENTS, REQUEST_KIND, TRAINABLE
 
-__all__ = ["masked", "send_scores", "site_data", "wants_scores"]
+__all__ = ["make_private", "masked", "send_scores", "site_data", "wants_scores"]
 
 
 def site_data(site: str = "") -> SiteData:
@@ -43,6 +46,35 @@ def site_data(site: str = "") -> SiteData:
 
         site = flare.get_site_name()
     return find_site_data(site, None, os.environ)
+
+
+def make_private(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], *, epochs: int = 1
+) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    """Return network, optimiser and loader of a loop that trains with differential privacy (docs/own-script.md).
+
+    The loop stays as it is: one step for each minibatch of the returned loader, with the mean loss of the minibatch.
+    Opacus clips the gradient of each record; the noise comes from the site's secret, and each epoch is charged to the
+    site's ledger before its first minibatch. Call it once, before the first round.
+
+    Args:
+        model: the network; it is changed in place and returned.
+        optimizer: optimiser of its parameters.
+        loader: loader of the training records, each of one subject, over a dataset with a length.
+        epochs: passes over the loader in each round, from which the noise of ``privacy.epsilon`` is computed.
+
+    Raises:
+        ConfigError: the job has no budget, the network mixes the records of a minibatch, or Opacus is not installed.
+        BudgetSpent: later, from the loader: another epoch would exceed the job's budget or the site's own.
+    """
+    check_private_network(model)
+    budget = ScriptBudget.read()
+    try:
+        from .privacy.dp import engine
+    except ImportError as error:
+        raise ConfigError("make_private needs Opacus: pip install 'flare-sparse[privacy]'") from error
+    private, charged = engine.make_private(budget, model, optimizer, loader, epochs)
+    return model, private, charged
 
 
 @contextmanager
@@ -72,6 +104,8 @@ def masked(net: nn.Module, optimizer: torch.optim.Optimizer, received: Any) -> I
         >>> net.weight.tolist()
         [[0.0, 2.0]]
     """
+    # The optimiser of make_private wraps the one that takes the step.
+    optimizer = getattr(optimizer, "original_optimizer", optimizer)
     trainable: Mapping[str, Tensor] = (received.meta or {}).get(TRAINABLE) or {}
     frozen: list[tuple[nn.Parameter, Tensor, Tensor]] = []
     for name, parameter in _name_parameters(net).items():

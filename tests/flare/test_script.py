@@ -11,6 +11,9 @@ import torch
 
 from flare_sparse.core.errors import format_site_error
 from flare_sparse.flare.script_process import ScriptProcess
+from flare_sparse.privacy.dp.account import Budget, BudgetSpent, PrivacyAccount
+from flare_sparse.privacy.dp.config import PrivacyConfig
+from flare_sparse.privacy.dp.scripts import ScriptBudget
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training.script_exchange import ScriptFailed, ScriptRequest
 
@@ -187,3 +190,43 @@ def test_next_request_starts_a_script_again_that_has_failed(start: Callable[...,
         process.run(request())
     assert process.run(request()).metrics["accuracy"] == 0.5
     assert process.run(request("evaluate")).metrics["accuracy"] == 0.5
+
+
+PRIVATE = """
+import nvflare.client as flare
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from flare_sparse import client as sparse
+
+flare.init()
+net = torch.nn.Linear(3, 1)
+loader = DataLoader(TensorDataset(torch.ones(20, 3), torch.ones(20, 1)), batch_size=10)
+net, optimizer, loader = sparse.make_private(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+while flare.is_running():
+    received = flare.receive()
+    net.load_state_dict(received.params)
+    for rows, targets in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(rows), targets).backward()
+        optimizer.step()
+    flare.send(flare.FLModel(params=net.state_dict(), meta={"NUM_STEPS_CURRENT_ROUND": 2}))
+"""
+
+
+@pytest.mark.slow
+def test_script_with_a_spent_budget_abstains_and_its_process_charges_the_ledger_of_the_site(tmp_path: Path) -> None:
+    account = PrivacyAccount(tmp_path / "kit", Budget(6.0, 1e-5))
+    budget = ScriptBudget(PrivacyConfig(noise_multiplier=1.5, unit="record"), account, 9, "run", "job")
+    (tmp_path / "client.py").write_text(PRIVATE)
+    process = ScriptProcess(tmp_path / "client.py", "", SiteData("site-1", tmp_path), tmp_path / "work")
+    process.set_budget(budget)
+    params = {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}
+    rounds = 0
+    try:
+        with pytest.raises(BudgetSpent, match="epsilon of this site's policy"):  # noqa: PT012
+            for rounds in range(20):
+                process.run(ScriptRequest("train", params, rounds, 20, {}, 1))
+    finally:
+        process.close()
+    assert rounds == budget.count_charges() > 0
+    assert budget.compute_spent() <= 6.0

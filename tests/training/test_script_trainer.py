@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.scores.snip import compute_saliency
+from flare_sparse.privacy.dp.account import PrivacyAccount, build_entry
+from flare_sparse.privacy.dp.accounting import Charge
+from flare_sparse.privacy.dp.config import PrivacyConfig
+from flare_sparse.privacy.dp.scripts import ScriptBudget
 from flare_sparse.rounds.local.run import Watcher, run_locally
 from flare_sparse.tasks.script import ScriptTask
 from flare_sparse.training import Site, TrainingConfig
@@ -327,3 +332,26 @@ def test_method_runs_over_scripts(name: str) -> None:
 
 def _raise(site: str, error: Exception) -> None:
     raise error
+
+
+def test_training_that_its_engine_has_not_charged_is_refused(tmp_path: Path) -> None:
+    config = PrivacyConfig(noise_multiplier=1.0, unit="record")
+    budget = ScriptBudget(config, PrivacyAccount(tmp_path), 2, "run", "job")
+
+    def charge(request: ScriptRequest, reply: ScriptReply) -> ScriptReply:
+        budget.account.charge(build_entry("run", "job", 0, str(request.round), "", Charge(1.0, 0.1, 5)), None)
+        return reply
+
+    def open_site(script: FakeScript) -> Site:
+        return Site("a", ScriptTrainer("a", TASK, LAYOUT, 1, script, 2, "steps", 0, budget))
+
+    with pytest.raises(ScriptFailed, match="sent a trained model and charged nothing"):
+        train(open_site(FakeScript()))
+    private = open_site(FakeScript(charge))
+    assert torch.equal(train(private), START + 1)
+    assert private.trainer.mechanism is not None
+    assert private.trainer.mechanism.compute_spent() == budget.account.compute_spent("run", 1e-5) > 0
+    # Scores of a private training are computed from what it sends.
+    scored = Mask.full(LAYOUT.size)
+    gradient = private.trainer.compute_private_gradient(START, scored, TrainingConfig(), None)
+    assert torch.equal(gradient, START - (START + 1))

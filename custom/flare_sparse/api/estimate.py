@@ -102,6 +102,8 @@ def forecast_privacy(study: Study, subjects: int | None) -> dict[str, Any]:
     """
     config, assembly = study.config, study.assembly
     assert config.privacy is not None, "asked for with a privacy section only"
+    if subjects is not None and config.privacy.unit == "record":
+        raise ConfigError("--subjects: with unit: record the script's loader decides about the steps, not the settings")
     counts = _count_subjects(config, assembly.task) if subjects is None else {"every site": subjects}
     sites = {
         name: Forecast.compute(config.privacy, plan_sampling(assembly.method, count)).to_dict()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.assemble import Assembly, check_kernels, open_script_trainer, open_site
+from ..config.assemble import Assembly, check_kernels, open_script_budget, open_script_trainer, open_site
 from ..config.study import Study
 from ..config.user_tasks import find_script
 from ..core.errors import ConfigError, format_site_error
@@ -158,7 +158,10 @@ def _open_site(assembly: Assembly, data: SiteData, script: ScriptProcess | None,
     try:
         if script is not None:
             assert isinstance(assembly.task, ScriptTask), "only a script's task has a script"
-            return open_script_trainer(assembly, data, script, assembly.task.config.weigh_by)
+            budget = open_script_budget(assembly, root / PRIVACY_FOLDER / data.site)
+            if budget is not None:
+                script.set_budget(budget)
+            return open_script_trainer(assembly, data, script, assembly.task.config.weigh_by, budget)
         account = None if assembly.privacy is None else PrivacyAccount(root / PRIVACY_FOLDER / data.site)
         return open_site(assembly, data, account)
     except Exception as error:  # noqa: BLE001 - whatever a task's load raises, as at a site of FLARE

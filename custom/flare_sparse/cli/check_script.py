@@ -9,11 +9,12 @@ import tempfile
 from pathlib import Path
 from threading import Event, Timer
 
-from ..config.assemble import assemble, open_script_trainer
+from ..config.assemble import assemble, open_script_budget, open_script_trainer
 from ..config.schema import RunConfig
 from ..config.user_tasks import find_script
 from ..core.errors import ConfigError, DataError, FlareSparseError
 from ..core.mask import Mask
+from ..privacy.dp.account import PRIVACY_FOLDER
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..tasks.task import SiteData
 
@@ -43,11 +44,11 @@ def find_launcher(launch: str) -> str:
 def find_extra_training(script: Path) -> str:
     """Return what a script with differential privacy spends beyond its target; empty if nothing is known."""
     text = script.read_text(encoding="utf-8")
-    if not re.search(r"^\s*(?:import|from) opacus", text, re.MULTILINE) or "is_evaluate" in text:
+    if not re.search(r"^\s*(?:import|from) opacus|make_private\(", text, re.MULTILINE) or "is_evaluate" in text:
         return ""
     return (
-        f"{script.name} trains with Opacus and never asks flare.is_evaluate(): the last evaluation trains once more, "
-        "beyond the epsilon that it aims at; answer that request with metrics alone (docs/own-script.md)"
+        f"{script.name} trains with differential privacy and never asks flare.is_evaluate(): the last evaluation "
+        "trains once more, beyond its epsilon; answer that request with metrics alone (docs/own-script.md)"
     )
 
 
@@ -67,7 +68,11 @@ def train_once(settings: RunConfig, file: Path, task: ScriptTask, data: SiteData
         output = Path(folder) / OUTPUT
         script = find_script(settings, file.parent)
         runner = ScriptProcess(script, config.args, data, Path(folder), [file.parent], settings.federation.threads)
-        site = open_script_trainer(assembly, data, runner, config.weigh_by)
+        # An account of its own: what a check trains is sent to no one.
+        budget = open_script_budget(assembly, Path(folder) / PRIVACY_FOLDER)
+        if budget is not None:
+            runner.set_budget(budget)
+        site = open_script_trainer(assembly, data, runner, config.weigh_by, budget)
         is_late = Event()
 
         def stop() -> None:

@@ -25,11 +25,12 @@ from ..core.params import Layout
 from ..core.seeds import seed_torch
 from ..methods.method import Method, is_evaluated
 from ..methods.traffic.averaging import SCORE
-from ..privacy.dp.account import PrivacyAccount
+from ..privacy.dp.account import Budget, PrivacyAccount
 from ..privacy.dp.accounting import SamplingPlan
 from ..privacy.dp.config import PrivacyConfig
 from ..privacy.dp.mechanism import SiteMechanism
 from ..privacy.dp.metrics import MetricRelease
+from ..privacy.dp.scripts import ScriptBudget
 from ..rounds.federation import RoundRules
 from ..tasks.task import Examples, SiteData, Task, load_examples
 from ..training import LocalTask, Site, SitePrivacy, build_site
@@ -38,6 +39,8 @@ from ..training.personal import select_personal
 from ..training.private import check_private_network
 from ..training.script_exchange import ScriptRunner
 from ..training.script_trainer import ScriptTrainer, WeighBy
+from ..training.subject_metrics import SilentTrainer
+from ..training.trainer import Trainer
 from .loading import build_method, serialize_job
 from .needs import JobPart, find_conflicts
 from .schema import JobConfig, build_task
@@ -230,8 +233,32 @@ def plan_sampling(method: Method[Any, Any], subjects: int) -> SamplingPlan:
     return replace(plan, score_steps=method.traffic.count_score_lots(plan.steps // config.epochs))
 
 
-def open_script_trainer(assembly: Assembly, data: SiteData, runner: ScriptRunner, weigh_by: WeighBy) -> Site:
+def open_script_budget(assembly: Assembly, folder: Path, limit: Budget | None = None) -> ScriptBudget | None:
+    """Return the budget of a job whose script trains; None if the job has no privacy section.
+
+    Args:
+        assembly: parts of the job.
+        folder: folder of the site's secret and ledger.
+        limit: the site's own budget over all jobs; None: it has none.
+    """
+    if assembly.privacy is None:
+        return None
+    method = assembly.method
+    trainings = method.config.rounds + method.traffic.count_requests(SCORE, 0)
+    return ScriptBudget(assembly.privacy, PrivacyAccount(folder, limit), trainings, assembly.run_id, assembly.job)
+
+
+def open_script_trainer(
+    assembly: Assembly, data: SiteData, runner: ScriptRunner, weigh_by: WeighBy, budget: ScriptBudget | None = None
+) -> Site:
     """Build a site that trains with a script; the script loads the site's data.
+
+    Args:
+        assembly: parts of the job.
+        data: location of the site's data.
+        runner: runs the script.
+        weigh_by: what n_k is.
+        budget: what the script's engine charges; None: the job has no privacy section.
 
     Raises:
         ConfigError: as :func:`open_site`.
@@ -244,9 +271,19 @@ def open_script_trainer(assembly: Assembly, data: SiteData, runner: ScriptRunner
     method = assembly.method
     site_settings = validate_site_settings(method, data)
     score_rounds = method.traffic.count_requests(SCORE, 0)
-    trainer = ScriptTrainer(
-        data.site, assembly.task, assembly.layout, method.seed, runner, method.config.rounds, weigh_by, score_rounds
+    trainer: Trainer = ScriptTrainer(
+        data.site,
+        assembly.task,
+        assembly.layout,
+        method.seed,
+        runner,
+        method.config.rounds,
+        weigh_by,
+        score_rounds,
+        budget,
     )
+    if assembly.privacy is not None and assembly.privacy.metrics == "none":
+        trainer = SilentTrainer(trainer)
     return Site(data.site, trainer, site_settings)
 
 

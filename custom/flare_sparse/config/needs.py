@@ -43,6 +43,18 @@ class Feature:
     capacity: Callable[[Any], int] | None = None
 
 
+def _list_privacy_needs(privacy: Any) -> Iterator[Requirement]:
+    """Yield what a privacy section needs: who takes the steps, and who computes the metrics."""
+    if privacy.unit == "record":
+        remedy = "set privacy.unit to subject"
+        yield Need.SCRIPT_STEPS.because("unit: record is that of a training script", remedy)
+    else:
+        remedy = "set privacy.unit to record and call make_private in the script"
+        yield Need.PACKAGE_STEPS.because("unit: subject: each step clips the gradients of subjects, with noise", remedy)
+    if privacy.metrics == "noised":
+        yield Need.PACKAGE_STEPS.because("noise is added to the metrics of single subjects", "set metrics to none")
+
+
 def _require(*requirements: Requirement) -> Callable[[Any], Needs]:
     return lambda job: frozenset(requirements)
 
@@ -155,8 +167,15 @@ _FEATURES = (
         lambda job: job.privacy is not None,
         "leave privacy out",
         takes=frozenset({Need.MORE_READS, Need.JOINT_SUBJECTS, Need.PLAIN_STEPS, Need.EXACT_STATISTICS}),
-        needs=_require(Need.PACKAGE_STEPS.because("each step clips gradients and adds noise")),
+        needs=lambda job: frozenset(_list_privacy_needs(job.privacy)),
         example={"privacy": {"noise_multiplier": 1.0}},
+    ),
+    Feature(
+        "a task",
+        "the package takes the steps",
+        lambda job: job.task.key != "script",
+        "use task.script",
+        takes=frozenset({Need.SCRIPT_STEPS}),
     ),
     Feature(
         "task.script",

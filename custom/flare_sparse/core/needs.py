@@ -29,6 +29,7 @@ class Need(Enum):
     PLAIN_STEPS = "a training step has no noise"
     FLOAT32_STEPS = "a training step computes in float32"
     PACKAGE_STEPS = "a site does more than train and evaluate"
+    SCRIPT_STEPS = "a training script takes the steps"
     WHOLE_MODEL = "no tensor of the model can stay at a site"
     SAMPLED_SITES = "some sites take no part in a round"
     LAST_ROUND = "a site must know the last round in advance"

@@ -28,7 +28,8 @@ from nvflare.client.config import ExchangeFormat
 from nvflare.client.in_process.api import TOPIC_ABORT
 from nvflare.fuel.data_event.data_bus import DataBus
 
-from ..core.errors import ConfigError, describe_exception
+from ..core.errors import ConfigError, FlareSparseError, describe_exception
+from ..privacy.dp.account import BudgetSpent
 from ..tasks.data.source import DATA_VARIABLE, SITE_FILE_VARIABLE, write_site_files
 from ..tasks.task import SiteData
 from ..training.script_exchange import REQUEST_KIND, TRAINABLE, ScriptFailed, ScriptReply, ScriptRequest
@@ -151,12 +152,17 @@ class FlareScript:
         # The first cause: FLARE repeats its own messages about it.
         self._failure = self._failure or str(data)
 
-    def _explain_failure(self) -> ScriptFailed:
-        """Return the error of a script that failed; the traceback of its exception is a note."""
+    def _explain_failure(self) -> FlareSparseError:
+        """Return the error of a script that failed; the traceback of its exception is a note.
+
+        A spent budget is no failure of the script: the site abstains.
+        """
         if self._abort_signal.triggered:
             return ScriptFailed("the task was aborted while the script was running it")
         # Not kept: its frames hold the script's data.
         error, self._errors.error = self._errors.error, None
+        if isinstance(error, BudgetSpent):
+            return BudgetSpent(str(error))
         failed = ScriptFailed(f"script {self._script.name}: {self._describe_end(error)}\nits output is in {self._log}")
         if error is not None and not isinstance(error, SystemExit):
             failed.add_note("".join(traceback.format_exception(error)))

@@ -22,6 +22,7 @@ from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContextManager
 from nvflare.apis.signal import Signal
 
+from ..privacy.dp.scripts import PRIVACY_VARIABLE, ScriptBudget
 from ..tasks.task import SiteData
 from ..training.script_exchange import ScriptFailed, ScriptReply, ScriptRequest
 from .script import FlareScript
@@ -49,9 +50,14 @@ class ScriptProcess:
     ):
         self._settings = (script.resolve(), args, data, folder.resolve(), threads)
         self._code, self._folder = [str(path.resolve()) for path in (script.parent, *code)], folder
+        self._environment: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: Connection | None = None
         self._replies: Connection | None = None
+
+    def set_budget(self, budget: ScriptBudget) -> None:
+        """Name the budget that the script's engine charges; before the first request."""
+        self._environment[PRIVACY_VARIABLE] = budget.write(self._folder / "budget.json")
 
     def run(self, request: ScriptRequest) -> ScriptReply:
         """Return the script's reply to a request; the first request starts the process.
@@ -105,7 +111,7 @@ class ScriptProcess:
                 stdout=log,
                 stderr=log,
                 cwd=self._folder,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, **self._environment, "PYTHONPATH": path},
             )
         # Closed here, so that the death of the process ends the pipe.
         os.close(request_end)

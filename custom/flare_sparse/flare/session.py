@@ -15,14 +15,23 @@ from nvflare.apis.workspace import Workspace
 from torch import Tensor
 
 from ..compute.kernels.threads import set_kernel_threads
-from ..config.assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_trainer, open_site
+from ..config.assemble import (
+    Assembly,
+    assemble,
+    check_kernels,
+    open_checkpoints,
+    open_script_budget,
+    open_script_trainer,
+    open_site,
+)
 from ..config.loading import parse_job
 from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
 from ..config.schema import JobConfig
 from ..config.yaml_files import read_yaml
 from ..core.errors import ConfigError, format_site_error
 from ..methods.method import describe_site_model
-from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
+from ..privacy.dp.account import PRIVACY_FOLDER, Budget, PrivacyAccount
+from ..privacy.dp.scripts import PRIVACY_VARIABLE
 from ..results.runs.model_files import save_site_model
 from ..results.runs.record import LAYER_COMPUTE, write_layer_compute
 from ..rounds.endpoints.bases import InitialModel
@@ -257,7 +266,7 @@ class SiteSession(FLComponent):
         if not isinstance(task, ScriptTask):
             # Before the data is read, and not in the first training, after scores and messages.
             check_kernels(assembly.method)
-            account = None if assembly.privacy is None else _open_account(fl_ctx)
+            account = None if assembly.privacy is None else PrivacyAccount(*_describe_account(fl_ctx))
             return open_site(assembly, find_site_data(name, local), account)
         # A script may know itself where its data lies, so a site need not say it.
         data = find_site_data(name, local) if has_site_data(local) else None
@@ -265,9 +274,12 @@ class SiteSession(FLComponent):
         # The name alone: a job must not name a file elsewhere on this machine, only the one that came as its code.
         script = Path(workspace.get_app_custom_dir(job_id)) / Path(task.script).name
         folder = Path(workspace.get_run_dir(job_id)) / "script"
+        budget = open_script_budget(assembly, *_describe_account(fl_ctx))
+        if budget is not None:
+            os.environ[PRIVACY_VARIABLE] = budget.write(folder / "budget.json")
         self._script = FlareScript(script, task.config.args, data, folder, task.config.launch)
         location = data or SiteData(name, Path())
-        return open_script_trainer(assembly, location, self._script, task.config.weigh_by)
+        return open_script_trainer(assembly, location, self._script, task.config.weigh_by, budget)
 
     def build_hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
         """Return the message with which this site introduces itself: its versions and its limits on uploads.
@@ -295,10 +307,10 @@ def _open_request_log(fl_ctx: FLContext, job: JobConfig, assembly: Assembly) -> 
     )
 
 
-def _open_account(fl_ctx: FLContext) -> PrivacyAccount:
-    """Open the site's secret and privacy ledger, which lie in the startup kit and serve all jobs."""
+def _describe_account(fl_ctx: FLContext) -> tuple[Path, Budget | None]:
+    """Return the folder of the site's secret and privacy ledger, in the startup kit for all jobs, and its limit."""
     folder = Path(get_workspace(fl_ctx).get_root_dir()) / PRIVACY_FOLDER / fl_ctx.get_identity_name()
-    return PrivacyAccount(folder, read_site_policy(fl_ctx).privacy_budget)
+    return folder, read_site_policy(fl_ctx).privacy_budget
 
 
 def _open_sums(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: RequestLog) -> SiteSums | None:

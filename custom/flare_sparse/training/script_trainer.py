@@ -12,7 +12,9 @@ from ..core.errors import ConfigError, MetricsError, PolicyRefusal
 from ..core.mask import Mask
 from ..core.params import Layout, match_state_dict
 from ..core.seeds import derive_seed, seed_torch
+from ..privacy.dp.scripts import ScriptBudget
 from ..tasks.task import Task
+from .config import TrainingConfig
 from .flat import FlatModel
 from .sample_usage import SampleUsage
 from .script_exchange import (
@@ -54,6 +56,7 @@ class ScriptTrainer(Trainer):
         weigh_by: what n_k is.
         score_rounds: requests for scores before the first round. The script counts them as rounds, so that what it
             builds in its round 0, such as a privacy engine, is built once and lasts for all that it trains.
+        budget: what the script's engine charges; None: the job has no privacy section.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class ScriptTrainer(Trainer):
         rounds: int,
         weigh_by: WeighBy,
         score_rounds: int = 0,
+        budget: ScriptBudget | None = None,
     ):
         super().__init__(layout)
+        self.mechanism = self._budget = budget
         self.task, self._name, self._seed = task, name, seed
         # The weights drawn here are overwritten before use; seeding within a context leaves the global generator alone.
         with seed_torch(0):
@@ -111,7 +116,7 @@ class ScriptTrainer(Trainer):
         ):
             raise ConfigError("the method prescribes how a site trains, which a training script decides itself")
         start, trainable, t = training.start, training.trainable, training.round
-        reply = self._ask("train", start, t, trainable)
+        reply = self._ask_charged("train", start, t, trainable)
         return trainable.take(self._keep_frozen(self._read_params(reply, start), start, trainable))
 
     def compute_gradients(
@@ -151,6 +156,35 @@ class ScriptTrainer(Trainer):
             self._ask("evaluate", weights, self._round)
         assert self._evaluated is not None, "every reply has the metrics of the received model"
         return dict(self._evaluated[1])
+
+    def compute_private_gradient(
+        self, weights: Tensor, entries: Mask, config: TrainingConfig, lots: int | None
+    ) -> Tensor:
+        """Return ``w_before - w_after`` of one training of the script, which it is charged for, on the entries.
+
+        Raises:
+            ScriptFailed: the script failed, sent gradients of minibatches, or trained without its engine.
+        """
+        reply = self._ask_charged("score", weights, 0, entries)
+        if GRADIENTS in reply.meta:
+            raise ScriptFailed("send_scores sends gradients without noise; with privacy, let the script train instead")
+        self.notices = (SCORES_BY_TRAINING,)
+        return (weights - self._read_params(reply, weights)).masked_fill(~entries.bits, 0)
+
+    def _ask_charged(self, kind: Literal["train", "score"], weights: Tensor, t: int, trainable: Mask) -> ScriptReply:
+        """Return the script's reply to a training, which its engine must have charged.
+
+        Raises:
+            ScriptFailed: the script failed, or trained without a charge.
+        """
+        before = None if self._budget is None else self._budget.count_charges()
+        reply = self._ask(kind, weights, t, trainable)
+        if self._budget is not None and self._budget.count_charges() == before:
+            raise ScriptFailed(
+                "privacy: the script sent a trained model and charged nothing; train with what "
+                "flare_sparse.client.make_private returns"
+            )
+        return reply
 
     def _ask(
         self, kind: Literal["train", "evaluate", "score"], weights: Tensor, t: int, trainable: Mask | None = None

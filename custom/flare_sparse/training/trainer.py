@@ -20,6 +20,7 @@ from ..core.mask import Mask
 from ..core.params import Layout
 from ..privacy.dp.mechanism import SiteMechanism
 from ..privacy.dp.metrics import MetricRelease
+from ..privacy.dp.scripts import ScriptBudget
 from ..tasks.task import Examples, Task
 from .config import TrainingConfig
 from .live import LiveEntries
@@ -103,7 +104,7 @@ class Trainer(ABC):
     task: Task
     examples: Examples
     num_test_examples = num_validation_examples = 0
-    mechanism: SiteMechanism | None = None
+    mechanism: SiteMechanism | ScriptBudget | None = None
     metric_release: MetricRelease | None = None
     notices: tuple[str, ...] = ()
 

@@ -44,8 +44,10 @@ class PrivacyConfig(BaseModel):
     clip: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="largest L2 norm of a subject's gradient over the live entries"
     )
-    unit: Literal["subject"] = Field(
-        "subject", description="what is protected: all training examples of one subject of a site together"
+    unit: Literal["subject", "record"] = Field(
+        "subject",
+        description="what is protected; subject: all training examples of one subject of a site together; record: a "
+        "record of the loader that a training script gives to make_private",
     )
     metrics: Literal["exact", "noised", "none"] = Field(
         "exact",

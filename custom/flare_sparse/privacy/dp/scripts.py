@@ -1,0 +1,100 @@
+"""The budget of a training script: what the site tells the script's process, and what it reads from the ledger after.
+
+The script's own process charges the site's ledger; the site's process compares the ledger before and after a training,
+so that what a script trained without the engine does not leave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.checkpoint.writing import write_json
+from ...core.errors import ConfigError
+from .account import Budget, PrivacyAccount
+from .config import PrivacyConfig
+from .mechanism import LEAST_NOISE
+
+PRIVACY_VARIABLE = "FLARE_SPARSE_PRIVACY"
+"""File with the budget of the running job, which a site names to its training script; never part of a job."""
+
+
+@dataclass(frozen=True)
+class ScriptBudget:
+    """The budget of a job whose script trains, at one site.
+
+    Attributes:
+        config: settings of the job.
+        account: the site's secret and ledger, in a folder.
+        trainings: number of trainings of the job.
+        run, job: id of the run and name of the job.
+    """
+
+    config: PrivacyConfig
+    account: PrivacyAccount
+    trainings: int
+    run: str
+    job: str
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> ScriptBudget:
+        """Return the budget that the site has named.
+
+        Raises:
+            ConfigError: there is none, or its file cannot be read.
+        """
+        if not (file := environment.get(PRIVACY_VARIABLE)):
+            raise ConfigError(
+                f"make_private: this job has no budget (${PRIVACY_VARIABLE} is not set). Add a privacy section to the "
+                "job of task.script, or add_privacy(recipe, ...) to a recipe of FLARE"
+            )
+        try:
+            content: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
+            limit = None if content["limit"] is None else Budget(*content["limit"])
+            account = PrivacyAccount(Path(content["folder"]), limit)
+            config = PrivacyConfig.model_validate(content["privacy"])
+            return cls(config, account, int(content["trainings"]), content["run"], content["job"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file}: expected the budget of a job, as the site has written it: {error!r}") from error
+
+    def write(self, file: Path) -> str:
+        """Write the budget for the script's process; return the value of :data:`PRIVACY_VARIABLE`.
+
+        The secret is not in the file, only the folder that it is in.
+        """
+        assert self.account.folder is not None, "another process cannot charge an account in memory"
+        limit = self.account.limit
+        content = {
+            "folder": str(self.account.folder.absolute()),
+            "limit": None if limit is None else [limit.epsilon, limit.delta],
+            "privacy": self.config.model_dump(mode="json"),
+            "trainings": self.trainings,
+            "run": self.run,
+            "job": self.job,
+        }
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, content)
+        return str(file.absolute())
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Smallest noise that the run was charged with, as a multiple of the clipping norm; 0 before the first."""
+        charges = self.account.read().list_charges(self.run)
+        return min((charge.noise_multiplier for charge in charges), default=0.0)
+
+    @property
+    def hides_subjects(self) -> bool:
+        """Whether the noise alone hides single records."""
+        return self.noise_multiplier >= LEAST_NOISE
+
+    def compute_spent(self) -> float:
+        """Return the epsilon that the run has charged this site's records so far."""
+        return self.account.compute_spent(self.run, self.config.delta)
+
+    def count_charges(self) -> int:
+        """Return how many times the run has charged the ledger."""
+        return sum(entry.run == self.run for entry in self.account.read().entries)
