@@ -236,22 +236,31 @@ class Run:
         write_crate(result, facts, files, target, license_)
         return target, facts
 
-    def write_dpia(self, *, policies: Mapping[str, str] | None = None, kit: Path | None = None) -> Path:
-        """Write ``dpia.md``, an annex for an impact assessment that a person completes; return the file.
+    def write_dpia(
+        self,
+        out: Path | None = None,
+        *,
+        policies: Mapping[str, str] | None = None,
+        egress: Mapping[str, Path] | None = None,
+        kit: Path | None = None,
+    ) -> Path:
+        """Write an annex for an impact assessment, which a person completes; return the file.
 
         Args:
+            out: file that ends with .md or .docx; None: ``dpia.md`` in the result folder.
             policies: as in :meth:`evidence`.
+            egress: folder of a site's egress log, as the site hands it out, by site.
             kit: as in :meth:`evidence`.
 
         Raises:
-            ConfigError: the folder was changed after the run.
-            EgressError: an egress log in the folder was changed.
+            ConfigError: the folder was changed after the run, the file has another ending, or there is no log.
+            EgressError: an egress log was changed.
         """
-        from ..results.evidence.dpia import FILE, format_dpia
+        from ..results.evidence.dpia import FILE, write_dpia
 
         files = {site: find_policy_file(Path(given)) for site, given in (policies or {}).items()}
-        file = self.path / FILE
-        file.write_text(format_dpia(*self._collect_facts(files, kit)), encoding="utf-8")
+        file = out or self.path / FILE
+        write_dpia(*self._collect_facts(files, kit), egress or {}, file)
         return file
 
     def _collect_facts(self, policies: Mapping[str, Path], kit: Path | None) -> tuple[RunResult, dict[str, Any]]:

@@ -16,7 +16,10 @@ def evidence(
     run: Annotated[Path, typer.Argument(help="Result folder of flare-sparse run", show_default=False)],
     out: Annotated[
         Path | None,
-        typer.Option(help="Archive that ends with .zip, or a folder; default: evidence.zip in the result folder"),
+        typer.Option(
+            help="Archive that ends with .zip, or a folder; default: evidence.zip in the result folder. With --dpia a "
+            "file that ends with .md or .docx; default: dpia.md"
+        ),
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -34,8 +37,12 @@ def evidence(
         str, typer.Option("--license", help="License of the crate and its model: a URL or an SPDX identifier")
     ] = NO_LICENSE,
     dpia: Annotated[
-        bool, typer.Option("--dpia", help="Write RUN/dpia.md instead, an annex for an impact assessment, to be edited")
+        bool, typer.Option("--dpia", help="Write an annex for an impact assessment instead, to be edited")
     ] = False,
+    egress: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE=FOLDER", help="With --dpia: egress log that a site has handed out; repeatable"),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier crate")] = False,
 ) -> None:
     """Pack a run's evidence as an RO-Crate: who took part, under which terms, what was sent, and what came out.
@@ -50,25 +57,27 @@ def evidence(
     [dim]flare-sparse evidence runs/study --kit kits/lead@coordination.org --policy site-1=careful --out study.zip[/]
     """
     if dpia:
-        console.print(str(Run(run).write_dpia(policies=_parse_policies(policy or []), kit=kit)), markup=False)
+        logs = {site: Path(folder) for site, folder in _parse_by_site("--egress", "FOLDER", egress or []).items()}
+        policies = _parse_by_site("--policy", "FILE", policy or [])
+        console.print(str(Run(run).write_dpia(out, policies=policies, egress=logs, kit=kit)), markup=False)
         return
     target, facts = Run(run).evidence(
-        out, policies=_parse_policies(policy or []), kit=kit, license_=license_, overwrite=overwrite
+        out, policies=_parse_by_site("--policy", "FILE", policy or []), kit=kit, license_=license_, overwrite=overwrite
     )
     console.print(str(target), markup=False, soft_wrap=True)
     console.print(f"signature of the job: {facts['approval']['signature']}; deviations: {len(facts['deviations'])}")
 
 
-def _parse_policies(given: list[str]) -> dict[str, str]:
-    """Return the policies, files or presets, by site.
+def _parse_by_site(option: str, what: str, given: list[str]) -> dict[str, str]:
+    """Return the values of an option by site.
 
     Raises:
-        ConfigError: an option is not of the form SITE=FILE.
+        ConfigError: one is not of the form SITE=VALUE.
     """
-    policies = {}
+    values = {}
     for text in given:
-        site, separator, file = text.partition("=")
-        if not (site and separator and file):
-            raise ConfigError(f"--policy {text}: expected SITE=FILE, such as site-1=careful")
-        policies[site] = file
-    return policies
+        site, separator, value = text.partition("=")
+        if not (site and separator and value):
+            raise ConfigError(f"{option} {text}: expected SITE={what}, such as site-1=careful")
+        values[site] = value
+    return values

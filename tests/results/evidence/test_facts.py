@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docx import Document
 from safetensors import safe_open
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -63,16 +64,34 @@ def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run:
     assert "| site-2 | 6 | 2 | 2 | 2 of 2 | `summary.json` |" in text
     assert "claims no compliance" in text
     assert "| policy of site-2 | none in force" in text
-    rows = [line.split(" | ") for line in text.splitlines() if line.endswith("| egress log of the site |")]
+    assert "Not tried: rmia" in text
+    assert "| checkpoints in the result folder | until they are removed | `config.yaml` |" in text
+    assert text.count("of this run it has the same messages and bytes as the server's ledger.") == 2
     up = RunResult.read(run).summary["traffic"]["up"]
-    assert sum(int(row[4]) for row in rows) == up["payload_bytes"]
     # One hello of each site beside the messages of the ledger.
-    assert sum(int(row[3]) for row in rows) == up["messages"] + 2
-    for log in find_logs(run).values():
-        shutil.rmtree(log)
-    CliRunner().invoke(app, ["evidence", str(run), "--dpia"])
-    rows = [line.split(" | ") for line in (run / "dpia.md").read_text().splitlines() if "`ledger.jsonl` of" in line]
-    assert sum(int(row[4]) for row in rows) == up["payload_bytes"]
+    assert sum_egress(text, "egress log of the site") == (up["messages"] + 2, up["payload_bytes"])
+    moved = tmp_path / "handed-out"
+    shutil.move(find_logs(run)["site-1"], moved)
+    shutil.rmtree(find_logs(run)["site-2"])
+    file = tmp_path / "annex.docx"
+    options = ["--dpia", "--egress", f"site-1={moved}", "--out", str(file)]
+    result = CliRunner().invoke(app, ["evidence", str(run), *options])
+    assert result.exit_code == 0, result.output
+    document = Document(str(file))
+    sources = [row.cells[-1].text for row in document.tables[2].rows[1:]]
+    assert set(sources) == {"egress log of the site", "ledger.jsonl of the server"}
+    assert sum(int(row.cells[4].text) for row in document.tables[2].rows[1:]) == up["payload_bytes"]
+    with (moved / "egress.jsonl").open("a") as log:
+        log.write("{}\n")
+    result = CliRunner().invoke(app, ["evidence", str(run), *options])
+    assert result.exit_code == 1
+    assert "is no line of this log" in " ".join(result.stderr.split())
+
+
+def sum_egress(text: str, source: str) -> tuple[int, int]:
+    """Return the messages and bytes in the rows of a source."""
+    rows = [line.split(" | ") for line in text.splitlines() if line.endswith(f"| {source} |")]
+    return sum(int(row[3]) for row in rows), sum(int(row[4]) for row in rows)
 
 
 @pytest.mark.slow
