@@ -121,7 +121,7 @@ def _check_kit(kit: Path) -> tuple[Verdict, str]:
     # Only central provisioning signs a kit's files; nvflare package leaves that to TLS.
     if (startup / CENTRAL_FILE).is_file():
         return "PASS", f"{kit}: provisioned centrally: the coordinating centre has held this site's private key"
-    return "PASS", f"{kit}: its private key was made by nvflare cert request, and no other participant has it"
+    return "PASS", f"{kit}: not provisioned centrally: its private key was made by nvflare cert request"
 
 
 def _check_allow_list(kit: Path) -> tuple[Verdict, str]:
