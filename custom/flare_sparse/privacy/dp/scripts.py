@@ -49,8 +49,8 @@ class ScriptBudget:
         """
         if not (file := environment.get(PRIVACY_VARIABLE)):
             raise ConfigError(
-                f"make_private: this job has no budget (${PRIVACY_VARIABLE} is not set). Add a privacy section to the "
-                "job of task.script, or add_privacy(recipe, ...) to a recipe of FLARE"
+                f"make_private: this job has no budget (${PRIVACY_VARIABLE} is not set). Add a privacy section to a "
+                "configuration with task.script; a recipe of FLARE cannot have one"
             )
         try:
             content: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
