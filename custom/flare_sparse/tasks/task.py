@@ -7,14 +7,14 @@ import numbers
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import safetensors.torch
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,6 +23,7 @@ from ..core.needs import Needs
 from ..core.reading import MinibatchReader, stack_examples
 from ..core.settings import Settings
 from ..core.split import Split, SplitConfig
+from ..core.subgroups import label_values, parse_subgroup
 
 VALIDATION = "validation_"
 """Prefix of the names of the metrics on validation examples."""
@@ -71,6 +72,28 @@ class TaskConfig(Settings):
     split: SplitConfig = Field(
         default_factory=SplitConfig, description="which of a site's subjects are for training, validation and testing"
     )
+
+    # Left out where they are not set: a job without subgroups keeps its run id.
+    subgroups: tuple[str, ...] = Field(
+        (),
+        exclude_if=lambda value: not value,
+        description="columns of the data by which the final metrics are reported, with a width of bins for numbers: "
+        "[sex, age:10, scanner]",
+    )
+    min_subgroup: int = Field(
+        10,
+        ge=2,
+        exclude_if=lambda value: value == 10,
+        description="fewest test subjects of a subgroup at a site; the site's policy may ask for more "
+        "(min_test_examples)",
+    )
+
+    @field_validator("subgroups")
+    @classmethod
+    def _check_subgroups(cls, subgroups: tuple[str, ...]) -> tuple[str, ...]:
+        for text in subgroups:
+            parse_subgroup(text)
+        return subgroups
 
     def needs(self) -> Needs:
         """Return what these settings need of the other parts of a run; by default nothing."""
@@ -179,6 +202,7 @@ class Examples:
         test_subjects, validation_subjects: the same of the other examples.
         notes: what the record of an evaluation on these examples states, such as the rows that inputs are scaled by.
         warnings: what does not stop a run but may spoil its result; shown by ``flare-sparse check`` and logged.
+        test_subgroups: subgroup of each test example, in order, by column.
 
     Examples:
         >>> from torch.utils.data import TensorDataset
@@ -201,6 +225,7 @@ class Examples:
     validation_subjects: Sequence[str] = ()
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
+    test_subgroups: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def n_train(self) -> int:
@@ -583,7 +608,33 @@ def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
             f"{task.config.split.validation:g}; use self.config.split.assign(ids, seed) and "
             "Examples(train, test, validation=...)"
         )
-    return examples
+    return replace(examples, test_subgroups=_label_tests(task, data, examples)) if task.config.subgroups else examples
+
+
+def _label_tests(task: Task, data: SiteData, examples: Examples) -> dict[str, list[str]]:
+    """Return the subgroup of each test example, by column.
+
+    Raises:
+        ConfigError: the task lists no columns.
+        DataError: a column is missing or contains text in place of numbers, or the task names no test examples.
+    """
+    cohort = task.cohort(data.path)
+    rows = {name: row for row, name in enumerate(cohort.ids)}
+    if len(examples.test_ids) != examples.n_test or any(name not in rows for name in examples.test_ids):
+        raise DataError("task.subgroups: load() and cohort() of the task do not name the same test examples")
+    labels = {}
+    for column, width in map(parse_subgroup, task.config.subgroups):
+        if column not in cohort.columns:
+            raise DataError(
+                f"{data.path}: task.subgroups: there is no column {column!r}; the columns are "
+                f"{', '.join(cohort.columns)}"
+            )
+        try:
+            values = label_values(np.asarray(cohort.columns[column]), width)
+        except ValueError as error:
+            raise DataError(f"{data.path}: task.subgroups: {column}: {error}") from error
+        labels[column] = [values[rows[name]] for name in examples.test_ids]
+    return labels
 
 
 def _check_withdrawn(source: str, examples: Examples, withdrawn: Collection[str]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from ..core.errors import ConfigError
+from ..core.params import Layout
 from ..privacy.dp.account import BudgetSpent
 from ..privacy.dp.metrics import MetricRelease
 from ..tasks.task import Task
@@ -26,6 +27,9 @@ class SilentTrainer(Wrapper):
     """Lets no metrics leave the site, and computes none."""
 
     def evaluate(self, weights: Tensor, memory: Mapping[str, Tensor]) -> dict[str, float]:
+        return {}
+
+    def evaluate_subgroups(self, layout: Layout, weights: Tensor) -> dict[str, float]:
         return {}
 
 
@@ -61,6 +65,10 @@ class PrivateMetricsTrainer(Wrapper):
 
         self._local.model.load(weights)
         return self._local.evaluate_parts(measure)
+
+    def evaluate_subgroups(self, layout: Layout, weights: Tensor) -> dict[str, float]:
+        # The budget covers the metrics over all subjects alone.
+        return {}
 
 
 def evaluate_subjects(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
@@ -13,6 +14,9 @@ from torch.utils.data import Dataset, Subset
 from ..compute.structure.observing import ObservedNetwork
 from ..compute.structure.scaling import StatisticsLayer
 from ..core.mask import Mask
+from ..core.params import Layout
+from ..core.subgroups import measure_subgroups
+from ..tasks.task import is_metric_name
 from .batches import weigh_batches
 from .config import TrainingConfig
 from .gate_sparsity import compute_channel_sparsity, observe_gates
@@ -115,6 +119,23 @@ class TaskTrainer(Trainer):
         if self.examples.n_test or self.examples.n_validation:
             self._model.load(weights)
         return self._local.evaluate_parts(lambda _, dataset: self._measure_with_gates(dataset))
+
+    def evaluate_subgroups(self, layout: Layout, weights: Tensor) -> dict[str, float]:
+        examples, task = self.examples, self.task
+        if not examples.test_subgroups or not examples.n_test:
+            return {}
+        network = task.model()
+        nn.Module.load_state_dict(network, layout.unflatten(weights), strict=False)
+        measured, targets = task.measure_all(network.eval(), examples.test)
+        names = examples.test_subjects or examples.test_ids
+        subjects = np.unique(np.array(names), return_inverse=True)[1]
+
+        def measure(rows: np.ndarray) -> Mapping[str, float]:
+            return task.metrics(measured[rows], targets[rows])
+
+        found = measure_subgroups(measure, examples.test_subgroups, subjects, task.config.min_subgroup)
+        # The server would refuse the whole update for one name with markup, or a long one.
+        return {name: value for name, value in found.items() if is_metric_name(name)}
 
     def evaluate_validation(self, weights: Tensor) -> dict[str, float]:
         if self.examples.validation is None or not self.num_validation_examples:

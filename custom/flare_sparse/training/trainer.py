@@ -131,6 +131,15 @@ class Trainer(ABC):
             memory: what the site kept when it had this model.
         """
 
+    def evaluate_subgroups(self, layout: Layout, weights: Tensor) -> dict[str, float]:
+        """Return the metrics of a whole network by subgroup of the test subjects; empty where none are asked for.
+
+        Args:
+            layout: layout of the network.
+            weights: ``(layout.size,)``.
+        """
+        return {}
+
     @property
     def can_train(self) -> bool:
         """Whether the site has training examples; one without them only evaluates."""

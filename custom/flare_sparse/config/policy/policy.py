@@ -18,6 +18,7 @@ from ...core.errors import ConfigError, PolicyRefusal, suggest
 from ...core.exchange import EVALUATE, STATISTICS, Content, Patch
 from ...core.mask import Mask
 from ...core.params import Layout, TensorSpec
+from ...core.subgroups import SUBJECTS, suppress_small
 from ...privacy.dp.account import Budget
 from ...privacy.dp.accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
 from ...tasks.task import COUNTS, EPSILON, get_count_name
@@ -268,8 +269,12 @@ class Policy(BaseModel):
             for name, value in metrics.items()
             if name != EPSILON and examples.get(get_count_name(name), 0) >= self.min_test_examples
         }
+        enough = suppress_small(enough, self.min_test_examples)
         if self.metrics == "rounded":
-            enough = {name: value if name in COUNTS else _round_metric(value) for name, value in enough.items()}
+            enough = {
+                name: value if name in COUNTS or name.startswith(f"{SUBJECTS} in ") else _round_metric(value)
+                for name, value in enough.items()
+            }
         return enough | spent
 
     def allows_metrics(self, t: int, rounds: int, evaluate_every: int) -> bool:

@@ -17,6 +17,7 @@ from ..runs.load import load_study
 from ..runs.model_files import read_model
 from ..runs.record import list_versions
 from ..runs.results import AUDIT_FILE, RunResult
+from ..runs.subgroups import pool_subgroups
 from .deviations import list_deviations
 
 
@@ -68,6 +69,7 @@ def collect_facts(run: RunResult, approval: Approval, policies: Mapping[str, Pol
         "model_sha256": check_model(run),
         "cohorts": _list_cohorts(run),
         "metrics": run.summary["final"]["metrics"],
+        "subgroups": [cell.to_dict() for cell in pool_subgroups(run)],
         "privacy": _describe_privacy(run),
         "permit": run.config.get("permit"),
         "policies": {site: _describe_policy(policies.get(site), approval) for site in run.sites},

@@ -15,6 +15,7 @@ from ..runs.progress import format_bytes
 from ..runs.results import RunResult
 from .attacks import describe_attacks
 from .findings import describe_caveat
+from .subgroups import build_subgroups, describe_gap
 from .tables import (
     build_evaluations,
     build_events,
@@ -58,7 +59,7 @@ rounds (seed {s["seed"]}); {sparsity}. The data never left the sites.{_describe_
 | --- | --- | --- |{" --- |" * len(names)}
 {sites}
 {_format_overall(run)}
-{_describe_cohorts(run)}
+{_describe_subgroups(run)}{_describe_cohorts(run)}
 ## Communication
 
 {format_bytes(run.sum_directions("payload_bytes"))} in {run.sum_directions("messages")} messages; dense FedAvg would
@@ -150,6 +151,15 @@ def _format_overall(run: RunResult) -> str:
     overall = run.summary["final"]["metrics"]
     cells = ["all sites", "", f"{overall.get(TEST_EXAMPLES, 0):.0f}"]
     return "| " + " | ".join([*cells, *(format_metric(overall.get(name)) for name in run.metric_names)]) + " |"
+
+
+def _describe_subgroups(run: RunResult) -> str:
+    """Return the metrics by subgroup, below their largest gap; empty without ``task.subgroups``."""
+    if not (gap := describe_gap(run)):
+        return ""
+    if (table := build_subgroups([run])) is None:
+        return f"\n{gap}\n"
+    return f"\n### Subgroups\n\n**{gap}**\n\n{table.note}\n\n{format_markdown(table.columns, table.rows)}\n"
 
 
 def _describe_cohorts(run: RunResult) -> str:

@@ -7,11 +7,12 @@ from statistics import mean, median
 from ..runs.contributions import describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed, label_groups
+from .subgroups import describe_gap
 
 
 def describe_findings(runs: list[RunResult]) -> list[str]:
-    """Return the findings, one sentence each: traffic, comparison with dense FedAvg, worst site, gains."""
-    sentences = [_describe_absent(run) for run in runs]
+    """Return the findings, one sentence each: gap between subgroups, traffic, dense FedAvg, worst site, gains."""
+    sentences = [*(describe_gap(run) for run in runs), *(_describe_absent(run) for run in runs)]
     groups = group_by_seed(runs)
     sentences += [_describe_traffic(*pair) for pair in zip(label_groups(groups), groups, strict=True)]
     sentences += [_compare_with_dense(run, dense) for run in runs if (dense := find_dense_run(run, runs))]

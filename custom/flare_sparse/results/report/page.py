@@ -21,6 +21,7 @@ from . import figures
 from .attacks import build_attacks
 from .comparisons import build_comparisons, build_group_comparisons
 from .findings import describe_caveat, describe_findings, describe_sites
+from .subgroups import build_subgroups
 from .tables import (
     build_contributions,
     build_evaluations,
@@ -171,7 +172,9 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
         "rows": [_build_run_row(run) for run in runs],
         "averages": build_seed_averages(runs),
         "metrics": build_metrics(runs),
-        "comparisons": [table for table in (build_comparisons(runs), build_group_comparisons(runs)) if table],
+        "comparisons": [
+            table for table in (build_subgroups(runs), build_comparisons(runs), build_group_comparisons(runs)) if table
+        ],
         "means": describe_means(runs),
         "contributions": build_contributions(runs),
         "evaluations": build_evaluations(runs),

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from .record import CONFIG
 from ...tasks.task import TEST_EXAMPLES, VALIDATION
 from ...core.errors import ConfigError
+from ...core.subgroups import split_metric
 from ...methods.method import describe_site_model
 from ...methods.registry import METHODS
 from .contributions import Contributions, read_contributions
@@ -148,6 +149,7 @@ class RunResult:
         """Names of all metrics of the final model on test examples, the task's own metric first."""
         parts = [self.summary["final"]["metrics"], *self.summary["final"]["sites"].values()]
         names = {name for metrics in parts for name in metrics if not name.startswith(VALIDATION)}
+        names = {name for name in names if split_metric(name) is None}
         return sorted(names - {TEST_EXAMPLES} | {self.metric}, key=lambda name: (name != self.metric, name))
 
     @cached_property

@@ -9,7 +9,8 @@ import torch
 from ...core.errors import RejectedMessage, abbreviate
 from ...tasks.task import COUNTS, METRIC_NAMES, is_metric_name
 
-_MAX_NAMES = 64
+_MAX_NAMES = 1024
+"""Most metrics: 20 subgroups with 20 metrics, each with its standard error."""
 
 # Integers below 2**53 are exact in float64, which weights are computed in.
 _EXAMPLES_LIMIT = 2**53
@@ -33,10 +34,12 @@ def validate_metrics(value: Any, site: str) -> dict[str, float]:
     """Return the reported metrics as floats.
 
     Raises:
-        RejectedMessage: it is not a dict of at most 64 short names with finite numbers.
+        RejectedMessage: it is not a dict of at most 1,024 short names with finite numbers.
     """
     if not isinstance(value, dict) or len(value) > _MAX_NAMES:
-        raise RejectedMessage("E_METRICS", "metrics", "at most 64 names with numbers", type(value).__name__, site)
+        raise RejectedMessage(
+            "E_METRICS", "metrics", f"at most {_MAX_NAMES} names with numbers", type(value).__name__, site
+        )
     for name, number in value.items():
         if not is_metric_name(name) or isinstance(number, bool):
             raise RejectedMessage("E_METRICS", "metrics", f"names of {METRIC_NAMES}", abbreviate(name), site)

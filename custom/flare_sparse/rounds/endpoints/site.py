@@ -175,6 +175,10 @@ class SiteEndpoint:
                 raise OutOfMemory(text) from error
             action, remedy = f"round {request.round} ({request.kind})", "Correct the task, then resume with --resume"
             raise TaskFailed(self.site.name, action, error, remedy) from error
+        # Once, of the last model: each further model would tell more of small groups.
+        if request.round > self.method.config.rounds and update.metrics and self.site.evaluated is not None:
+            subgroups = self.site.trainer.evaluate_subgroups(*self.site.evaluated)
+            update = replace(update, metrics={**update.metrics, **subgroups})
         notices = list(self.site.trainer.notices)
         # Of a sum the server must not learn that one of its terms is zero.
         if self.sums is None and is_standstill(update, self.site.weights, self.site.layout):

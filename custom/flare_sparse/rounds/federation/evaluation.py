@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...core.exchange import Contribution, EncryptedValues, Patch
 from ...core.mask import Mask
+from ...core.subgroups import split_metric
 from ...methods.aggregation.weighted import cap
 from ...tasks.task import COUNTS, EPSILON, TEST_EXAMPLES, get_count_name
 
@@ -45,9 +46,11 @@ class Evaluation:
 
     @classmethod
     def _from_site_metrics(cls, sites: Mapping[str, dict[str, float]], max_share: float) -> Evaluation:
-        names = sorted({name for metrics in sites.values() for name in metrics} - set(COUNTS))
+        names = {name for metrics in sites.values() for name in metrics} - set(COUNTS)
+        # Those of subgroups are weighted by the subjects of the subgroup, where a report reads them by site.
+        names = {name for name in names if split_metric(name) is None}
         overall = {}
-        for name in names:
+        for name in sorted(names):
             # A site may lack a metric, such as the AUC of a single class: its examples do not count then.
             present = [metrics for metrics in sites.values() if name in metrics]
             weights = _cap_examples(present, get_count_name(name), max_share)
