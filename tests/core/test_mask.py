@@ -10,17 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from torch import nn
 
 from flare_sparse.core.errors import SelectionError
 from flare_sparse.core.mask import (
     Mask,
     ceil_fraction,
-    count_per_chunk,
     floor_fraction,
     top_k,
-    top_k_per_chunk,
     top_k_per_tensor,
 )
 from flare_sparse.core.params import Layout, TensorSpec
@@ -45,16 +42,6 @@ def test_top_k_selects_exactly_k_largest_scores_with_ties_to_the_lowest_index(
 def test_selecting_more_entries_than_there_are_raises(k: int) -> None:
     with pytest.raises(SelectionError, match="of 3 entries"):
         top_k(torch.ones(3), k)
-
-
-@given(hnp.arrays(np.float32, st.integers(0, 40), elements=st.integers(0, 3)), st.integers(1, 12))
-def test_top_k_per_chunk_is_top_k_of_each_chunk(values: np.ndarray, chunk: int) -> None:
-    scores, expected = torch.from_numpy(values), []
-    for part in scores.split(chunk):
-        expected += top_k(part, floor_fraction(0.4, part.numel())).bits.tolist()
-    mask = top_k_per_chunk(scores, 0.4, chunk)
-    assert mask.bits.tolist() == (expected if values.size else [])
-    assert mask.count == count_per_chunk(values.size, 0.4, chunk)
 
 
 def test_top_k_of_nan_scores_raises() -> None:

@@ -115,17 +115,6 @@ def test_sites_that_missed_a_round_receive_the_full_model(bench: Any) -> None:
     assert outcome.rounds[-1].round == 7
 
 
-def test_both_ends_select_by_chunk(bench: Any) -> None:
-    method = bench.method("topk_ef", fraction=0.25, down=0.5, chunk=32)
-    _, ledger = bench.run("topk_ef", fraction=0.25, down=0.5, chunk=32, rounds=3)
-    sizes = [32] * (LAYOUT.trainable_size // 32) + [LAYOUT.trainable_size % 32]
-    assert method.upload_size == sum(size // 4 for size in sizes)
-    assert method.download_size == sum(size // 2 for size in sizes)
-    buffers = LAYOUT.size - LAYOUT.trainable_size
-    sent = {(line.direction, line.scalars_sent) for line in ledger.lines if line.round > 1 and line.scalars_sent}
-    assert sent == {("up", method.upload_size + buffers), ("down", method.download_size + buffers)}
-
-
 def test_the_last_evaluation_sends_the_last_change_alone(bench: Any) -> None:
     outcome, ledger = bench.run("topk_ef", fraction=0.1, down=0.2, rounds=3)
     sent = {line.scalars_sent for line in ledger.lines if line.kind == "evaluate" and line.direction == "down"}

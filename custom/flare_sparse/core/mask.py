@@ -223,33 +223,6 @@ def top_k(scores: Tensor, k: int, within: Mask | None = None) -> Mask:
     return Mask(bits)
 
 
-def top_k_per_chunk(scores: Tensor, fraction: float, chunk: int) -> Mask:
-    """Select the largest ``floor(fraction * n)`` of each ``n = chunk`` successive scores, ties to the lowest index.
-
-    Args:
-        scores: ``(P,)``; the last chunk may be shorter.
-        fraction: share of a chunk.
-        chunk: entries in a chunk.
-
-    Raises:
-        UndefinedScores: a score is NaN.
-    """
-    whole = scores.numel() // chunk * chunk
-    rows = scores[:whole].detach().reshape(-1, chunk)
-    if bool(rows.isnan().any()):
-        raise UndefinedScores(f"{int(rows.isnan().sum())} of {scores.numel()} scores are NaN; nothing is selected")
-    bits = torch.zeros_like(rows, dtype=torch.bool)
-    order = rows.argsort(dim=1, descending=True, stable=True)
-    bits.scatter_(1, order[:, : floor_fraction(fraction, chunk)], True)
-    last = scores[whole:]
-    return Mask(torch.cat([bits.flatten(), top_k(last, floor_fraction(fraction, last.numel())).bits]))
-
-
-def count_per_chunk(size: int, fraction: float, chunk: int) -> int:
-    """Return the number of entries that :func:`top_k_per_chunk` selects of ``size`` scores."""
-    return size // chunk * floor_fraction(fraction, chunk) + floor_fraction(fraction, size % chunk)
-
-
 def top_k_per_tensor(
     scores: Tensor, k: int, layout: Layout, within: Mask, at_least: int, apart: Sequence[Mask] = ()
 ) -> Mask:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..compute.structure.norms import clip_variances
 from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ..core.mask import Mask, count_per_chunk, floor_fraction, top_k, top_k_per_chunk
+from ..core.mask import Mask, floor_fraction, top_k
 from ..core.needs import Need, Needs
 from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
@@ -51,12 +51,6 @@ class Config(MethodConfig):
         le=1,
         exclude_if=lambda value: value == 1,
         description="factor of what a site, and with down the server, has kept, before it is added",
-    )
-    chunk: int | None = Field(
-        None,
-        ge=1,
-        exclude_if=lambda value: value is None,
-        description="number of successive entries of which each end selects its share, such as 4096; null: of all",
     )
 
     def needs(self) -> Needs:
@@ -139,8 +133,6 @@ class TopKEF(Method[Config, State]):
 
     def _count(self, fraction: float) -> int:
         """Return the number of parameters that a share of all entries selects."""
-        if self.config.chunk is not None:
-            return count_per_chunk(self.layout.trainable_size, fraction, self.config.chunk)
         return min(floor_fraction(fraction, self.layout.size), self.layout.trainable_size)
 
     def _split(self, delta: Tensor, kept: Tensor | None, fraction: float) -> tuple[Mask, Tensor]:
@@ -150,9 +142,6 @@ class TopKEF(Method[Config, State]):
             delta[parameters] += self.config.decay * kept[parameters]
         # Of the buffers those that training has changed: statistics of inputs stay as they are.
         bits = delta != 0
-        magnitudes, chunk = delta[parameters].abs(), self.config.chunk
-        bits[parameters] = (
-            top_k(magnitudes, self._count(fraction)) if chunk is None else top_k_per_chunk(magnitudes, fraction, chunk)
-        ).bits
+        bits[parameters] = top_k(delta[parameters].abs(), self._count(fraction)).bits
         mask = Mask(bits)
         return mask, delta * ~mask.bits
