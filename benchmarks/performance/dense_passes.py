@@ -37,8 +37,8 @@ from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.federation import Connections, Federation, Reply, RoundRecord
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import LocalTask, TrainingConfig, build_site
+from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.ledger import Ledger
-from flare_sparse.wire.plan import ValueType
 
 RUN = "0" * 16
 

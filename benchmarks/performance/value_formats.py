@@ -28,8 +28,8 @@ from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encoding_choice import compute_selection_entropy
 from flare_sparse.wire.encodings import ENCODINGS
-from flare_sparse.wire.plan import Plan, ValueType
-from flare_sparse.wire.values import is_quantized
+from flare_sparse.wire.formats import ValueType, is_quantized
+from flare_sparse.wire.plan import Plan
 
 DEVIATION = 1 / 30
 

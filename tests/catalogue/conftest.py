@@ -25,8 +25,8 @@ from flare_sparse.rounds.federation import Outcome, RoundRules
 from flare_sparse.wire import codec
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, Header, read_header, write_header
+from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.ledger import Ledger
-from flare_sparse.wire.plan import ValueType
 
 HOSTILE, HONEST = "site-2", ["site-1", "site-3"]
 SITES = sorted([HOSTILE, *HONEST])

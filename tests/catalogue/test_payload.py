@@ -20,7 +20,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec, compute_digest
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.wire.envelope import HEADER_BYTES
-from flare_sparse.wire.plan import ValueType
+from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.versions import CURRENT_VERSION, VERSIONS
 
 # The encodings of version 1, which float32 jobs use; test_coded.py has what version 2 adds.

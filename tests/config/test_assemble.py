@@ -133,7 +133,7 @@ def test_number_of_threads_and_size_of_the_model_are_bounded_before_allocation()
     [
         ("privacy={epsilon: 3}", "privacy"),
         ("wire.aggregation=masked", "wire.aggregation: masked"),
-        ("wire.values=bfloat16", "wire.values: float16, bfloat16"),
+        ("wire.values=bfloat16", "wire.values: float16, bfloat16, bfloat16_zstd"),
     ],
 )
 def test_job_that_protects_values_refuses_a_network_with_statistics_of_all_sites(override: str, setting: str) -> None:

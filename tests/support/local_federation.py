@@ -40,8 +40,8 @@ from flare_sparse.rounds.local.run import build_sums
 from flare_sparse.training import Site
 from flare_sparse.wire.codec import Encoded
 from flare_sparse.wire.collection import unpack_collection
+from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.ledger import Ledger
-from flare_sparse.wire.plan import ValueType
 
 RUN = "0" * 16
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from golden import FILES, FOLDER, check_meaning, load_expected
@@ -12,7 +13,7 @@ from golden import FILES, FOLDER, check_meaning, load_expected
 from flare_sparse.core.errors import MissingBase
 from flare_sparse.wire.codec import decode
 from flare_sparse.wire.envelope import HEADER_BYTES
-from flare_sparse.wire.values import FORMAT_CODES
+from flare_sparse.wire.formats import FORMAT_CODES, FORMATS, ValueType
 from flare_sparse.wire.versions import CURRENT_VERSION, VERSIONS
 
 
@@ -68,3 +69,4 @@ def test_value_formats_keep_their_codes() -> None:
     }  # fmt: skip
     formats = [name for version in VERSIONS.values() for name in version.value_formats]
     assert sorted(formats) == sorted(FORMAT_CODES)
+    assert get_args(ValueType) == tuple(FORMATS)

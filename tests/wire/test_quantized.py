@@ -16,12 +16,13 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import bound_message_bytes, decode, encode
 from flare_sparse.wire.envelope import read_header, write_header
+from flare_sparse.wire.formats import FORMATS, ValueType
 from flare_sparse.wire.messages import Encoded
-from flare_sparse.wire.plan import Plan, ValueType
-from flare_sparse.wire.quantized import BITS, BLOCK
+from flare_sparse.wire.plan import Plan
+from flare_sparse.wire.quantized import BLOCK
 from flare_sparse.wire.values import is_representable
 
-FORMATS: list[ValueType] = ["int8", "int4", "int2"]
+QUANTIZED: list[ValueType] = ["int8", "int4", "int2"]
 LAYOUT = Layout((TensorSpec("w", (20, 10), "weight"), TensorSpec("running_var", (6,), "buffer")))
 SIZE = LAYOUT.size
 VECTOR = torch.randn(SIZE, generator=torch.Generator().manual_seed(4))
@@ -56,7 +57,7 @@ def compute_steps(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", QUANTIZED)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_error_is_below_one_step_and_becomes_the_residual(values: ValueType, data: st.DataObject) -> None:
@@ -69,7 +70,7 @@ def test_error_is_below_one_step_and_becomes_the_residual(values: ValueType, dat
     back = decode(message.data, plan)
     target = mask.take(vector + before)
     error = target - back.patch.values
-    assert ((error.abs() < compute_steps(target, BITS[values]) * (1 + 1e-5)) | (error.abs() < 2**-99)).all()
+    assert ((error.abs() < compute_steps(target, FORMATS[values].bits) * (1 + 1e-5)) | (error.abs() < 2**-99)).all()
     assert message.residual is not None
     assert torch.equal(message.residual, mask.put(error, before.clone()))
     assert message.received is not None
@@ -92,7 +93,7 @@ def test_length_is_that_of_the_format_page(
     assert least <= message.payload_bytes == most
 
 
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", QUANTIZED)
 def test_rounding_is_right_on_average(values: ValueType) -> None:
     """The mean over 4,000 seeds is within 5 standard errors of every value."""
     repeats, vector = 4000, VECTOR[:BLOCK]
@@ -100,11 +101,11 @@ def test_rounding_is_right_on_average(values: ValueType) -> None:
     back = decode(send(vector.repeat(repeats), values, build_plan(layout)).data, build_plan(layout)).patch.values
     means = back.view(repeats, BLOCK).mean(0)
     # A number rounded to one of two with the distance s has a standard deviation of at most s / 2.
-    assert ((means - vector).abs() < 5 * compute_steps(vector, BITS[values]) / 2 / repeats**0.5).all()
+    assert ((means - vector).abs() < 5 * compute_steps(vector, FORMATS[values].bits) / 2 / repeats**0.5).all()
     assert back.view(repeats, BLOCK).unique(dim=0).shape[0] > 100
 
 
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", QUANTIZED)
 def test_error_feedback_sends_every_value_in_the_end(values: ValueType) -> None:
     """The residual stays below its bound, so the mean of what arrives approaches the truth as 1 / rounds."""
     truth, residual, total = VECTOR.clone(), None, torch.zeros(SIZE)
@@ -113,7 +114,7 @@ def test_error_feedback_sends_every_value_in_the_end(values: ValueType) -> None:
         assert message.received is not None
         residual, total = message.residual, total + message.received
         assert residual is not None
-        bound = 2 / (2 ** BITS[values] - 3) * truth.abs().max() * 1.02
+        bound = 2 / (2 ** FORMATS[values].bits - 3) * truth.abs().max() * 1.02
         assert residual.abs().max() < bound
     assert ((total / 200 - truth).abs() <= bound / 200 + 1e-5).all()
 
@@ -130,13 +131,13 @@ def test_buffers_are_exact_and_have_no_residual() -> None:
     assert torch.equal(back.to_vector()[200:], few.put(few.take(VECTOR), torch.zeros(SIZE))[200:])
 
 
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", QUANTIZED)
 def test_same_seed_gives_the_same_bytes_and_another_seed_others(values: ValueType) -> None:
     first, again, other = (send(VECTOR, values, seed=seed).data.tobytes() for seed in (1, 1, 2))
     assert first == again != other
 
 
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", QUANTIZED)
 @pytest.mark.parametrize("base", ["zeros", "previous"])
 def test_weights_are_sent_as_differences_to_the_vector_of_the_receiver(values: ValueType, base: str) -> None:
     held = VECTOR + 0.01 * torch.randn(SIZE, generator=torch.Generator().manual_seed(5))
@@ -149,13 +150,13 @@ def test_weights_are_sent_as_differences_to_the_vector_of_the_receiver(values: V
     assert message.received is not None
     assert torch.equal(back.patch.values, message.received)
     error = (back.patch.values - mask.take(VECTOR))[:100].abs()
-    assert (error <= compute_steps(mask.take(VECTOR - held)[:100], BITS[values]) + 1e-6).all()
+    assert (error <= compute_steps(mask.take(VECTOR - held)[:100], FORMATS[values].bits) + 1e-6).all()
     for other in (build_plan(), replace(plan, base_sequence=4), replace(plan, base_vector=None)):
         with pytest.raises(MissingBase, match="E_NOT_HELD"):
             decode(message.data, other)
 
 
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", QUANTIZED)
 def test_weights_for_a_receiver_without_a_vector_have_8_bits(values: ValueType) -> None:
     message = send(VECTOR, values, content="weights")
     assert message.values == "int8"

@@ -15,7 +15,8 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import bound_message_bytes, decode, encode
 from flare_sparse.wire.envelope import read_header, round_up_to_words, write_header
-from flare_sparse.wire.plan import Plan, ValueType
+from flare_sparse.wire.formats import ValueType
+from flare_sparse.wire.plan import Plan
 
 FORMATS: list[tuple[ValueType, ValueType]] = [("float32_zstd", "float32"), ("bfloat16_zstd", "bfloat16")]
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**126), max_value=2.0**126)

@@ -13,7 +13,7 @@ from typing import Any
 from ..core.needs import Need, Needs, Requirement
 from ..methods.registry import METHODS
 from ..privacy.secure_aggregation.limits import FEWEST_SITES
-from ..wire.values import is_quantized
+from ..wire.formats import FORMATS
 
 EXAMPLES_REMEDY = "set task.split.validation, such as to 0.1"
 
@@ -57,6 +57,20 @@ def _list_privacy_needs(privacy: Any) -> Iterator[Requirement]:
 
 def _require(*requirements: Requirement) -> Callable[[Any], Needs]:
     return lambda job: frozenset(requirements)
+
+
+def _build_format_feature(need: Need, effect: str) -> Feature:
+    """Return the feature of the number formats that take a need away."""
+    names = [name for name, row in FORMATS.items() if row.takes is need]
+    others = [name for name in FORMATS if name not in names]
+    return Feature(
+        f"wire.values: {', '.join(names)}",
+        effect,
+        lambda job: FORMATS[job.wire.values].takes is need,
+        f"set wire.values to {', '.join(others[:-1])} or {others[-1]}",
+        takes=frozenset({need}),
+        example={"wire": {"values": names[0]}},
+    )
 
 
 _SUMS = frozenset(
@@ -136,29 +150,16 @@ _FEATURES = (
             "federation": {"hubs": {"hub-1": {"sites": ["site-1", "site-2"]}}},
         },
     ),
-    Feature(
-        "wire.values: int8, int4, int2",
-        "sites train from a rounded model",
-        lambda job: is_quantized(job.wire.values),
-        "set wire.values to bfloat16",
-        takes=frozenset({Need.EXACT_MODEL}),
-        example={"wire": {"values": "int8"}},
-    ),
-    Feature(
-        "wire.values: float16, bfloat16",
-        "values are rounded",
-        # Formats of few bits round no buffers, and statistics are one.
-        lambda job: job.wire.values not in ("float32", "float32_zstd") and not is_quantized(job.wire.values),
-        "set wire.values to float32, float32_zstd, int8, int4 or int2",
-        takes=frozenset({Need.EXACT_STATISTICS}),
-        example={"wire": {"values": "bfloat16"}},
-    ),
+    _build_format_feature(Need.EXACT_MODEL, "sites train from a rounded model"),
+    _build_format_feature(Need.EXACT_STATISTICS, "values are rounded"),
     Feature(
         "wire.values",
         "",
         lambda job: job.wire.values != "float32",
         "leave wire.values at float32",
-        needs=lambda job: frozenset({Need.OWN_FORMAT.because(f"values are {job.wire.values}")}),
+        needs=lambda job: frozenset(
+            need.because(f"values are {job.wire.values}") for need in FORMATS[job.wire.values].needs
+        ),
         example={"wire": {"values": "float32_zstd"}},
     ),
     Feature(

@@ -18,7 +18,7 @@ from ..privacy.secure_aggregation.rings import MAX_BOUND
 from ..rounds.federation import FETCH_S, HubRules
 from ..tasks.registry import TASKS
 from ..tasks.task import Task, TaskConfig
-from ..wire.plan import ValueType
+from ..wire.formats import ValueType
 from .choice import Choice, ChoiceSerializer, build_choice_validator, build_error
 from .needs import find_conflicts
 

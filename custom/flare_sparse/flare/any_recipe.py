@@ -20,7 +20,7 @@ from nvflare.recipe.spec import Recipe
 import flare_sparse
 
 from ..core.errors import ConfigError
-from ..wire.plan import ValueType
+from ..wire.formats import ValueType
 from .recipe import Packaging, check_packaging
 from .sparse_exchange import SparseExchange, describe_filter
 
@@ -52,7 +52,7 @@ def add_sparse_exchange(
             sites; ``keep`` applies to updates.
         keep: share of the entries in a message, in (0, 1].
         mask: patterns of array names, such as ``["head.*"]``: only arrays that match one travel. None: all arrays.
-        values: number format, one of :data:`~flare_sparse.wire.plan.ValueType`.
+        values: number format, one of :data:`~flare_sparse.wire.formats.ValueType`.
         error_feedback: whether a site adds what it did not send to its next update.
         tasks: names of the tasks that carry models; not used in the swarm recipe. A process that codes no message
             warns of it at the end of the run, and names the tasks that it saw.

@@ -26,8 +26,8 @@ from ..rounds.streams.arrays import split_arrays
 from ..rounds.streams.exchange import Exchange
 from ..rounds.streams.packets import MODEL, find_groups
 from ..rounds.streams.settings import StreamSettings
+from ..wire.formats import ValueType
 from ..wire.ledger import LedgerLine
-from ..wire.plan import ValueType
 from .egress import install_recorder
 from .payload import get_sender
 

@@ -8,8 +8,8 @@ from ..core.errors import MissingBase, RejectedMessage
 from ..core.exchange import Base, Patch
 from .encodings import Encoding
 from .envelope import Header, is_kind
-from .plan import Plan, ValueFormat
-from .values import FORMAT_CODES
+from .formats import FORMAT_CODES, ValueFormat
+from .plan import Plan
 from .versions import WireVersion
 
 T = TypeVar("T")

@@ -15,9 +15,6 @@ from ..core.errors import RejectedMessage
 from ..core.exchange import EncryptedValues
 from .plan import CiphertextFormat
 
-FORMAT_CODE = 4
-"""Value format "ckks" in the header, next to ``values.FORMAT_CODES``."""
-
 _PARAMETERS, _KEY_ID = slice(0, 8), slice(8, 24)
 _LENGTHS_START = 24
 _LENGTH_BYTES = 4

@@ -20,10 +20,11 @@ from .checks import NO_MASK, check_base, check_identity, check_patch, check_send
 from .encoding_choice import choose_encoding, compute_selection_entropy
 from .encodings import Encoding
 from .envelope import Header, round_up_to_words
+from .formats import FORMAT_CODES, FORMATS, ValueFormat, ValueType, is_quantized
 from .messages import Decoded, Encoded
-from .plan import Plan, ValueFormat, ValueType
+from .plan import Plan
 from .sections import WITHOUT_BASE, CodedValues, code_values, measure_section, read_section
-from .values import BYTES_PER_VALUE, FORMAT_CODES, compute_value_bytes, is_quantized, write_values
+from .values import compute_value_bytes, write_values
 from .versions import WireVersion, choose_version, find_version
 
 # The position is the code in the header. Spelled out, because the order of the Literal types means nothing elsewhere.
@@ -82,14 +83,16 @@ def encode(
     sections = _encode_selections(patch, trainable, plan, version)
     coded = code_values(patch, plan, content, values, residual, generator)
     header = _build_header(patch, plan, version, sections, content, value_format)
-    values_bytes = coded.section.size if coded is not None else BYTES_PER_VALUE[values] * patch.mask.count
+    values_bytes = coded.section.size if coded is not None else FORMATS[values].width * patch.mask.count
     start, end = header.values_start, header.values_start + values_bytes
     buffer = np.empty(round_up_to_words(end), np.uint8)
     _write_selections(sections, header, buffer)
     # np.empty returns old memory: the padding is zeroed, so that equal content has equal bytes and no memory leaks out.
     buffer[end:] = 0
     if coded is None:
-        coded = CodedValues(buffer[start:end], write_values(patch, values, residual, buffer[start:end]))
+        dtype = FORMATS[values].dtype
+        assert dtype is not None, "quantized values are coded"
+        coded = CodedValues(buffer[start:end], write_values(patch, dtype, residual, buffer[start:end]))
     else:
         buffer[start:end] = coded.section
     # Last: the checksums in the header cover everything else.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.exchange import Content, Patch
 from ..core.mask import Mask
-from .plan import ValueFormat
+from .formats import ValueFormat
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.params import Layout
-
-ValueType = Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "float32_zstd", "bfloat16_zstd"]
-"""Number formats of values in the clear."""
-
-ValueFormat = ValueType | Literal["ckks"]
-"""Formats of the values section: a number format, or encrypted."""
 
 
 @dataclass(frozen=True)

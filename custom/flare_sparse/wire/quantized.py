@@ -21,9 +21,7 @@ import torch
 from ..core.errors import RejectedMessage
 from ..core.mask import Mask
 from ..core.params import Layout
-
-BITS = {"int8": 8, "int4": 4, "int2": 2}
-"""Bits of a value, by format."""
+from .formats import FORMATS, ValueType
 
 BLOCK = 64
 """Values with a common scale. A scale costs 2 bytes, a quarter of a bit for each value; the largest of 64 normal values
@@ -51,13 +49,13 @@ class QuantizedValues:
     values: np.ndarray
 
 
-def compute_quantized_bytes(scalars: int, value_type: str, exact: int) -> int:
+def compute_quantized_bytes(scalars: int, value_type: ValueType, exact: int) -> int:
     """Return the length of a section with so many values, ``exact`` of them buffers."""
     rounded = scalars - exact
-    return _COUNT_BYTES + 4 * exact + 2 * -(-rounded // BLOCK) + -(-rounded * BITS[value_type] // 8)
+    return _COUNT_BYTES + 4 * exact + 2 * -(-rounded // BLOCK) + -(-rounded * FORMATS[value_type].bits // 8)
 
 
-def measure_quantized(buffer: np.ndarray, scalars: int, value_type: str) -> int:
+def measure_quantized(buffer: np.ndarray, scalars: int, value_type: ValueType) -> int:
     """Return the length in bytes of the section at the start of ``buffer``, uint8, which may be longer.
 
     Raises:
@@ -83,7 +81,7 @@ def write_quantized(
     differences: np.ndarray,
     reference: np.ndarray,
     is_exact: np.ndarray,
-    value_type: str,
+    value_type: ValueType,
     generator: torch.Generator,
 ) -> QuantizedValues:
     """Return the section that carries ``reference + differences``.
@@ -93,7 +91,7 @@ def write_quantized(
         differences: float32 ``(k,)``, what is rounded.
         reference: float32 ``(k,)``, what the receiver adds.
         is_exact: bool ``(k,)``, values that are not rounded.
-        value_type: ``"int8"``, ``"int4"`` or ``"int2"``.
+        value_type: a quantized format.
         generator: source of the rounding; a retry needs one in the same state.
 
     Raises:
@@ -107,7 +105,7 @@ def write_quantized(
     largest = torch.from_numpy(blocks).abs().amax(1).numpy()
     if not (np.isfinite(exact).all() and (largest <= LARGEST).all()):
         raise RejectedMessage("E_FINITE", f"values as {value_type}", f"numbers up to {LARGEST:g}", "others")
-    bits = BITS[value_type]
+    bits = FORMATS[value_type].bits
     noise = torch.rand(rounded.size, generator=generator).numpy()
     scales, codes = _round_blocks(blocks, largest, bits, noise)
     head = exact.size.to_bytes(_COUNT_BYTES, "little")
@@ -119,20 +117,22 @@ def write_quantized(
     return QuantizedValues(np.frombuffer(b"".join(parts), np.uint8), values)
 
 
-def read_quantized(section: np.ndarray, reference: np.ndarray, is_exact: np.ndarray, value_type: str) -> np.ndarray:
+def read_quantized(
+    section: np.ndarray, reference: np.ndarray, is_exact: np.ndarray, value_type: ValueType
+) -> np.ndarray:
     """Return the values, float32 ``(k,)``, of a section whose length :func:`measure_quantized` has checked.
 
     Args:
         section: uint8 ``(n,)``, not trusted.
         reference: float32 ``(k,)``, what the rounded values are added to.
         is_exact: bool ``(k,)``, from the receiver's own layout.
-        value_type: ``"int8"``, ``"int4"`` or ``"int2"``.
+        value_type: a quantized format.
 
     Raises:
         RejectedMessage: a scale is negative or not finite, the section is not in canonical form, or the number of exact
             values is not that of the selected buffers.
     """
-    bits, count = BITS[value_type], int(np.count_nonzero(is_exact))
+    bits, count = FORMATS[value_type].bits, int(np.count_nonzero(is_exact))
     rounded = is_exact.size - count
     stated = int.from_bytes(section[:_COUNT_BYTES].tobytes(), "little")
     # The length was checked with the stated number: padding to whole words can hide a difference of one.

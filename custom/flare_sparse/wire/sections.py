@@ -11,10 +11,11 @@ from torch import Tensor
 from ..core.exchange import Content, Patch
 from ..core.mask import Mask
 from ..core.params import Layout
-from .plan import Plan, ValueType
+from .formats import FORMATS, ValueType, is_quantized
+from .plan import Plan
 from .quantized import find_exact_values, measure_quantized, read_quantized, write_quantized
 from .shuffled import measure_shuffled, pack_shuffled, unpack_shuffled
-from .values import BYTES_PER_VALUE, COMPRESSED, add_residual, is_quantized, read_values, require_finite, write_values
+from .values import add_residual, read_values, require_finite, write_values
 
 WITHOUT_BASE: ValueType = "int8"
 """Format of weights in a quantized message whose receiver holds no vector: fewer bits lose too much of whole weights,
@@ -50,10 +51,11 @@ def code_values(
     """
     if patch.encrypted is not None:
         return CodedValues(patch.encrypted.data.numpy(), residual)
-    if is_quantized(values):
+    dtype = FORMATS[values].dtype
+    if dtype is None:
         base_vector = plan.base_vector if content == "weights" else None
         return _code_quantized(patch, plan.layout, values, residual, base_vector, generator)
-    return _code_compressed(patch, values, residual) if values in COMPRESSED else None
+    return _code_compressed(patch, dtype, residual) if FORMATS[values].is_compressed else None
 
 
 def _code_quantized(
@@ -95,17 +97,15 @@ def _code_quantized(
     return CodedValues(written.section, mask.put(torch.from_numpy(error), new_residual), received)
 
 
-def _code_compressed(patch: Patch, value_type: ValueType, residual: Tensor | None) -> CodedValues:
-    """Return the section of a patch in a plain format, compressed without loss.
+def _code_compressed(patch: Patch, dtype: torch.dtype, residual: Tensor | None) -> CodedValues:
+    """Return the section of a patch whose values are rounded to a type, compressed without loss.
 
     Raises:
-        RejectedMessage: a value is not finite in the plain format.
+        RejectedMessage: a value is not finite in this type.
     """
-    plain_type = COMPRESSED[value_type]
-    width = BYTES_PER_VALUE[plain_type]
-    plain = np.empty(width * patch.mask.count, np.uint8)
-    new_residual = write_values(patch, plain_type, residual, plain)
-    return CodedValues(pack_shuffled(plain, width), new_residual)
+    plain = np.empty(dtype.itemsize * patch.mask.count, np.uint8)
+    new_residual = write_values(patch, dtype, residual, plain)
+    return CodedValues(pack_shuffled(plain, dtype.itemsize), new_residual)
 
 
 def measure_section(buffer: np.ndarray, scalars: int, value_type: ValueType) -> int:
@@ -116,9 +116,8 @@ def measure_section(buffer: np.ndarray, scalars: int, value_type: ValueType) -> 
     """
     if is_quantized(value_type):
         return measure_quantized(buffer, scalars, value_type)
-    if value_type in COMPRESSED:
-        return measure_shuffled(buffer, scalars, BYTES_PER_VALUE[COMPRESSED[value_type]])
-    return BYTES_PER_VALUE[value_type] * scalars
+    width = FORMATS[value_type].width
+    return measure_shuffled(buffer, scalars, width) if FORMATS[value_type].is_compressed else width * scalars
 
 
 def read_section(
@@ -137,16 +136,14 @@ def read_section(
     Raises:
         RejectedMessage: a value is not finite, or the section is not one that a sender writes.
     """
-    if is_quantized(value_type):
+    dtype = FORMATS[value_type].dtype
+    if dtype is None:
         reference = _take_reference(mask, base_vector)
         values = read_quantized(section, reference, find_exact_values(mask, layout), value_type)
         require_finite(values, "values")
         return torch.from_numpy(values)
-    if value_type in COMPRESSED:
-        plain_type = COMPRESSED[value_type]
-        width = BYTES_PER_VALUE[plain_type]
-        return read_values(unpack_shuffled(section, mask.count, width), plain_type)
-    return read_values(section, value_type)
+    plain = unpack_shuffled(section, mask.count, dtype.itemsize) if FORMATS[value_type].is_compressed else section
+    return read_values(plain, dtype)
 
 
 def _take_reference(mask: Mask, base_vector: Tensor | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Value formats, and the plain ones: one flat little-endian buffer, in float32 or rounded with error feedback."""
+"""Values in plain formats: one flat little-endian buffer, in float32 or rounded with error feedback."""
 
 from __future__ import annotations
 
@@ -8,33 +8,12 @@ from torch import Tensor
 
 from ..core.errors import RejectedMessage
 from ..core.exchange import Patch
-from .ciphertexts import FORMAT_CODE as CIPHERTEXT_CODE
-from .plan import ValueFormat, ValueType
-from .quantized import BITS, LARGEST, compute_quantized_bytes
+from .formats import FORMATS, ValueType, is_quantized
+from .quantized import LARGEST, compute_quantized_bytes
 from .shuffled import bound_shuffled_bytes
 
-FORMAT_CODES: dict[ValueFormat, int] = {
-    "float32": 1,
-    "float16": 2,
-    "bfloat16": 3,
-    "ckks": CIPHERTEXT_CODE,
-    "int8": 5,
-    "int4": 6,
-    "int2": 7,
-    "float32_zstd": 8,
-    "bfloat16_zstd": 9,
-}
-"""Code of each format in the header, never reused."""
-BYTES_PER_VALUE: dict[ValueType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Width of a value, by plain format."""
-COMPRESSED: dict[ValueType, ValueType] = {"float32_zstd": "float32", "bfloat16_zstd": "bfloat16"}
-"""Plain format of the values, by compressed format."""
-_TORCH_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def is_quantized(value_type: str) -> bool:
-    """Whether the values have few bits and a scale for each block."""
-    return value_type in BITS
+_INTEGERS = {1: torch.int8, 2: torch.int16}
+"""Type of the bits of a rounded value, by its bytes."""
 
 
 def compute_value_bytes(scalars: int, value_type: ValueType, buffers: int = 0) -> tuple[int, int]:
@@ -48,20 +27,20 @@ def compute_value_bytes(scalars: int, value_type: ValueType, buffers: int = 0) -
     if is_quantized(value_type):
         most_exact = compute_quantized_bytes(scalars, value_type, min(scalars, buffers))
         return compute_quantized_bytes(scalars, value_type, 0), most_exact
-    if value_type in COMPRESSED:
-        return bound_shuffled_bytes(scalars, BYTES_PER_VALUE[COMPRESSED[value_type]])
-    size = BYTES_PER_VALUE[value_type] * scalars
-    return size, size
+    width = FORMATS[value_type].width
+    if FORMATS[value_type].is_compressed:
+        return bound_shuffled_bytes(scalars, width)
+    return width * scalars, width * scalars
 
 
-def write_values(patch: Patch, value_type: ValueType, residual: Tensor | None, out: np.ndarray) -> Tensor | None:
+def write_values(patch: Patch, dtype: torch.dtype, residual: Tensor | None, out: np.ndarray) -> Tensor | None:
     """Write a patch's ``k`` values to ``out``.
 
     Args:
         patch: the patch; its source may be strided.
-        value_type: plain number format to write.
+        dtype: type that the values are rounded to.
         residual: ``(P,)`` what earlier messages lost to rounding; None: nothing.
-        out: uint8 ``(k * BYTES_PER_VALUE[value_type],)``, the values section of the message.
+        out: uint8 ``(k * dtype.itemsize,)``, the values section of the message.
 
     Returns:
         The new residual ``(P,)``, unchanged outside ``patch.mask``. float32 does not round and returns ``residual``.
@@ -69,7 +48,7 @@ def write_values(patch: Patch, value_type: ValueType, residual: Tensor | None, o
     Raises:
         RejectedMessage: a value is NaN, infinite, or out of the format's range; the message must not be sent.
     """
-    if value_type == "float32":
+    if dtype == torch.float32:
         target, source = out.view("<f4"), patch.source.detach().numpy()
         if source.size == target.size:
             np.copyto(target, source)
@@ -81,11 +60,11 @@ def write_values(patch: Patch, value_type: ValueType, residual: Tensor | None, o
     # Error feedback: without it, an update below half a unit in the last place would be rounded away in every round and
     # never reach the receiver. The residual carries it over until it is large enough to be represented.
     new_residual, exact = add_residual(patch, residual)
-    rounded = exact.to(_TORCH_TYPES[value_type])
+    rounded = exact.to(dtype)
     widened = rounded.float()
-    require_finite(widened.numpy(), f"values as {value_type}")
-    # numpy has no bfloat16: the bits travel as int16, in the byte order that "<i2" fixes.
-    np.copyto(out.view("<i2"), rounded.contiguous().view(torch.int16).numpy())
+    require_finite(widened.numpy(), f"values as {str(dtype).removeprefix('torch.')}")
+    # numpy has no bfloat16: the bits travel as integers, in the byte order that "<i" fixes.
+    np.copyto(out.view(f"<i{dtype.itemsize}"), rounded.contiguous().view(_INTEGERS[dtype.itemsize]).numpy())
     return patch.mask.put(exact - widened, new_residual)
 
 
@@ -97,27 +76,26 @@ def add_residual(patch: Patch, residual: Tensor | None) -> tuple[Tensor, Tensor]
     return residual.clone(), patch.values + patch.mask.take(residual)
 
 
-def read_values(section: np.ndarray, value_type: ValueType) -> Tensor:
+def read_values(section: np.ndarray, dtype: torch.dtype) -> Tensor:
     """Return the values as float32 ``(k,)``; a float32 section that is aligned and writeable is not copied.
 
     Raises:
         RejectedMessage: a value is NaN or infinite.
     """
-    if value_type == "float32":
+    if dtype == torch.float32:
         values = torch.from_numpy(np.require(section.view("<f4"), requirements=["ALIGNED", "WRITEABLE"]))
     else:
-        values = torch.from_numpy(section.view("<i2").copy()).view(_TORCH_TYPES[value_type]).float()
+        values = torch.from_numpy(section.view(f"<i{dtype.itemsize}").copy()).view(dtype).float()
     require_finite(values.numpy(), "values")
     return values
 
 
 def is_representable(values: Tensor, value_type: ValueType) -> bool:
     """Whether every value is finite in this format."""
-    if is_quantized(value_type):
+    dtype = FORMATS[value_type].dtype
+    if dtype is None:
         return bool((values.abs() <= LARGEST).all())
-    value_type = COMPRESSED.get(value_type, value_type)
-    rounded = values if value_type == "float32" else values.to(_TORCH_TYPES[value_type]).float()
-    return _is_finite(rounded.detach().numpy())
+    return _is_finite(values.to(dtype).float().detach().numpy())
 
 
 def require_finite(values: np.ndarray, field: str) -> None:

@@ -16,7 +16,7 @@ from ..core.errors import RejectedMessage
 from . import envelope
 from .encodings import ENCODINGS, Encoding
 from .envelope import MAGIC, Header
-from .plan import ValueFormat
+from .formats import ValueFormat, list_formats
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,11 @@ class WireVersion:
 
 # Each version names its encodings: one that is added to the package later does not become part of an old version.
 _V1_ENCODINGS = tuple(ENCODINGS[name] for name in ("dense", "shared", "shrink", "bitmap", "csr", "slices"))
-_V1_FORMATS: tuple[ValueFormat, ...] = ("float32", "float16", "bfloat16", "ckks")
 VERSIONS: dict[int, WireVersion] = {
     1: WireVersion(
         number=1,
         encodings=_V1_ENCODINGS,
-        value_formats=_V1_FORMATS,
+        value_formats=(*list_formats(1), "ckks"),
         header_bytes=envelope.HEADER_BYTES,
         read_header=envelope.read_header,
         write_header=envelope.write_header,
@@ -71,7 +70,7 @@ VERSIONS: dict[int, WireVersion] = {
     2: WireVersion(
         number=2,
         encodings=(*_V1_ENCODINGS, ENCODINGS["gaps"]),
-        value_formats=("int8", "int4", "int2", "float32_zstd", "bfloat16_zstd"),
+        value_formats=list_formats(2),
         header_bytes=envelope.HEADER_BYTES,
         read_header=envelope.read_header,
         write_header=envelope.write_header,

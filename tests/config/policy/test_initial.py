@@ -9,7 +9,7 @@ from flare_sparse.compute.structure.scaling import InputScaler
 from flare_sparse.config.policy.initial import find_changed_tensor
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
-from flare_sparse.wire.plan import ValueType
+from flare_sparse.wire.formats import ValueType
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ from flare_sparse.rounds.endpoints.site_sums import SiteSums
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, SitePrivacy, build_site
 from flare_sparse.wire.capabilities import local_capabilities
+from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.ledger import Ledger
-from flare_sparse.wire.plan import ValueType
 
 RUN = "0" * 16
 

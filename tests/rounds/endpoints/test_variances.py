@@ -16,7 +16,8 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.rounds.endpoints.bases import correct_variances
 from flare_sparse.wire.codec import decode, encode
-from flare_sparse.wire.plan import Plan, ValueType
+from flare_sparse.wire.formats import ValueType
+from flare_sparse.wire.plan import Plan
 
 LAYOUT = Layout((TensorSpec("1.weight", (4,), "norm"), TensorSpec("1.running_var", (4,), "buffer")))
 PLAN = Plan(LAYOUT, "0" * 16, sequence=7, round=3, kind="train")

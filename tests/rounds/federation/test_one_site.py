@@ -20,8 +20,8 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.privacy.encryption import KeyContexts
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt, ServerEndpoint
 from flare_sparse.rounds.federation import Outcome, RoundRules
+from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.ledger import Ledger
-from flare_sparse.wire.plan import ValueType
 
 HOSTILE = "site-3"
 Attack = Callable[[Upload], Upload]

@@ -22,8 +22,9 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
+from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.messages import Decoded
-from flare_sparse.wire.plan import Plan, ValueType
+from flare_sparse.wire.plan import Plan
 from flare_sparse.wire.versions import CURRENT_VERSION, VERSIONS
 
 FOLDER = Path(__file__).parent / f"v{CURRENT_VERSION}"

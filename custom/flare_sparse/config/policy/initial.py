@@ -11,19 +11,10 @@ from torch import Tensor
 from ...compute.structure.scaling import build_statistics_mask
 from ...core.mask import Mask
 from ...core.params import Layout
-from ...wire.plan import ValueType
+from ...wire.formats import FORMATS, ValueType
 
 TOLERANCE = 2.0**-12
 """Difference between machines that draw the same model, relative to the largest value of a tensor."""
-_ROUNDING: dict[ValueType, float] = {
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-7,
-    "bfloat16_zstd": 2.0**-7,
-    "int8": 2.0**-6,
-    "int4": 2.0**-2,
-    "int2": 1.0,
-}
-"""Rounding of a model on the wire, relative to the largest value of a tensor; other formats do not round visibly."""
 
 
 def find_changed_tensor(received: Tensor, initial: Tensor, mask: Mask, layout: Layout, values: ValueType) -> str | None:
@@ -38,7 +29,7 @@ def find_changed_tensor(received: Tensor, initial: Tensor, mask: Mask, layout: L
     """
     compared = mask - build_statistics_mask(layout)
     differences = layout.unflatten(torch.where(compared.bits, (received - initial).abs(), 0.0))
-    tolerance = max(TOLERANCE, _ROUNDING.get(values, 0.0))
+    tolerance = max(TOLERANCE, FORMATS[values].rounding)
     for name, tensor in layout.unflatten(initial).items():
         limit = tolerance * max(float(tensor.abs().max()), TOLERANCE) if tensor.numel() else 0.0
         if tensor.numel() and not float(differences[name].max()) <= limit:

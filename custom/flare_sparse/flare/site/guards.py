@@ -34,9 +34,8 @@ from ...rounds.endpoints.site import SiteEndpoint
 from ...rounds.endpoints.site_state import RequestId
 from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES
 from ...wire.codec import decode
+from ...wire.formats import FORMATS, ValueFormat, is_quantized
 from ...wire.messages import Decoded
-from ...wire.plan import ValueFormat
-from ...wire.values import is_quantized
 from ..egress import install_recorder
 from ..payload import (
     EVENTS,
@@ -59,7 +58,7 @@ from ..session import get_site_session, read_site_policy, write_site_error
 APPROVED = "flare_sparse.approved"
 """Key of the approved update in FLARE's context; the property is private, so it does not leave the site."""
 _ROUNDING = 2.0**-6
-"""Tolerance for values that were rounded to float16 or bfloat16, relative to each value and to the largest one."""
+"""Least tolerance for values that were rounded and not quantized, relative to each value and to the largest one."""
 
 
 class SiteResultPolicy(Filter):
@@ -327,9 +326,11 @@ def _compute_tolerance(form: ValueFormat, values: torch.Tensor) -> tuple[float, 
     if form == "ckks":
         return PRECISION, PRECISION
     # Quantized values are compared after rounding, see _round_approved.
-    if form in ("float32", "float32_zstd") or is_quantized(form) or not values.numel():
+    rounding = FORMATS[form].rounding
+    if not rounding or is_quantized(form) or not values.numel():
         return 0.0, 0.0
-    return _ROUNDING, _ROUNDING * float(values.abs().max())
+    tolerance = max(_ROUNDING, 2 * rounding)
+    return tolerance, tolerance * float(values.abs().max())
 
 
 def _check_approved(decoded: Decoded, meta: dict[str, Any], approved: Update) -> None:

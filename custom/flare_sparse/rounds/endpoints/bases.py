@@ -12,8 +12,8 @@ from ...compute.structure.scaling import build_statistics_mask
 from ...core.exchange import EXACT_CONTENTS, STATISTICS, Content, Patch, Request
 from ...core.mask import Mask
 from ...core.params import Layout
-from ...wire.plan import CiphertextFormat, Plan, ValueType
-from ...wire.values import is_quantized
+from ...wire.formats import ValueType, is_quantized
+from ...wire.plan import CiphertextFormat, Plan
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from ...core.seeds import make_generator
 from ...privacy.encryption import ServerCipher
 from ...wire.capabilities import Capabilities
 from ...wire.codec import compute_min_message_bytes, decode, encode
+from ...wire.formats import ValueType, is_quantized
 from ...wire.ledger import Ledger
 from ...wire.messages import Decoded, Encoded
-from ...wire.plan import ValueType
-from ...wire.values import is_quantized, is_representable
+from ...wire.values import is_representable
 from .bases import (
     InitialModel,
     SiteBase,

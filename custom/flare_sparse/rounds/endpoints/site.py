@@ -28,9 +28,9 @@ from ...tasks.task import EPSILON
 from ...training import Site
 from ...wire.capabilities import local_capabilities
 from ...wire.codec import decode, encode, read_sequence
+from ...wire.formats import ValueType, is_quantized
 from ...wire.messages import Decoded, Encoded
-from ...wire.plan import Plan, ValueType
-from ...wire.values import is_quantized
+from ...wire.plan import Plan
 from .bases import InitialModel, SiteBase, choose_values, correct_variances, plan_request, plan_update
 from .egress import EgressLog
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event

@@ -23,8 +23,8 @@ from ...tasks.task import Metric
 from ...training import SampleUsage, Site, Trainer, Training, TrainingConfig
 from ...training.batches import weigh_batches
 from ...training.task_trainer import OBSERVED_BATCH
+from ...wire.formats import ValueType
 from ...wire.ledger import Ledger
-from ...wire.plan import ValueType
 from ..federation import HubRules, Outcome
 from .run import Transport, Watcher, run_locally
 

@@ -15,9 +15,8 @@ from ...training import Site
 from ...wire.capabilities import local_capabilities
 from ...wire.codec import bound_message_bytes, compute_min_message_bytes
 from ...wire.envelope import round_up_to_words
+from ...wire.formats import FORMATS, ValueType
 from ...wire.ledger import LedgerLine
-from ...wire.plan import ValueType
-from ...wire.values import COMPRESSED
 
 CIPHERTEXT_TOLERANCE = 0.001
 """Largest relative deviation of an encrypted message's length: ciphertexts are compressed, and their noise is new."""
@@ -94,7 +93,7 @@ def _bound_bytes(line: LedgerLine, bounds: SelectionBounds | None, buffers: int,
         return _bound_sum_bytes(line, bounds, sites)
     total, values = line.scalars_total, cast(ValueType, line.values)
     if bounds is None:
-        if values not in COMPRESSED:
+        if not FORMATS[values].is_compressed:
             return BytesRange(line.payload_bytes, line.payload_bytes, line.payload_bytes)
         # The values decide how far they compress, and those of a dry run are noise.
         least, most = bound_message_bytes(line.scalars_sent, values, selection_bytes=line.selection_bytes)

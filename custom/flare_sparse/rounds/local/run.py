@@ -24,8 +24,8 @@ from ...privacy.secure_aggregation.limits import SumRules
 from ...tasks.task import Metric
 from ...training import Site
 from ...wire.capabilities import local_capabilities
+from ...wire.formats import ValueType
 from ...wire.ledger import Ledger
-from ...wire.plan import ValueType
 from ..endpoints.bases import InitialModel
 from ..endpoints.egress import EgressLog, Outgoing, build_beside, describe_message
 from ..endpoints.events import pack_events

@@ -13,9 +13,9 @@ from ...core.exchange import Content, Patch
 from ...core.mask import Mask
 from ...core.seeds import make_generator
 from ...wire.codec import decode, encode
+from ...wire.formats import ValueType, uncompress
 from ...wire.messages import Decoded, Encoded
-from ...wire.plan import Plan, ValueType
-from ...wire.values import COMPRESSED
+from ...wire.plan import Plan
 from .arrays import Arrays, Specs, build_layout
 from .settings import StreamSettings, find_candidates, select_entries
 
@@ -114,7 +114,7 @@ class ModelSender:
 
     def _encode_whole(self, model: HeldModel, is_known: bool, settings: StreamSettings) -> SentModel:
         # A receiver without the layout allocates by the length of the message, which compression would hide.
-        values = settings.values if is_known else COMPRESSED.get(settings.values, settings.values)
+        values = settings.values if is_known else uncompress(settings.values)
         plan = Plan(build_layout(model.specs), self._run, sequence=model.sequence, round=model.round, kind=self._kind)
         patch = Patch.from_vector(model.vector, Mask.full(plan.layout.size))
         return self._finish(model, patch, plan, values, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.errors import ConfigError, suggest
 from ...core.mask import Mask, floor_fraction, top_k
 from ...core.params import Layout
-from ...wire.plan import ValueType
+from ...wire.formats import ValueType
 
 
 @dataclass(frozen=True)
