@@ -34,6 +34,19 @@ _NORM = (
     nn.LocalResponseNorm,
 )
 
+
+class LinearPath(nn.Linear):
+    """A linear model of the inputs beside hidden layers; it starts at zero, and no method masks it.
+
+    It has a few hundred of many thousand weights. Masked, a sparse network could be worse than the linear model.
+    """
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to zero."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
 MASKABLE: dict[str, tuple[Role, ...]] = {
     "conv_linear_weights": ("weight",),
     "all_but_norm": ("weight", "bias"),
@@ -231,7 +244,7 @@ def _find_roles(module: nn.Module) -> dict[str, Role]:
             path = f"{prefix}.{name}" if prefix else name
             if isinstance(part, _NORM):
                 roles[path] = "norm"
-            elif getattr(part, "is_linear_path", False):
+            elif isinstance(part, LinearPath):
                 roles[path] = "path"
             elif isinstance(part, _WEIGHTED) and name in ("weight", "bias"):
                 roles[path] = "weight" if name == "weight" else "bias"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from monai.networks.blocks import Convolution
 from monai.networks.nets import FullyConnectedNet
 from torch import nn
 
-from flare_sparse.tasks.models.blocks import build_convolution, build_fully_connected
+from flare_sparse.tasks.models.blocks import build_convolution_block, build_fully_connected
 
 
 def seed(build: Callable[..., nn.Module], *sizes: Any, **settings: Any) -> nn.Module:
@@ -21,30 +20,34 @@ def seed(build: Callable[..., nn.Module], *sizes: Any, **settings: Any) -> nn.Mo
 
 
 CONVOLUTIONS = [
-    (2, {}, {"adn_ordering": "A", "norm": None, "act": "RELU"}),
     (
+        lambda: build_convolution_block(nn.Conv2d(2, 4, 3, padding=1)),
         2,
-        {"stride": 2, "bias": False, "norm": nn.BatchNorm2d},
+        {"adn_ordering": "A", "norm": None, "act": "RELU"},
+    ),
+    (
+        lambda: build_convolution_block(nn.Conv2d(2, 4, 3, 2, padding=1, bias=False), nn.BatchNorm2d(4)),
+        2,
         {"strides": 2, "bias": False, "adn_ordering": "NA", "norm": "BATCH", "act": "RELU"},
     ),
     (
+        lambda: build_convolution_block(nn.Conv3d(2, 4, 5), nn.BatchNorm3d(4)),
         3,
-        {"kernel": 5, "padding": 0, "norm": nn.BatchNorm3d},
         {"kernel_size": 5, "padding": 0, "adn_ordering": "NA", "norm": "BATCH", "act": "RELU"},
     ),
     (
+        lambda: build_convolution_block(nn.Conv3d(2, 4, 1), nn.InstanceNorm3d(4, affine=True), activate=False),
         3,
-        {"kernel": 1, "norm": partial(nn.InstanceNorm3d, affine=True), "activate": False},
         {"kernel_size": 1, "adn_ordering": "N", "norm": ("INSTANCE", {"affine": True}), "act": None},
     ),
 ]
 
 
-@pytest.mark.parametrize(("dimensions", "ours", "monai"), CONVOLUTIONS)
+@pytest.mark.parametrize(("ours", "dimensions", "monai"), CONVOLUTIONS)
 def test_convolution_has_the_names_weights_and_outputs_of_monai(
-    dimensions: int, ours: dict[str, Any], monai: dict[str, Any]
+    ours: Callable[[], nn.Module], dimensions: int, monai: dict[str, Any]
 ) -> None:
-    pair = seed(build_convolution, dimensions, 2, 4, **ours), seed(Convolution, dimensions, 2, 4, **monai)
+    pair = seed(ours), seed(Convolution, dimensions, 2, 4, **monai)
     assert_equal(*pair, torch.rand(3, 2, *[7] * dimensions))
 
 

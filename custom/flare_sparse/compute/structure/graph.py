@@ -12,7 +12,7 @@ from functools import cached_property
 
 from torch import fx, nn
 
-from ...core.params import Layout
+from ...core.params import Layout, LinearPath
 from .nodes import Value, Weighted
 from .tracing import SCALERS, GraphBuilder, Untraceable
 
@@ -77,8 +77,7 @@ def trace_network(module: nn.Module) -> ChannelGraph:
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # Traced into its operations, a scaler would be several values that no channel graph knows.
-        is_leaf = isinstance(m, SCALERS) or getattr(m, "is_linear_path", False)
-        return is_leaf or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (*SCALERS, LinearPath)) or super().is_leaf_module(m, module_qualified_name)
 
 
 def trace(module: nn.Module) -> fx.Graph:

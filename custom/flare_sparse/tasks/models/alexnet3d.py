@@ -6,7 +6,7 @@ from math import prod
 
 from torch import nn
 
-from .blocks import build_convolution
+from .blocks import build_convolution_block
 from .fields import Count, Share, Volume
 from .shapes import compute_feature_map_shape, count_windows
 
@@ -44,7 +44,7 @@ def alexnet3d(*, volume: Volume = (121, 145, 121), outputs: Count = 1, dropout: 
 def _build_convolution_block(
     inputs: int, outputs: int, kernel: int = 3, stride: int = 1, padding: int = 1
 ) -> nn.Sequential:
-    return build_convolution(3, inputs, outputs, kernel=kernel, stride=stride, padding=padding, norm=nn.BatchNorm3d)
+    return build_convolution_block(nn.Conv3d(inputs, outputs, kernel, stride, padding), nn.BatchNorm3d(outputs))
 
 
 def _compute_last_size(size: int) -> int:

@@ -6,41 +6,22 @@ They are built from torch alone: importing MONAI takes seconds and 300 MB in eac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 
-def build_convolution(
-    dimensions: int,
-    inputs: int,
-    outputs: int,
-    *,
-    kernel: int = 3,
-    stride: int = 1,
-    padding: int | None = None,
-    bias: bool = True,
-    norm: Callable[[int], nn.Module] | None = None,
-    activate: bool = True,
+def build_convolution_block(
+    convolution: nn.Module, norm: nn.Module | None = None, *, activate: bool = True
 ) -> nn.Sequential:
     """Build a convolution, a normalisation and ReLU, as ``monai.networks.blocks.Convolution`` does.
 
     Args:
-        dimensions: of the image, 2 or 3.
-        inputs: input channels.
-        outputs: output channels.
-        kernel: size of the kernel.
-        stride: step between its positions.
-        padding: zeros at each border; None: as many as keep the image's size.
-        bias: whether the convolution has a bias.
-        norm: builds the normalisation of so many channels; None: none.
+        convolution: the convolution.
+        norm: the normalisation of its output channels; None: none.
         activate: whether ReLU follows.
     """
-    build = {2: nn.Conv2d, 3: nn.Conv3d}[dimensions]
-    padding = kernel // 2 if padding is None else padding
-    convolution = build(inputs, outputs, kernel, stride, padding, bias=bias)
-    after = {"N": norm(outputs) if norm else None, "A": nn.ReLU() if activate else None}
-    return _name(conv=convolution, adn=_name(**after))
+    return _name(conv=convolution, adn=_name(N=norm, A=nn.ReLU() if activate else None))
 
 
 def build_fully_connected(inputs: int, outputs: int, hidden: Sequence[int], dropout: float) -> nn.Sequential:

@@ -7,12 +7,11 @@ published ``brainage3d_cnn.py``; and a smaller one for 3 mm and 6 mm volumes, sm
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 
 from torch import nn
 
-from .blocks import build_convolution
+from .blocks import build_convolution_block
 from .fields import Channels, Count, Volume
 from .shapes import compute_feature_map_shape
 
@@ -103,5 +102,5 @@ def _build_pointwise_block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _build_normalised_convolution(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
-    norm = partial(nn.InstanceNorm3d, affine=True)
-    return build_convolution(3, inputs, outputs, kernel=kernel, norm=norm, activate=False)
+    convolution = nn.Conv3d(inputs, outputs, kernel, padding=kernel // 2)
+    return build_convolution_block(convolution, nn.InstanceNorm3d(outputs, affine=True), activate=False)

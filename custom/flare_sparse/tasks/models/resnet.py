@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .blocks import build_convolution
+from .blocks import build_convolution_block
 from .fields import Count, Image
 
 
@@ -60,7 +60,8 @@ def resnet(depth: int, *, image: Image = (3, 32, 32), outputs: Count = 10) -> nn
 
 
 def _build_convolution_block(inputs: int, outputs: int, stride: int = 1, *, activate: bool = True) -> nn.Sequential:
-    return build_convolution(2, inputs, outputs, stride=stride, bias=False, norm=nn.BatchNorm2d, activate=activate)
+    convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+    return build_convolution_block(convolution, nn.BatchNorm2d(outputs), activate=activate)
 
 
 resnet32, resnet44, resnet56, resnet110 = (partial(resnet, depth) for depth in (32, 44, 56, 110))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...compute.structure.scaling import QuantileEncoder
-from .blocks import build_convolution, build_fully_connected
+from ...core.params import LinearPath
+from .blocks import build_convolution_block, build_fully_connected
 from .fields import Bins, Channels, Count, Features, Gain, Image, Share, Units
 from .shapes import compute_feature_map_shape
 
@@ -27,20 +28,6 @@ def mlp(*, features: Features, outputs: Count = 1, hidden: Units = (64, 32), dro
         dropout: dropout rate after each hidden layer.
     """
     return build_fully_connected(features, outputs, hidden, dropout)
-
-
-class LinearPath(nn.Linear):
-    """A linear model of the inputs beside hidden layers; it starts at zero, and no method masks it.
-
-    It has a few hundred of many thousand weights. Masked, a sparse network could be worse than the linear model.
-    """
-
-    is_linear_path = True
-
-    def reset_parameters(self) -> None:
-        """Set all parameters to zero."""
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
 
 
 class Residual(nn.Module):
@@ -172,4 +159,4 @@ def image_cnn6(
 
 def _build_convolution_block(inputs: int, outputs: int) -> nn.Sequential:
     """Build a 3x3 convolution that keeps the image's size, and ReLU."""
-    return build_convolution(2, inputs, outputs)
+    return build_convolution_block(nn.Conv2d(inputs, outputs, 3, padding=1))
