@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ...core.errors import RejectedMessage
-from ...core.exchange import EVALUATE, STATISTICS, Assignment, Contribution, Patch, UpdateSpec
+from ...core.exchange import EVALUATE, STATISTICS, Assignment, Contribution, Patch, Request, UpdateSpec
 from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...privacy.encryption import ServerCipher
@@ -19,6 +19,7 @@ from ...wire.codec import compute_min_message_bytes, decode, encode
 from ...wire.formats import ValueType, is_quantized
 from ...wire.ledger import Ledger
 from ...wire.messages import Decoded, Encoded
+from ...wire.plan import Plan
 from ...wire.values import is_representable
 from .bases import (
     InitialModel,
@@ -141,60 +142,75 @@ class ServerEndpoint:
         vectors: dict[_MessageKey, Tensor] = {}
         site_vectors: dict[str, Tensor] = {}
         shortened: dict[int, Patch | None] = {}
-        is_difference = is_quantized(self.values)
-        bases = self._state.bases_before if is_difference else self._state.bases
-        for site in sorted(assignments):
-            assignment = assignments[site]
-            request, base = assignment.request, bases.get(site)
-            patch = self._select_patch(base, assignment)
+        bases = self._state.bases_before if self._sends_differences else self._state.bases
+        for site, assignment in sorted(assignments.items()):
+            patch = self._select_patch(bases.get(site), assignment)
             # What is sent may be shorter than what the site then holds: the initial model, which it has built itself.
-            sent = patch
-            if base is None and site in self._builders and self._initial is not None:
-                if id(patch) not in shortened:
-                    shortened[id(patch)] = self._initial.shorten(patch)
-                if (short := shortened[id(patch)]) is not None:
-                    sent, base = short, self._initial.base
-            # Of statistics alone nothing is rounded.
-            is_compressed = is_difference and sent is not patch and sent.mask.count > 0
-            plan = plan_request(self.layout, self.run, base, request=request, sequence=self._state.sequence)
-            # A patch over the previous model names the receiver's base. Sites with one mask can hold bases of different
-            # age, for example after one of them missed an attempt, and each refuses a message over another base.
-            # Differences refer to the receiver's vector, whatever the patch applies to. Two sites can hold different
-            # vectors of one attempt, because one of them missed an earlier one and got a difference of its own.
-            base_sequence = base.sequence if base and (sent.base == "previous" or is_difference) else None
-            base_vector = id(base.vector) if base and is_difference else None
-            key = (id(assignment), base.mask.fingerprint if base else None, base_sequence, base_vector)
+            sent, base = self._shorten(site, patch, bases.get(site), shortened)
+            plan = plan_request(self.layout, self.run, base, request=assignment.request, sequence=self._state.sequence)
+            key = self._identify_message(assignment, sent, base)
             if key not in encoded:
                 # A broadcast has one residual, since all sites hold the same vector; different models have their own.
                 stream = "all" if len(self._state.assignments) == 1 else site
-                encoded[key] = encode(
-                    sent,
-                    plan,
-                    trainable=request.trainable,
-                    values="float32_zstd" if is_compressed else self.values,
-                    residual=self._state.residuals_before.get(stream),
-                    generator=make_generator(self.seed, "rounding", SERVER, stream, request.kind, request.round),
-                )
-                received = sent.values if is_compressed else encoded[key].received
+                # Of statistics alone nothing is rounded.
+                is_exact = self._sends_differences and sent is not patch and sent.mask.count > 0
+                values: ValueType = "float32_zstd" if is_exact else self.values
+                encoded[key] = self._encode_request(sent, plan, assignment.request, stream, values)
+                received = sent.values if is_exact else encoded[key].received
                 if received is not None:
                     vectors[key] = compute_site_vector(Patch(received, sent.mask, sent.base), base)
                 # The residual of a broadcast is that of the regular patch. That of a full model counts only if no
-                # site of the stream can take the regular patch.
-                # Differences contain what earlier ones lost.
-                if not is_retry and not is_difference and (sent is request.model or stream not in residuals):
-                    residual = encoded[key].residual
-                    # A patch over zeros sets every entry outside it to zero, so no residual remains there.
-                    if residual is not None and sent.base == "zeros":
-                        residual = residual.where(sent.mask.bits, 0.0)
-                    residuals[stream] = residual
+                # site of the stream can take the regular patch. Differences contain what earlier ones lost.
+                is_regular = sent is assignment.request.model or stream not in residuals
+                if not is_retry and not self._sends_differences and is_regular:
+                    residuals[stream] = _get_residual(encoded[key], sent)
             messages[site], patches[site] = encoded[key].data, patch
-            if is_difference:
+            if key in vectors:
                 site_vectors[site] = vectors[key]
             self.ledger.record_sent(encoded[key], plan, site, assignment.expected.content)
         self._state = self._state.send(patches, residuals, site_vectors)
         first = next(iter(assignments.values())).request
         acknowledged = {site: self._state.acknowledged_before.get(site, 0) for site in messages}
         return Attempt(self._state.sequence, first.kind, first.round, messages, acknowledged)
+
+    @property
+    def _sends_differences(self) -> bool:
+        """Whether messages carry differences to the receiver's vector."""
+        return is_quantized(self.values)
+
+    def _shorten(
+        self, site: str, patch: Patch, base: SiteBase | None, shortened: dict[int, Patch | None]
+    ) -> tuple[Patch, SiteBase | None]:
+        """Return what is sent in the place of a patch, and its base: less if the site has built the initial model.
+
+        ``shortened`` keeps the result for each patch, whose values are all compared.
+        """
+        if base is not None or site not in self._builders or self._initial is None:
+            return patch, base
+        if id(patch) not in shortened:
+            shortened[id(patch)] = self._initial.shorten(patch)
+        short = shortened[id(patch)]
+        return (patch, base) if short is None else (short, self._initial.base)
+
+    def _identify_message(self, assignment: Assignment, sent: Patch, base: SiteBase | None) -> _MessageKey:
+        # A patch over the previous model names the receiver's base. Sites with one mask can hold bases of different
+        # age, for example after one of them missed an attempt, and each refuses a message over another base.
+        # Differences refer to the receiver's vector, whatever the patch applies to. Two sites can hold different
+        # vectors of one attempt, because one of them missed an earlier one and got a difference of its own.
+        if base is None:
+            return id(assignment), None, None, None
+        sequence = base.sequence if sent.base == "previous" or self._sends_differences else None
+        return id(assignment), base.mask.fingerprint, sequence, id(base.vector) if self._sends_differences else None
+
+    def _encode_request(self, sent: Patch, plan: Plan, request: Request, stream: str, values: ValueType) -> Encoded:
+        return encode(
+            sent,
+            plan,
+            trainable=request.trainable,
+            values=values,
+            residual=self._state.residuals_before.get(stream),
+            generator=make_generator(self.seed, "rounding", SERVER, stream, request.kind, request.round),
+        )
 
     def decode(self, site: str, data: Any, examples: Any, metrics: Any, events: Any = ()) -> Contribution:
         """Decode and validate an update of the last attempt.
@@ -337,6 +353,14 @@ class ServerEndpoint:
             self.cipher.check(ciphertext, message.patch.mask.count, site)
         elif message.values != (values := choose_values(message.content, self.values, self._initial)):
             raise RejectedMessage("E_DTYPE", "values", values, message.values, site)
+
+
+def _get_residual(encoded: Encoded, sent: Patch) -> Tensor | None:
+    """Return the residual of a message, to be added to the next one."""
+    if encoded.residual is None or sent.base != "zeros":
+        return encoded.residual
+    # A patch over zeros sets every entry outside it to zero, so no residual remains there.
+    return encoded.residual.where(sent.mask.bits, 0.0)
 
 
 def _check_selection(message: Decoded, expected: UpdateSpec, site: str) -> None:
