@@ -34,7 +34,7 @@ from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.results.runs.record import RecordWriter, sum_traffic
-from flare_sparse.rounds.local.run import Watcher
+from flare_sparse.rounds.local.run import Course, Watcher
 from flare_sparse.tasks.case_metrics import name_metrics
 from flare_sparse.tasks.segmentation import Segmentation
 from flare_sparse.tasks.task import Examples
@@ -154,8 +154,9 @@ def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder:
         assembly,
         sites,
         ledger=ledger,
-        stores=lambda end: open_checkpoints(config.job, assembly, folder / "checkpoints", end),
-        resume=True,
+        course=Course(
+            stores=lambda end: open_checkpoints(config.job, assembly, folder / "checkpoints", end), resume=True
+        ),
         watcher=Watcher(on_round=commit),
     )
     record.finish(outcome)

@@ -23,7 +23,7 @@ from ..results.runs.model_files import save_site_model
 from ..results.runs.record import RecordWriter, write_layer_compute
 from ..rounds.endpoints.egress import EGRESS_FOLDER, EgressLog
 from ..rounds.federation import RoundRecord
-from ..rounds.local.run import Watcher
+from ..rounds.local.run import Course, Watcher
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..tasks.task import SiteData
 from ..training import Site
@@ -74,12 +74,14 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             config,
             assembly,
             sites,
-            watcher=Watcher(commit, record.record_updates, errors.report),
-            stores=lambda end: study.open_checkpoints(checkpoints, end),
-            resume=folder.resume,
-            egress=lambda site: EgressLog(
-                folder.path / EGRESS_FOLDER / site, config.name, permit=config.permit, is_durable=False
+            course=Course(
+                stores=lambda end: study.open_checkpoints(checkpoints, end),
+                resume=folder.resume,
+                egress=lambda site: EgressLog(
+                    folder.path / EGRESS_FOLDER / site, config.name, permit=config.permit, is_durable=False
+                ),
             ),
+            watcher=Watcher(commit, record.record_updates, errors.report),
             contexts=contexts,
             ledger=ledger,
         )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
 from ...compute.kernels.threads import limit_kernel_threads
 from ...config.assemble import Assembly, build_rules
 from ...config.schema import RunConfig
-from ...core.checkpoint.store import Store
 from ...privacy.encryption import KeyContexts
-from ...rounds.endpoints.egress import EgressLog
 from ...rounds.federation import Outcome
-from ...rounds.local.run import UNWATCHED, Course, Transport, Watcher, run_locally
+from ...rounds.local.run import FROM_START, UNWATCHED, Course, Transport, Watcher, run_locally
 from ...training import Site
 from ...wire.ledger import Ledger
 
@@ -21,19 +20,18 @@ def run_assembly(
     assembly: Assembly,
     sites: Mapping[str, Site | Exception],
     *,
+    course: Course = FROM_START,
     watcher: Watcher = UNWATCHED,
-    stores: Callable[[str], Store | None] = lambda end: None,
-    resume: bool = False,
-    egress: Callable[[str], EgressLog | None] = lambda site: None,
     contexts: KeyContexts | None = None,
     ledger: Ledger | None = None,
 ) -> tuple[Outcome, Ledger]:
     """Run the rounds of a configuration in this process, over the real messages and with its numbers of threads.
 
-    Args and returned values are those of :func:`flare_sparse.rounds.local.run.run_locally`.
+    Args and returned values are those of :func:`flare_sparse.rounds.local.run.run_locally`; run id, rules and threads of
+    ``course`` are those of the configuration.
     """
     transport = Transport(config.wire.values, contexts, config.sum_rules, config.hubs, config.builds_initial)
-    course = Course(assembly.run_id, build_rules(config), config.torch_threads, stores, resume, egress)
+    course = replace(course, run=assembly.run_id, rules=build_rules(config), threads=config.torch_threads)
     with limit_kernel_threads(config.federation.threads):
         return run_locally(
             assembly.method,

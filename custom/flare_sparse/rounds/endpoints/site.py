@@ -32,7 +32,6 @@ from ...wire.formats import ValueType, is_quantized
 from ...wire.messages import Decoded, Encoded
 from ...wire.plan import Plan
 from .bases import InitialModel, SiteBase, choose_values, correct_variances, plan_request, plan_update
-from .egress import EgressLog
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event
 from .model_change import ChangeLimit, is_standstill
 from .request_checks import check_kind, check_trainable, is_training
@@ -64,7 +63,6 @@ class SiteEndpoint:
 
     Attributes:
         request: the last accepted request; None before the first.
-        egress: receives a line before each message leaves; None in FLARE, whose site has a log behind all filters.
         events: what this site reports beside each of its updates. The server ignores repeated reports, so a report
             is not lost with an update.
     """
@@ -86,7 +84,6 @@ class SiteEndpoint:
         self.sums = protection if isinstance(protection, SiteSums) else None
         self.requests, self.changes, self.initial = requests, changes, initial
         self.request: Request | None = None
-        self.egress: EgressLog | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._state = SiteState()
         self._trainable: Mask | None = None

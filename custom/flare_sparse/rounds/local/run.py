@@ -161,10 +161,8 @@ def run_locally(
         )
         for name, site in sorted(sites.items())
     }
-    for name, endpoint in endpoints.items():
-        if isinstance(endpoint, SiteEndpoint):
-            endpoint.egress = course.egress(name)
-    tree = build_tree(transport.hubs, server, endpoints, watcher.on_site_error)
+    logs = {name: course.egress(name) for name, endpoint in endpoints.items() if isinstance(endpoint, SiteEndpoint)}
+    tree = build_tree(transport.hubs, server, LocalSites(endpoints, logs, watcher.on_site_error))
     federation = Federation(
         method,
         server,
@@ -180,26 +178,20 @@ def run_locally(
     return outcome, ledger
 
 
-def build_tree(
-    hubs: Mapping[str, HubRules],
-    server: ServerEndpoint,
-    endpoints: Mapping[str, SiteEndpoint | Exception],
-    on_site_error: Callable[[str, Exception], None],
-) -> Tree:
+def build_tree(hubs: Mapping[str, HubRules], server: ServerEndpoint, sites: LocalSites) -> Tree:
     """Return the transport to the sites of this process: through their hubs, and directly to those without one.
 
     Raises:
         ConfigError: a hub has a site that is not among the endpoints.
     """
-    missing = sorted({site for rules in hubs.values() for site in rules.sites} - endpoints.keys())
+    missing = sorted({site for rules in hubs.values() for site in rules.sites} - sites.endpoints.keys())
     if missing:
-        raise ConfigError(
-            f"federation.hubs: {', '.join(missing)}: no such site in this run; its sites are {', '.join(endpoints)}"
-        )
+        known = ", ".join(sites.endpoints)
+        raise ConfigError(f"federation.hubs: {', '.join(missing)}: no such site in this run; its sites are {known}")
     links = SiteLinks(
-        lambda attempt: dict(collect_replies(attempt, endpoints, on_site_error)),
-        lambda questions: dict(deliver_sum(questions.messages, endpoints, on_site_error)),
-        lambda names: {name: _build_hello(endpoints[name]) for name in names},
+        lambda attempt: dict(sites.collect_replies(attempt)),
+        lambda questions: dict(sites.deliver_sum(questions.messages)),
+        lambda names: {name: sites.build_hello(name) for name in names},
     )
 
     def build_link(rules: HubRules) -> Link:
@@ -210,20 +202,15 @@ def build_tree(
         hubs,
         {name: build_link(rules) for name, rules in hubs.items()},
         server,
-        lambda attempt: dict(deliver(attempt, server, endpoints, on_site_error)),
-        lambda questions: deliver_sum(questions.messages, endpoints, on_site_error),
+        lambda attempt: dict(deliver(attempt, server, sites)),
+        lambda questions: sites.deliver_sum(questions.messages),
         links.handshake,
     )
 
 
-def deliver(
-    attempt: Attempt,
-    server: ServerEndpoint,
-    endpoints: Mapping[str, SiteEndpoint | Exception],
-    on_site_error: Callable[[str, Exception], None],
-) -> Iterator[tuple[str, Reply]]:
+def deliver(attempt: Attempt, server: ServerEndpoint, sites: LocalSites) -> Iterator[tuple[str, Reply]]:
     """Deliver an attempt's requests to the sites; yield the validated reply of each site that answers in time."""
-    for name, reply in collect_replies(attempt, endpoints, on_site_error):
+    for name, reply in sites.collect_replies(attempt):
         if not isinstance(reply, SiteReply):
             yield name, reply
             continue
@@ -231,41 +218,6 @@ def deliver(
             yield name, server.decode(name, reply.message, reply.examples, reply.metrics, reply.events)
         except WireError as error:
             yield name, error
-
-
-def collect_replies(
-    attempt: Attempt,
-    endpoints: Mapping[str, SiteEndpoint | Exception],
-    on_site_error: Callable[[str, Exception], None],
-) -> Iterator[tuple[str, RawReply]]:
-    """Deliver an attempt's requests to the sites; yield the reply of each site that answers in time, not validated."""
-    for name, message in attempt.messages.items():
-        start, endpoint = time.monotonic(), endpoints[name]
-        if isinstance(endpoint, Exception):
-            # Not raised again: each raise would extend its traceback, so that equal errors get different reports.
-            on_site_error(name, endpoint)
-            yield name, get_failure_code(endpoint)
-            continue
-        try:
-            update, data, events = _answer(endpoint, message, attempt.acknowledged.get(name))
-        except MissingBase as error:
-            # Not a failure: the server sends the full model.
-            yield name, error
-            continue
-        # Any exception of a task, a model or its data, as at a site of FLARE.
-        except Exception as error:
-            # The sites of this process share the server's disk: the run cannot go on without this one.
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            on_site_error(name, error)
-            code = get_failure_code(error)
-            _record(endpoint, Outgoing("refusal", [code]))
-            yield name, code
-            continue
-        # The sites of this process take turns, and each has the whole time, as if they worked at the same time.
-        if attempt.seconds is not None and time.monotonic() - start > attempt.seconds:
-            continue
-        yield name, SiteReply(data, update.num_examples, update.metrics, events)
 
 
 def build_sums(
@@ -283,45 +235,85 @@ def build_sums(
     }
 
 
-def deliver_sum(
-    questions: Mapping[str, np.ndarray],
-    endpoints: Mapping[str, SiteEndpoint | Exception],
-    on_site_error: Callable[[str, Exception], None],
-) -> Iterator[tuple[str, np.ndarray | str]]:
-    """Deliver the questions of a step of a sum to the sites; yield each reply, or the code of the site's failure."""
-    for name, question in questions.items():
-        endpoint = endpoints[name]
-        assert not isinstance(endpoint, Exception), "a site that failed has no part in a sum"
-        assert endpoint.sums is not None, "all sites of a run take part in sums"
-        try:
-            reply = endpoint.sums.answer(question)
-        except FlareSparseError as error:
-            on_site_error(name, error)
-            _record(endpoint, Outgoing("refusal", [error.code]))
-            yield name, error.code
-            continue
-        _record(endpoint, describe_message(reply))
-        yield name, reply
+@dataclass(frozen=True)
+class LocalSites:
+    """The sites of this process, and how messages reach them.
 
+    Attributes:
+        endpoints: endpoint of each site, or the error that kept it from loading its data.
+        logs: egress log of each site; it receives a line before each message leaves.
+        on_site_error: called with the name and the error of a site that fails.
+    """
 
-def _answer(endpoint: SiteEndpoint, message: Any, acknowledged: int | None) -> tuple[Update, Any, Any]:
-    """Return a site's update, its encoded message and its events."""
-    request = endpoint.receive(message, acknowledged)
-    update = endpoint.answer(request)
-    data, events = endpoint.encode(request, update).data, pack_events(endpoint.events)
-    _record(endpoint, describe_message(data, build_beside(update, events)))
-    return update, data, events
+    endpoints: Mapping[str, SiteEndpoint | Exception]
+    logs: Mapping[str, EgressLog | None]
+    on_site_error: Callable[[str, Exception], None]
 
+    def collect_replies(self, attempt: Attempt) -> Iterator[tuple[str, RawReply]]:
+        """Deliver an attempt's requests; yield the reply, not validated, of each site that answers in time."""
+        for name, message in attempt.messages.items():
+            start, endpoint = time.monotonic(), self.endpoints[name]
+            if isinstance(endpoint, Exception):
+                # Not raised again: each raise would extend its traceback, so that equal errors get different reports.
+                self.on_site_error(name, endpoint)
+                yield name, get_failure_code(endpoint)
+                continue
+            try:
+                update, data, events = self._answer(name, endpoint, message, attempt.acknowledged.get(name))
+            except MissingBase as error:
+                # Not a failure: the server sends the full model.
+                yield name, error
+                continue
+            # Any exception of a task, a model or its data, as at a site of FLARE.
+            except Exception as error:
+                # The sites of this process share the server's disk: the run cannot go on without this one.
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self.on_site_error(name, error)
+                code = get_failure_code(error)
+                self._record(name, Outgoing("refusal", [code]))
+                yield name, code
+                continue
+            # The sites of this process take turns, and each has the whole time, as if they worked at the same time.
+            if attempt.seconds is not None and time.monotonic() - start > attempt.seconds:
+                continue
+            yield name, SiteReply(data, update.num_examples, update.metrics, events)
 
-def _record(endpoint: SiteEndpoint, outgoing: Outgoing) -> None:
-    if endpoint.egress is not None:
-        endpoint.egress.record(outgoing)
+    def deliver_sum(self, questions: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray | str]]:
+        """Deliver the questions of a step of a sum; yield each reply, or the code of the site's failure."""
+        for name, question in questions.items():
+            endpoint = self.endpoints[name]
+            assert not isinstance(endpoint, Exception), "a site that failed has no part in a sum"
+            assert endpoint.sums is not None, "all sites of a run take part in sums"
+            try:
+                reply = endpoint.sums.answer(question)
+            except FlareSparseError as error:
+                self.on_site_error(name, error)
+                self._record(name, Outgoing("refusal", [error.code]))
+                yield name, error.code
+                continue
+            self._record(name, describe_message(reply))
+            yield name, reply
 
+    def build_hello(self, name: str) -> dict[str, str | int | float]:
+        """Return a site's hello; a site that cannot load its data sends its versions only."""
+        endpoint = self.endpoints[name]
+        if isinstance(endpoint, Exception):
+            return local_capabilities().to_message()
+        hello = endpoint.build_hello()
+        self._record(name, Outgoing("hello", ["versions and limits"], beside=hello))
+        return hello
 
-def _build_hello(endpoint: SiteEndpoint | Exception) -> dict[str, str | int | float]:
-    """Return a site's hello; a site that cannot load its data sends its versions only."""
-    if isinstance(endpoint, Exception):
-        return local_capabilities().to_message()
-    hello = endpoint.build_hello()
-    _record(endpoint, Outgoing("hello", ["versions and limits"], beside=hello))
-    return hello
+    def _answer(
+        self, name: str, endpoint: SiteEndpoint, message: Any, acknowledged: int | None
+    ) -> tuple[Update, Any, Any]:
+        """Return a site's update, its encoded message and its events."""
+        request = endpoint.receive(message, acknowledged)
+        update = endpoint.answer(request)
+        data, events = endpoint.encode(request, update).data, pack_events(endpoint.events)
+        self._record(name, describe_message(data, build_beside(update, events)))
+        return update, data, events
+
+    def _record(self, name: str, outgoing: Outgoing) -> None:
+        if (log := self.logs.get(name)) is not None:
+            log.record(outgoing)
