@@ -26,6 +26,7 @@ def build_context(kit: Path) -> FLContext:
     workspace = SimpleNamespace(
         get_root_dir=lambda: str(kit),
         get_site_config_dir=lambda: str(kit / "local"),
+        get_run_dir=lambda job: str(kit),
         get_app_config_dir=lambda job: str(kit / job),
     )
     handlers: list[Any] = []
@@ -91,4 +92,4 @@ def test_result_without_a_line_leaves_as_a_code(tmp_path: Path) -> None:
     send(result, fl_ctx)
     assert get_refusal_code(result) == "E_EGRESS"
     assert "DXO" not in result
-    assert "line 1 is not the one" in (log.parent / "error.txt").read_text()
+    assert "line 1 is not the one" in (tmp_path / "site_error.txt").read_text()

@@ -13,8 +13,8 @@ import yaml
 from torch import nn
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare.egress import JOB_FILE
 from flare_sparse.flare.recipe import SparseRecipe
+from flare_sparse.flare.workspace import JOB_FILE
 
 NET = """from torch import nn
 

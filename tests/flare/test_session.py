@@ -17,8 +17,8 @@ from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.core.errors import ConfigError, PolicyRefusal
 from flare_sparse.flare import session as session_module
-from flare_sparse.flare.egress import JOB_FILE
 from flare_sparse.flare.session import MODELS_FOLDER, SITE_MODELS_VARIABLE, SiteSession
+from flare_sparse.flare.workspace import JOB_FILE
 from flare_sparse.results.runs.model_files import list_site_models
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.training import compute

@@ -47,7 +47,8 @@ from .payload import (
     sum_to_shareable,
 )
 from .polling import TaskPolling
-from .session import AGGREGATOR_ID, get_server_session, get_workspace
+from .session import AGGREGATOR_ID, get_server_session
+from .workspace import get_workspace
 
 RESULTS = "flare_sparse"
 """Folder below the server's app folder that holds the record of a run."""

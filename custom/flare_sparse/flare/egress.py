@@ -15,7 +15,6 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
-from nvflare.apis.workspace import Workspace
 
 from ..config.policy.policy import POLICY_FILE, read_policy
 from ..config.yaml_files import read_yaml
@@ -29,9 +28,7 @@ from .payload import (
     shareable_to_message,
     strip_to_codes,
 )
-
-JOB_FILE = "flare_sparse.yaml"
-"""The job's settings among a participant's files of it."""
+from .workspace import find_job_file, get_workspace, write_site_error
 
 
 class EgressRecorder(FLComponent):
@@ -65,7 +62,7 @@ class EgressRecorder(FLComponent):
             # Its text stays here: logs may be streamed to the server.
             self.log_error(fl_ctx, f"{code}: a result was withheld, because the egress log has no line of it")
             with suppress(OSError):
-                (_get_folder(fl_ctx) / "error.txt").write_text(f"{code}: {error}\n")
+                write_site_error(error, code, fl_ctx)
 
 
 def install_recorder(fl_ctx: FLContext) -> None:
@@ -110,23 +107,14 @@ def iterate_buffers(value: Any) -> Iterator[np.ndarray | bytes]:
         yield str(value).encode()
 
 
-def find_job_file(workspace: Workspace, job_id: str) -> Path:
-    """Return the file of a job's settings at this participant; there may be none."""
-    folder = Path(workspace.get_app_config_dir(job_id))
-    # Kits of nvflare package name no configuration folder: FLARE then searches the app, whose folder is always config.
-    return folder / JOB_FILE if (folder / JOB_FILE).is_file() else folder / "config" / JOB_FILE
-
-
 def _get_folder(fl_ctx: FLContext) -> Path:
-    workspace: Workspace = fl_ctx.get_engine().get_workspace()
-    return Path(workspace.get_root_dir()) / EGRESS_FOLDER / fl_ctx.get_identity_name()
+    return Path(get_workspace(fl_ctx).get_root_dir()) / EGRESS_FOLDER / fl_ctx.get_identity_name()
 
 
 def _open_log(fl_ctx: FLContext) -> EgressLog:
-    workspace, job_id = fl_ctx.get_engine().get_workspace(), fl_ctx.get_job_id()
-    policy = read_policy(Path(workspace.get_site_config_dir()) / POLICY_FILE)
-    file = find_job_file(workspace, job_id)
+    policy = read_policy(Path(get_workspace(fl_ctx).get_site_config_dir()) / POLICY_FILE)
+    file = find_job_file(fl_ctx)
     # A job of another package has no such file, only FLARE's id.
-    job = read_yaml(file) if file.is_file() else {"name": job_id}
+    job = read_yaml(file) if file.is_file() else {"name": fl_ctx.get_job_id()}
     terms = policy.model_dump(mode="json", exclude_defaults=True)
     return EgressLog(_get_folder(fl_ctx), str(job["name"]), terms, job.get("permit"))

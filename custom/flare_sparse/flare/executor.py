@@ -22,7 +22,8 @@ from .payload import (
     sum_to_shareable,
     update_to_dxo,
 )
-from .session import get_site_session, write_site_error
+from .session import get_site_session
+from .workspace import write_site_error
 
 
 class SparseExecutor(Executor):

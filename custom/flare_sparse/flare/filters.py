@@ -30,7 +30,8 @@ from .payload import (
     shareable_to_message,
     update_to_shareable,
 )
-from .session import get_server_session, get_site_session, read_site_policy, write_site_error
+from .session import get_server_session, get_site_session, read_site_policy
+from .workspace import write_site_error
 
 
 class DecodeRequest(Filter):

@@ -25,7 +25,6 @@ from ..tasks.script import ScriptConfig, ScriptTask
 from ..training.script_trainer import WeighBy
 from .aggregator import StagingAggregator
 from .controller import FederatedController
-from .egress import JOB_FILE
 from .executor import SparseExecutor
 from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
 from .hubs.executors import HubExecutor, HubSiteExecutor
@@ -33,6 +32,7 @@ from .networks import NetworkSource, describe_network
 from .payload import COLLECTION, HELLO, JOIN, SUM, TASK
 from .session import AGGREGATOR_ID, SERVER_ID, SITE_ID, TASK_ID, ServerSession, SiteSession, UserTask
 from .tracking import MlflowTracker
+from .workspace import JOB_FILE
 
 Packaging = Literal["installed", "byoc"]
 

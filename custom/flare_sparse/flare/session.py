@@ -11,7 +11,6 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.signal import Signal
-from nvflare.apis.workspace import Workspace
 from torch import Tensor
 
 from ..compute.kernels.threads import set_kernel_threads
@@ -28,7 +27,7 @@ from ..config.loading import parse_job
 from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
 from ..config.schema import JobConfig
 from ..config.yaml_files import read_yaml
-from ..core.errors import ConfigError, format_site_error
+from ..core.errors import ConfigError
 from ..methods.method import describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, Budget, PrivacyAccount
 from ..privacy.dp.scripts import PRIVACY_VARIABLE
@@ -49,11 +48,12 @@ from ..training import Site
 from ..wire.capabilities import local_capabilities
 from ..wire.ledger import Ledger
 from .checkpoints import KEPT_DAYS, delete_archived, delete_ended, delete_old, find_checkpoint_folder
-from .egress import find_job_file, install_recorder
+from .egress import install_recorder
 from .he_keys import load_server_cipher, load_site_cipher
 from .kits import load_identity, load_root
 from .script import FlareScript
 from .watchdog import watch_command
+from .workspace import find_job_file, get_workspace
 
 MODELS_FOLDER = "flare_sparse_models"
 """Folder in a startup kit that receives the site's own models, by run id, where tensors stay at the site."""
@@ -70,11 +70,6 @@ class UserTask(FLComponent):
         self.task = task
 
 
-def get_workspace(fl_ctx: FLContext) -> Workspace:
-    """Return the workspace of this process."""
-    return fl_ctx.get_engine().get_workspace()
-
-
 def read_job(fl_ctx: FLContext) -> JobConfig:
     """Read this participant's copy of the job's settings.
 
@@ -82,7 +77,7 @@ def read_job(fl_ctx: FLContext) -> JobConfig:
         ConfigError: the settings are invalid.
     """
     task = _find_user_task(fl_ctx)
-    settings = read_yaml(find_job_file(get_workspace(fl_ctx), fl_ctx.get_job_id()))
+    settings = read_yaml(find_job_file(fl_ctx))
     return parse_job(settings, None if task is None else type(task))
 
 
@@ -332,18 +327,6 @@ def read_site_policy(fl_ctx: FLContext) -> Policy:
         ConfigError: the policy's file is malformed; nothing may leave the site then.
     """
     return read_policy(Path(get_workspace(fl_ctx).get_site_config_dir()) / POLICY_FILE)
-
-
-def write_site_error(error: Exception, code: str, fl_ctx: FLContext) -> None:
-    """Write an error to ``site_error.txt`` in the job's folder at this site.
-
-    The text may name subjects and files, so it must not go to a log: FLARE streams logs to the server.
-    """
-    report = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "site_error.txt"
-    # The owner's alone, before the text is in it: it may name subjects.
-    report.touch(mode=0o600)
-    report.chmod(0o600)
-    report.write_text(format_site_error(error, code))
 
 
 def get_site_session(fl_ctx: FLContext) -> SiteSession:

@@ -21,7 +21,6 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from flare_sparse.flare.egress import JOB_FILE
 from flare_sparse.flare.hubs import executors
 from flare_sparse.flare.hubs.addresses import HUBS_FILE
 from flare_sparse.flare.hubs.executors import HubExecutor, HubSiteExecutor
@@ -33,6 +32,7 @@ from flare_sparse.flare.payload import (
     extract_collection,
     hello_to_shareable,
 )
+from flare_sparse.flare.workspace import JOB_FILE
 from flare_sparse.rounds.federation.parcels import HELLO
 from flare_sparse.wire.collection import Parcel, pack_collection, unpack_collection
 

@@ -25,7 +25,8 @@ from nvflare.apis.signal import Signal
 from ...core.errors import ConfigError, RejectedMessage, get_failure_code
 from ...rounds.federation import Hub
 from ..payload import build_refusal, collection_to_shareable, extract_collection
-from ..session import get_workspace, read_job, write_site_error
+from ..session import read_job
+from ..workspace import get_workspace, write_site_error
 from .addresses import HUBS_FILE, find_address
 from .connection import HubConnection, serve_hub
 from .listener import HubListener

@@ -53,7 +53,8 @@ from ..payload import (
     update_to_dxo,
     update_to_shareable,
 )
-from ..session import get_site_session, read_site_policy, write_site_error
+from ..session import get_site_session, read_site_policy
+from ..workspace import write_site_error
 
 APPROVED = "flare_sparse.approved"
 """Key of the approved update in FLARE's context; the property is private, so it does not leave the site."""
