@@ -38,7 +38,7 @@ from ..rounds.endpoints.model_change import ChangeLimit
 from ..rounds.endpoints.request_log import RequestLog
 from ..rounds.endpoints.server import SERVER, ServerEndpoint
 from ..rounds.endpoints.server_sums import ServerSums
-from ..rounds.endpoints.site import SiteEndpoint
+from ..rounds.endpoints.site import RequestLimits, SiteEndpoint
 from ..rounds.endpoints.site_sums import SiteSums
 from ..rounds.endpoints.update_store import UpdateStore
 from ..tasks.data.source import find_site_data, has_site_data
@@ -236,8 +236,7 @@ class SiteSession(FLComponent):
                 job.wire.values,
                 store,
                 cipher or sums,
-                requests,
-                changes,
+                RequestLimits(requests, changes),
                 initial,
             )
         return self._endpoint

@@ -17,7 +17,7 @@ from flare_sparse.methods.traffic.averaging import SCORE
 from flare_sparse.methods.traffic.base import FINETUNE
 from flare_sparse.rounds.endpoints.bases import SiteBase, plan_request
 from flare_sparse.rounds.endpoints.request_log import RequestLog
-from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
 from flare_sparse.wire.codec import encode
 
 RUN = "0" * 16
@@ -30,7 +30,7 @@ class HostileServer:
         bench = ToyBench()
         self.layout, self.method = bench.layout, bench.method(method, **settings)
         self.log = RequestLog(RUN, self.method.traffic.count_requests, attempts=1, max_starts=max_starts)
-        self.endpoint = SiteEndpoint(bench.site(1), self.method, RUN, "float32", requests=self.log)
+        self.endpoint = SiteEndpoint(bench.site(1), self.method, RUN, "float32", limits=RequestLimits(self.log))
         self.base: SiteBase | None = None
         self.sequence = 0
 

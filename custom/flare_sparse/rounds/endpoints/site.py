@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...compute.structure.scaling import drop_rests
@@ -42,6 +42,22 @@ from .site_sums import SiteSums
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a site refuses beside requests that its copy of the job does not have.
+
+    Attributes:
+        requests: record of the answered requests; None: requests are checked but not counted.
+        changes: refuses models that are too far from the last one; None: they may be anywhere.
+    """
+
+    requests: RequestLog | None = None
+    changes: ChangeLimit | None = None
+
+
+NO_LIMITS = RequestLimits()
+
+
 class SiteEndpoint:
     """Decodes requests, answers them and encodes the updates, without FLARE.
 
@@ -57,8 +73,7 @@ class SiteEndpoint:
             the tensors that the method keeps at the site are lost.
         protection: encrypts weights and decrypts models, or withholds the values of updates and pads them for a sum;
             None: all values travel in the clear.
-        requests: record of the answered requests; None: requests are checked but not counted.
-        changes: refuses models that are too far from the last one; None: they may be anywhere.
+        limits: what this site refuses beside requests that its copy of the job does not have.
         initial: the model of the job's seed, which the first request then need not carry; None: it does.
 
     Attributes:
@@ -75,14 +90,13 @@ class SiteEndpoint:
         values: ValueType,
         store: Store | None = None,
         protection: SiteCipher | SiteSums | None = None,
-        requests: RequestLog | None = None,
-        changes: ChangeLimit | None = None,
+        limits: RequestLimits = NO_LIMITS,
         initial: InitialModel | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
         self.cipher = protection if isinstance(protection, SiteCipher) else None
         self.sums = protection if isinstance(protection, SiteSums) else None
-        self.requests, self.changes, self.initial = requests, changes, initial
+        self.requests, self.changes, self.initial = limits.requests, limits.changes, initial
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._state = SiteState()
