@@ -88,6 +88,7 @@ def find_idle_sites(summary: Mapping[str, Any], last: Mapping[str, Any]) -> list
 
 
 def _read_parts(summary: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Contributions]:
+    """Return how often each site was asked and contributed, the final evaluation included."""
     return read_contributions(summary, [last] if last else [])
 
 

@@ -41,7 +41,7 @@ def load_identity(fl_ctx: FLContext) -> SiteIdentity:
 def write_kits(folder: Path, sites: Iterable[str]) -> None:
     """Write new certificates of simulated sites, readable by their owner only.
 
-    They prove nothing: whoever runs the simulator has every key.
+    They prove nothing: the process of the simulator holds every key.
     """
     for name, kit in generate_kits(sites).items():
         (folder / name).mkdir(parents=True, exist_ok=True)

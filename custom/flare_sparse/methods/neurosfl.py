@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, final
 
 import numpy as np
@@ -261,15 +261,16 @@ class NeuroSFL(AveragingMethod[Config, State]):
 
     def _select_live(self, scores: Tensor, count: int, pool: Mask, weights: Tensor) -> Mask:
         """Return the ``count`` entries of ``pool`` with the largest scores (docs/algorithms.md, 5.7, deviation 10)."""
-        apart = [zero_start] if (zero_start := self._find_zero_start(weights) & pool).count else []
-        if apart:
-            # A weight behind one at zero has no gradient, and so no score: its magnitude decides.
-            tensors = self.layout.unflatten(scores)
-            no_scores = Mask(self.layout.select(lambda spec: not tensors[spec.name].any()))
-            unscored = (no_scores & pool) - zero_start
-            scores = torch.where(unscored.bits, weights.abs(), scores)
-            apart.append(unscored)
-        return top_k_per_tensor(scores, count, self.layout, pool, self.config.min_per_layer, apart)
+        select = partial(top_k_per_tensor, k=count, layout=self.layout, within=pool, at_least=self.config.min_per_layer)
+        zero_start = self._find_zero_start(weights) & pool
+        if not zero_start.count:
+            return select(scores)
+        # A weight behind one at zero has no gradient, and so no score: its magnitude decides.
+        tensors = self.layout.unflatten(scores)
+        no_scores = Mask(self.layout.select(lambda spec: not tensors[spec.name].any()))
+        unscored = (no_scores & pool) - zero_start
+        # Both kinds are ranked among themselves.
+        return select(torch.where(unscored.bits, weights.abs(), scores), apart=[zero_start, unscored])
 
     def _find_zero_start(self, weights: Tensor) -> Mask:
         """Return the maskable entries of the tensors that are zero in the initial model ``weights`` ``(P,)``."""

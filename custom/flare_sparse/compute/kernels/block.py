@@ -142,6 +142,13 @@ def convolve(source: Floats, weights: Weights, layer: Layer, signs: Floats, *, r
 
 
 def _compute_statistics(layer: Layer, moments: Doubles, pivots: Floats) -> tuple[Doubles, Doubles]:
+    """Return mean and variance ``(samples, outputs)`` of each map, or with batch normalisation of the batch.
+
+    Args:
+        layer: the layer.
+        moments: ``(samples, outputs, 2)`` sums of the differences to the pivots, and of their squares.
+        pivots: ``(samples, outputs)`` the value that was subtracted before squaring, against cancellation.
+    """
     if layer.spec.norm == "fixed":
         return np.zeros(pivots.shape), np.ones(pivots.shape)
     count = prod(layer.geometry.output_shape)

@@ -76,9 +76,12 @@ class Harmonizer(StatisticsLayer):
         pooled, covariates = self._unpack(self.statistics), list(self.covariates)
         fit = self._get_fit()
         beta, (sigma, gamma, delta) = fit[: len(covariates)], fit[len(covariates) :]
-        is_harmonized = self._find_harmonized(sigma)
+        # Each chosen input is one of three: harmonised, constant at each site, or determined by the covariates.
         chosen = torch.tensor(self.harmonized, device=sigma.device)
+        is_harmonized = self._find_harmonized(sigma)
         is_constant = chosen & (pooled.squares == 0)
+        is_standardized = chosen & ~is_harmonized & ~is_constant
+        is_standardized[covariates] = True
         divisor = torch.where(is_harmonized, sigma, 1.0)
         effects = (inputs[:, covariates] - pooled.mean[covariates]) @ beta
         z = (inputs - pooled.mean - effects) / divisor
@@ -88,8 +91,6 @@ class Harmonizer(StatisticsLayer):
         if self.clip is not None:
             harmonized = harmonized.clamp(-self.clip, self.clip)
         result = torch.where(is_harmonized | is_constant, harmonized, inputs)
-        is_standardized = chosen & ~is_harmonized & ~is_constant
-        is_standardized[covariates] = True
         scale = (pooled.squares / pooled.count.clamp_min(1)).sqrt()
         standardized = (inputs - pooled.mean) / torch.where(scale > 0, scale, 1.0)
         return torch.where(is_standardized, standardized, result)

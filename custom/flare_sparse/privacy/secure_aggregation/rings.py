@@ -36,9 +36,10 @@ class Ring:
     def scale(self) -> float:
         """Integers per unit: the largest power of 2 for which ``bound * scale`` is at most ``2^(bits - 2)``."""
         # A power of 2 makes the products with it exact, so that the rounding to an integer is the only error.
-        # frexp is exact, and a logarithm would be rounded.
+        # frexp is exact, and a logarithm would be rounded: bound = mantissa * 2^exponent, 0.5 <= mantissa < 1.
         mantissa, exponent = math.frexp(self.bound)
-        return 2.0 ** (self.bits - 2 - exponent + (mantissa == 0.5))
+        is_power_of_2 = mantissa == 0.5
+        return 2.0 ** (self.bits - 2 - (exponent - is_power_of_2))
 
     def compute_error(self, sites: int) -> float:
         """Return the largest error of a sum of ``sites`` sites: each rounds by at most half an integer."""

@@ -136,25 +136,33 @@ class SiteEndpoint:
         previous = self._trainable or (self._state.base.mask if self._state.base else message.trainable)
         base = self._apply(patch, message.sequence)
         if acknowledged is not None and self._is_discarded(request_id, acknowledged):
-            if self.store is not None:
-                self.store.delete(self._state.checkpoint or 0)
-            self._state = self._state.take_back()
+            self._take_back_update()
         self._state = self._state.receive(request_id, base)
         self.site.receive(self._state.memory.method)
         # Refused after the state has changed: the site holds the model that its weights contain.
         check_trainable(self.method, request_id, message.trainable, base.mask)
-        if self.changes is not None:
-            self.changes.admit(request_id, self.site.weights, base.mask)
         # A mask to which removed entries return is that of an earlier round, or one that isolates weights.
-        is_regrown = (
-            is_training(message.kind) and self.method.traffic.prunes_for_good and not message.trainable <= previous
-        )
-        if self.requests is not None:
-            self.requests.admit(request_id, self.compute_model_digest(), is_regrown=is_regrown)
+        can_regrow = not (is_training(message.kind) and self.method.traffic.prunes_for_good)
+        self._apply_limits(request_id, base.mask, is_regrown=not (can_regrow or message.trainable <= previous))
         self.request = Request(message.kind, message.round, patch, message.trainable)
         if is_training(message.kind):
             self._trainable = message.trainable
         return self.request
+
+    def _apply_limits(self, request: RequestId, live: Mask, *, is_regrown: bool) -> None:
+        """Raises:
+        RequestRefused: the model is too far from the last one, or the job provides for no more such requests.
+        """
+        if self.changes is not None:
+            self.changes.admit(request, self.site.weights, live)
+        if self.requests is not None:
+            self.requests.admit(request, self.compute_model_digest(), is_regrown=is_regrown)
+
+    def _take_back_update(self) -> None:
+        """Continue from the memory before the last update, whose checkpoint is deleted."""
+        if self.store is not None:
+            self.store.delete(self._state.checkpoint or 0)
+        self._state = self._state.take_back()
 
     def _is_discarded(self, request: RequestId, acknowledged: int) -> bool:
         """Return whether the server goes on to another request without the last update of this site."""
