@@ -394,7 +394,9 @@ def test_script_that_learns_nothing_missing_data_and_a_missing_launcher_are_name
     assert "PASS own code: client.py, net_of_script.py; travels with the job" in result.output
     assert "PASS model: 3 scalars" in result.output
     assert f"PASS data of site-1: {tmp_path / 'site-1'}" in result.output
-    assert "WARN privacy: client.py trains with differential privacy and never asks flare.is_evaluate()" in result.output
+    assert (
+        "WARN privacy: client.py trains with differential privacy and never asks flare.is_evaluate()" in result.output
+    )
     assert "FAIL training at site-1: E_DATA\nthe script sent the parameters that it received" in result.output
     assert f"FAIL data of site-2: E_DATA\n{tmp_path / 'site-2'}: there is no such file or folder" in result.output
     result = call("check", str(file), "--set", "task.launch=no-such-program --nproc 2")

@@ -39,16 +39,18 @@ def leave_damaged_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ignore_age_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites with one mask and bases of different age share an encoded request."""
-    old = 'base_sequence = base.sequence if base and (sent.base == "previous" or is_difference) else None'
-    new = "base_sequence = None"
-    monkeypatch.setattr(ServerEndpoint, "encode_requests", rewrite(ServerEndpoint, "encode_requests", server, old, new))
+    old = 'sequence = base.sequence if sent.base == "previous" or self._sends_differences else None'
+    _rewrite_identity(monkeypatch, old, "sequence = None")
 
 
 def ignore_vectors_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites that hold different vectors of one attempt share an encoded difference."""
-    old = "base_vector = id(base.vector) if base and is_difference else None"
-    new = "base_vector = None"
-    monkeypatch.setattr(ServerEndpoint, "encode_requests", rewrite(ServerEndpoint, "encode_requests", server, old, new))
+    _rewrite_identity(monkeypatch, "id(base.vector) if self._sends_differences else None", "None")
+
+
+def _rewrite_identity(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    name = "_identify_message"
+    monkeypatch.setattr(ServerEndpoint, name, rewrite(ServerEndpoint, name, server, old, new))
 
 
 def keep_memory_in_retries(monkeypatch: pytest.MonkeyPatch) -> None:
