@@ -112,6 +112,8 @@ class Component:
             # MONAI warns of changed defaults, also where its own value is the default.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
+                # Where pydicom is installed, LoadImaged warns of a decoder of DICOM on GPUs.
+                warnings.filterwarnings("ignore", "NvImgCodecPydicomReader", UserWarning)
                 return import_class(self.path)(**self.args)
         # Which errors a constructor raises for a wrong value differs from class to class.
         except Exception as error:

@@ -7,6 +7,7 @@ A site sets it in a *site file* (YAML or JSON) or in an environment variable. A 
     methods:              # optional: settings that a method leaves to the site
       scbf: {rate: 0.1}
     checkpoints: /scratch # optional: folder of the site's checkpoints; off: keep none
+    dicom: {cache: nifti} # optional: data has a folder of DICOM series for each subject
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...core.errors import DataError, suggest
 from ..task import SiteData
+from .dicom import DicomRules, convert_dicom
 
 SITE_FILE_VARIABLE = "FLARE_SPARSE_SITE_FILE"
 DATA_VARIABLE = "FLARE_SPARSE_DATA"
@@ -45,6 +47,7 @@ class SiteFile(BaseModel):
     checkpoints: Path | Literal[False] | None = Field(
         None, description="folder of the site's checkpoints, from which it resumes after a crash; off: keep none"
     )
+    dicom: DicomRules | None = Field(None, description="data has DICOM series, and which of them are used")
 
 
 def has_site_data(local_dir: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
@@ -144,7 +147,12 @@ def _read_site_file(site: str, file: Path) -> SiteData:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
     path = file.parent / content.data.expanduser()
-    return _check_exists(SiteData(site, path, content.subset, content.methods, frozenset(content.withdrawn)), str(file))
+    withdrawn = frozenset(content.withdrawn)
+    located = _check_exists(SiteData(site, path, content.subset, content.methods, withdrawn), str(file))
+    if content.dicom is None:
+        return located
+    cache = file.parent / content.dicom.cache.expanduser()
+    return replace(located, path=convert_dicom(path, content.dicom.model_copy(update={"cache": cache})))
 
 
 def _check_exists(data: SiteData, source: str) -> SiteData:
