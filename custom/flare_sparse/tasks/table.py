@@ -74,8 +74,10 @@ class TableTask(Task):
 
     def _read(self, path: Path) -> Table:
         """Return the table at ``path`` without the values that stand for missing ones."""
-        codes = self.config.codes_by_column.items()
-        return _read_file(path, tuple((column, frozenset(values)) for column, values in codes))
+        config = self.config
+        codes = tuple((column, frozenset(values)) for column, values in config.codes_by_column.items())
+        named = (config.target, config.event, config.group, config.id)
+        return _read_file(path, codes, frozenset({*config.features, *(name for name in named if name is not None)}))
 
     def describe_columns(self, data: SiteData) -> list[Column]:
         """Return what the columns of the settings contain in the rows of a site; a column that it lacks is left out."""
@@ -222,13 +224,19 @@ Codes = tuple[tuple[str, frozenset[str]], ...]
 """Values that stand for missing ones, by column."""
 
 
-def _read_file(path: Path, codes: Codes = ()) -> Table:
-    """Return the table at ``path``; values among the codes of their column are missing."""
-    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0, codes)
+def _read_file(path: Path, codes: Codes = (), columns: frozenset[str] = frozenset()) -> Table:
+    """Return the table at ``path``; values among the codes of their column are missing.
+
+    Of a Parquet file, only ``columns`` are read; an empty set means all.
+    """
+    needed = columns if path.suffix == ".parquet" else frozenset()
+    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0, codes, needed)
 
 
 # As it is in the file for the partition, and with missing values for the sites.
 @lru_cache(maxsize=2)
-def _read_cached(path: Path, version: int, codes: Codes) -> Table:
+def _read_cached(path: Path, version: int, codes: Codes, columns: frozenset[str]) -> Table:
     """Read a table, and keep it while its file is unchanged: the sites of a simulated federation share one file."""
-    return _read_cached(path, version, ()).mark_missing(dict(codes)) if codes else read_table(path)
+    if not codes:
+        return read_table(path, columns)
+    return _read_cached(path, version, (), columns).mark_missing(dict(codes))

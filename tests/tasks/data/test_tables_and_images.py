@@ -174,3 +174,25 @@ def test_unknown_image_identifier_is_refused(tmp_path: Path, name: str) -> None:
 def test_encoded_images_are_decoded(shared_data: Path) -> None:
     pixels, labels = images.read_images(shared_data / "cifar10" / "cifar10_jpeg.npz", ["test/9999", "train/0"])
     assert (pixels.shape, str(pixels.dtype), labels.tolist()) == ((2, 32, 32, 3), "uint8", [9, 0])
+
+
+def test_needed_columns_of_parquet_are_read_as_those_of_csv(tmp_path: Path) -> None:
+    """Numbers of every type, whole ones beyond float32, and types that are read as text."""
+    frame = pd.DataFrame(
+        {
+            "whole": pd.array([2**53 + 1, None, -3], dtype="Int64"),
+            "short": np.array([0.1, np.nan, 2], dtype=np.float32),
+            "truth": [True, False, True],
+            "text": ["A", None, "7"],
+            "unused": [1, 2, 3],
+        }
+    )
+    frame.to_parquet(tmp_path / "a.parquet")
+    needed = ["text", "truth", "short", "whole"]
+    table = read_table(tmp_path / "a.parquet", needed)
+    assert list(table.columns) == ["whole", "short", "truth", "text"]
+    np.testing.assert_array_equal(table.get_numbers("whole"), [float(2**53 + 1), np.nan, -3])
+    np.testing.assert_array_equal(table.get_numbers("short"), [float(np.float32(0.1)), np.nan, 2])
+    assert (table.get_texts("truth"), table.get_texts("text")) == (["True", "False", "True"], ["A", "", "7"])
+    with pytest.raises(DataError, match=r"no column 'txt'\. Did you mean 'text'"):
+        read_table(tmp_path / "a.parquet", ["txt"]).get_column("txt")

@@ -16,8 +16,8 @@ from ...core.errors import DataError, suggest
 from ..task import Cohort
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
-Values = dict[str, list[object]]
-"""Columns as a file has them."""
+Values = dict[str, Sequence[object] | np.ndarray]
+"""Columns as a file has them; an array has float64 numbers, NaN where one is missing."""
 DATES = (
     "it contains dates such as {date}. Compute a number from them in a column of its own, such as the age in years or "
     "the days since admission; a date itself mostly tells when a site took part"
@@ -127,8 +127,12 @@ class Table:
         return Cohort(self.get_ids(id_column), self.columns)
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path, columns: Collection[str] = ()) -> Table:
     """Read a table; the suffix selects the format: ``.csv``, ``.csv.gz``, ``.parquet`` or ``.npz``.
+
+    Args:
+        path: the file.
+        columns: columns that are needed: of Parquet no others are read, if it has them all. Empty: all.
 
     Raises:
         DataError: the file is missing, of another format, or malformed.
@@ -140,19 +144,19 @@ def read_table(path: Path) -> Table:
         neighbours = [file.name for file in path.parent.glob("*")]
         raise DataError(f"{path}: there is no such file.{suggest(path.name, neighbours)}")
     try:
-        values = reader(path)
-        columns = {name: _to_array(column) for name, column in values.items()}
-        marks = {name: _find_marks(column, columns[name]) for name, column in values.items()}
+        values = _read_parquet(path, columns) if reader is _read_parquet else reader(path)
+        arrays = {name: _to_array(column) for name, column in values.items()}
+        marks = {name: _find_marks(column, arrays[name]) for name, column in values.items()}
     except DataError:
         raise
     # Whatever a damaged file makes the readers raise, from zlib.error to MemoryError for a damaged shape.
     except Exception as error:
         raise DataError(f"{path}: cannot be read as a table: {error}") from error
-    if len({len(column) for column in columns.values()}) > 1:
+    if len({len(column) for column in arrays.values()}) > 1:
         raise DataError(f"{path}: columns differ in length; expected one value per subject in each")
-    if not any(len(column) for column in columns.values()):
+    if not any(len(column) for column in arrays.values()):
         raise DataError(f"{path}: the table has no rows; expected one row per subject below the names of the columns")
-    return Table(path, columns, marks)
+    return Table(path, arrays, marks)
 
 
 def read_header(path: Path) -> list[str]:
@@ -198,13 +202,26 @@ def _parse_csv(file: TextIO) -> Values:
     return {name: [row[i] for row in rows] for i, name in enumerate(header)}
 
 
-def _read_parquet(path: Path) -> Values:
-    return dict(_import_parquet(path).read_table(path).to_pydict())
+def _read_parquet(path: Path, columns: Collection[str] = ()) -> Values:
+    parquet = _import_parquet(path)
+    from pyarrow import types
+
+    known = parquet.read_schema(path).names
+    # An error about a missing column names those that the table has.
+    wanted = sorted(columns, key=known.index) if columns and set(columns) <= set(known) else None
+    table = parquet.read_table(path, columns=wanted)
+    values: Values = {}
+    for name in table.column_names:
+        column = table.column(name)
+        # A number in Python takes three times as much memory, and as text six.
+        is_numeric = types.is_integer(column.type) or types.is_floating(column.type)
+        values[name] = column.cast("float64", safe=False).to_numpy() if is_numeric else column.to_pylist()
+    return values
 
 
 def _import_parquet(path: Path) -> Any:
     try:
-        from pyarrow import parquet  # type: ignore[import-untyped]
+        from pyarrow import parquet
     except ImportError as error:
         raise DataError(
             f"{path}: Parquet needs pyarrow; pip install 'flare-sparse[parquet]', or convert the file to CSV"
@@ -255,8 +272,10 @@ def is_number(text: str) -> bool:
     return text.lower() in MISSING or _find_number(text) is not None
 
 
-def _to_array(values: Sequence[object]) -> np.ndarray:
+def _to_array(values: Sequence[object] | np.ndarray) -> np.ndarray:
     """Return float64 if every value is a number or missing, else text."""
+    if isinstance(values, np.ndarray) and values.dtype == np.float64:
+        return values
     texts = ["" if value is None else str(value).strip() for value in values]
     try:
         return np.array([np.nan if text.lower() in MISSING else parse_number(text) for text in texts], dtype=np.float64)
@@ -264,8 +283,10 @@ def _to_array(values: Sequence[object]) -> np.ndarray:
         return np.array(texts)
 
 
-def _find_marks(values: Sequence[object], column: np.ndarray) -> dict[int, str]:
+def _find_marks(values: Sequence[object] | np.ndarray, column: np.ndarray) -> dict[int, str]:
     """Return the texts that stand for missing values in a column of numbers, by row; none for a column of text."""
+    if isinstance(values, np.ndarray):
+        return {}
     rows = np.flatnonzero(np.isnan(column)).tolist() if column.dtype.kind == "f" else []
     return {row: text for row in rows if isinstance(value := values[row], str) and (text := value.strip())}
 
