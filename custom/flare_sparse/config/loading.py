@@ -12,14 +12,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ..core.errors import ConfigError, DataError
+from ..core.errors import ConfigError
 from ..core.params import Layout
 from ..methods.method import Method
 from ..methods.registry import METHODS
-from ..tasks.data.tables import read_header
 from ..tasks.script import ScriptTask
-from ..tasks.table_config import select_columns
-from ..tasks.task import Task
+from ..tasks.task import Task, TaskConfig
 from .bundles import insert_bundle
 from .choice import Registries, find_name
 from .problems import describe_problem
@@ -34,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load and validate the configuration in a file.
 
     Args:
-        path: YAML file; a relative ``simulator.data.path`` or ``task.bundle`` in it refers to the file's folder.
+        path: YAML file; a relative path in its sections ``task`` and ``simulator.data`` refers to the file's folder.
         overrides: assignments ``key.path=value`` with the value in YAML; a relative path among them refers to the
             working directory.
 
@@ -43,8 +41,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = Path(path)
     data = _locate_script_data(apply_overrides(_resolve_paths(read_yaml(file), file.parent), overrides), file.parent)
-    data = _insert_columns(insert_bundle(_resolve_paths(data, Path.cwd())), file)
     task_configs = dict(list_tasks())
+    data = _read_files(insert_bundle(_resolve_paths(data, Path.cwd())), task_configs, file)
     key, name = find_name("task", data.get("task"))
     if key == "class" and isinstance(name, str):
         task_configs[name] = import_task_class(name, file.parent).Config
@@ -112,31 +110,25 @@ def _locate_script_data(data: dict[str, Any], base: Path) -> dict[str, Any]:
     return {**data, "simulator": {**simulator, "data": shared}}
 
 
-def _insert_columns(data: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Replace patterns of a table's columns by names, so that server and sites need no table to know the network.
+def _read_files(data: dict[str, Any], tasks: Mapping[str, type[BaseModel]], file: Path) -> dict[str, Any]:
+    """Replace files that the section ``task`` names by their content, as its task does.
 
     Raises:
-        ConfigError: the header cannot be read, or a pattern selects nothing.
+        ConfigError: a file cannot be read.
     """
-    task = data.get("task")
-    if not isinstance(task, dict) or task.get("name") != "table":
+    section = data.get("task")
+    task = tasks.get(str(section.get("name"))) if isinstance(section, dict) else None
+    if not isinstance(section, dict) or task is None or not issubclass(task, TaskConfig):
         return data
-    # The job carries names alone, and no path of this machine.
-    names, features = {key: value for key, value in task.items() if key != "header"}, task.get("features")
-    has_patterns = isinstance(features, list) and any("*" in name for name in features if isinstance(name, str))
-    path = task.get("header") or _find_table(data)
-    if not isinstance(path, str) or not (has_patterns or isinstance(features, dict)):
-        return {**data, "task": names}
-    others = {task[key] for key in ("target", "event", "id", "group") if isinstance(task.get(key), str)}
+    path = _find_data(data)
     try:
-        selected = select_columns(features, read_header(Path(path.replace("{site}", "site-1"))), others)
-    except (ValueError, DataError) as error:
-        raise ConfigError(f"{file}: task.features: {error}") from error
-    return {**data, "task": {**names, "features": selected}}
+        return {**data, "task": task.read_files(section, path if isinstance(path, str) else None)}
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
-def _find_table(data: Mapping[str, Any]) -> Any:
-    """Return the path of the simulator's table; None without one."""
+def _find_data(data: Mapping[str, Any]) -> Any:
+    """Return the path of the simulator's data; None without one."""
     located = data.get("simulator")
     for key in ("data", "path"):
         located = located.get(key) if isinstance(located, dict) else None
@@ -144,8 +136,8 @@ def _find_table(data: Mapping[str, Any]) -> Any:
 
 
 def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make ``simulator.data.path``, ``task.bundle`` and ``task.header`` absolute, relative to ``base``."""
-    for keys in (("simulator", "data", "path"), ("task", "bundle"), ("task", "header")):
+    """Make ``simulator.data.path`` and the files and folders of the section ``task`` absolute, relative to ``base``."""
+    for keys in (("simulator", "data", "path"), ("task", "bundle"), ("task", "header"), ("task", "plan")):
         data = _resolve_path(data, keys, base)
     return data
 

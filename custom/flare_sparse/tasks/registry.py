@@ -7,6 +7,7 @@ from .bundles.task import BundleTask
 from .images import ImageClassification
 from .morphometry import MorphometryAge, MorphometrySex
 from .mortality import Mortality
+from .nnunet.task import Nnunet
 from .segmentation import Segmentation
 from .table import TableTask
 from .task import Task
@@ -23,6 +24,7 @@ TASKS: dict[str, type[Task]] = {
     "mortality": Mortality,
     "segmentation": Segmentation,
     "bundle": BundleTask,
+    "nnunet": Nnunet,
     "table": TableTask,
     "text_classification": TextClassification,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -12,11 +13,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..compute.structure.harmonization import Harmonizer
 from ..compute.structure.scaling import InputScaler, StatisticsLayer
-from ..core.errors import suggest
+from ..core.errors import ConfigError, DataError, suggest
 from ..core.needs import Need, Needs
 from .classes import check_class_weights, list_weight_needs
 from .data.atlases import ATLASES
 from .data.features import Labels, count_inputs, name_labels, number_labels
+from .data.tables import read_header
 from .models import ModelConfig
 from .models.config import require_input
 from .outcomes import ClassOutcome, NumberOutcome, TableOutcome
@@ -204,6 +206,26 @@ class TableConfig(TaskConfig):
     model: Annotated[ModelConfig, require_input("features")] = Field(
         ModelConfig(name="mlp"), description="network and its settings"
     )
+
+    @classmethod
+    def read_files(cls, settings: dict[str, Any], data: str | None) -> dict[str, Any]:
+        """Replace patterns of columns by names, so that server and sites need no table to know the network.
+
+        Raises:
+            ConfigError: the header cannot be read, or a pattern selects nothing.
+        """
+        # The job carries names alone, and no path of this machine.
+        names, features = {key: value for key, value in settings.items() if key != "header"}, settings.get("features")
+        has_patterns = isinstance(features, list) and any("*" in name for name in features if isinstance(name, str))
+        path = settings.get("header") or data
+        if not isinstance(path, str) or not (has_patterns or isinstance(features, dict)):
+            return names
+        others = {settings[key] for key in ("target", "event", "id", "group") if isinstance(settings.get(key), str)}
+        try:
+            selected = select_columns(features, read_header(Path(path.replace("{site}", "site-1"))), others)
+        except (ValueError, DataError) as error:
+            raise ConfigError(f"task.features: {error}") from error
+        return {**names, "features": selected}
 
     @model_validator(mode="after")
     def _check_columns(self) -> TableConfig:

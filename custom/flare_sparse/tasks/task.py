@@ -99,6 +99,21 @@ class TaskConfig(Settings):
         """Return what these settings need of the other parts of a run; by default nothing."""
         return frozenset()
 
+    @classmethod
+    def read_files(cls, settings: dict[str, Any], data: str | None) -> dict[str, Any]:
+        """Return the section with the content of the files that it names, so that a job needs none of them.
+
+        Only the command line calls it, before the settings are validated. By default the section stays as it is.
+
+        Args:
+            settings: the section ``task``; its paths are absolute.
+            data: path of the simulator's data; None without one.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        return settings
+
 
 @dataclass(frozen=True)
 class Metric:

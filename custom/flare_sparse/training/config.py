@@ -39,6 +39,10 @@ class TrainingConfig(BaseModel):
         default_factory=LearningRateSchedule, description="learning rate over the rounds of the run"
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum (sgd only)")
+    # Left out where it is not set: a job without it keeps its run id.
+    nesterov: bool = Field(
+        False, exclude_if=lambda value: not value, description="Nesterov's momentum (sgd only), as nnU-Net has it"
+    )
     weight_decay: float = Field(0.0, ge=0, description="weight decay")
     amsgrad: bool = Field(False, description="divide by the largest second moment so far (adam, adamw, novograd)")
     clip_norm: float | None = Field(None, gt=0, description="largest L2 norm of the masked gradient; none: no clipping")
@@ -59,6 +63,12 @@ class TrainingConfig(BaseModel):
         description="how a CPU computes a masked network; auto: each layer by sparse kernels where these are faster, "
         "if flare-sparse[fast] is installed; a result's last bits depend on it",
     )
+
+    @model_validator(mode="after")
+    def _check_nesterov(self) -> TrainingConfig:
+        if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
+            raise ValueError("nesterov: needs optimizer: sgd and a momentum above 0")
+        return self
 
     @model_validator(mode="after")
     def _check_compute(self) -> TrainingConfig:
@@ -99,7 +109,9 @@ class TrainingConfig(BaseModel):
         """
         lr = self.compute_learning_rate(t)
         if self.optimizer == "sgd":
-            return torch.optim.SGD([parameter], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
+            return torch.optim.SGD(
+                [parameter], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov
+            )
         if self.optimizer == "novograd":
             return _Novograd(parameter, sizes, lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW

@@ -19,8 +19,10 @@ class LearningRateSchedule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["constant", "cosine", "step"] = Field(
-        "constant", description="cosine: falls to final along half a cosine; step: falls at milestones"
+    kind: Literal["constant", "cosine", "poly", "step"] = Field(
+        "constant",
+        description="cosine: falls to final along half a cosine; poly: falls to 0 as (1 - share) ** 0.9, as nnU-Net's; "
+        "step: falls at milestones",
     )
     warmup: float = Field(
         0.0, ge=0, lt=1, description="share of the rounds over which the learning rate first rises linearly"
@@ -53,4 +55,6 @@ class LearningRateSchedule(BaseModel):
             return 1.0
         # Below 1 in the last round: a rate of 0 would make it useless.
         progress = (t - 1 - warmup) / (rounds - warmup)
+        if self.kind == "poly":
+            return float((1 - progress) ** 0.9)
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2

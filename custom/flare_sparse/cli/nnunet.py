@@ -1,0 +1,115 @@
+"""``flare-sparse nnunet``: one nnU-Net plan for the data of several sites."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config.policy.policy import find_policy_file, raise_refusals, read_policy
+from ..core.errors import ConfigError
+from ..tasks.nnunet.fingerprint import (
+    RELATIVE_ERROR,
+    SAMPLES,
+    Fingerprint,
+    compute_fingerprint,
+    merge_fingerprints,
+    read_fingerprint,
+)
+from ..tasks.nnunet.plan import Planner, build_plan, list_configurations
+from ..tasks.nnunet.raw import find_raw_cases
+from .console import out as console
+
+HELP = """Plan nnU-Net for the data of several sites: each site computes a fingerprint, the centre makes one plan.
+
+[dim]flare-sparse nnunet fingerprint /data/Dataset004_Hippocampus --total 260 --out site-1.json[/]
+
+[dim]flare-sparse nnunet plan site-1.json site-2.json --out plan.json[/]
+"""
+_DEFAULT_TOTAL = 1000
+
+nnunet = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP, add_completion=False)
+
+
+@nnunet.command()
+def fingerprint(
+    data: Annotated[Path, typer.Argument(help="Folder with imagesTr, labelsTr and dataset.json", show_default=False)],
+    out: Annotated[Path, typer.Option(help="File to write, for the centre")],
+    total: Annotated[
+        int, typer.Option(min=1, help="Cases of all sites together, the same number at every site")
+    ] = _DEFAULT_TOTAL,
+    site_policy: Annotated[
+        Path | None, typer.Option(help="The site's policy: a file, or one of open, careful, strict")
+    ] = None,
+) -> None:
+    """Write what nnU-Net plans from, without a name, a voxel's position or an order of cases.
+
+    The file, which can be read, has spacing and shape of every case, sorted; a histogram of intensities in the
+    foreground; and channels and labels of dataset.json. nnU-Net draws 100,000,000 / TOTAL voxels of each case: with
+    the true total the plan is that of the pooled data. min_examples of the policy is the minimum number of cases.
+
+    [dim]flare-sparse nnunet fingerprint /data/Dataset004_Hippocampus --total 260 --out site-1.json[/]
+    """
+    _require_nnunet()
+    minimum = 0 if site_policy is None else read_policy(find_policy_file(site_policy)).min_examples
+    cases = len(find_raw_cases(data))
+    raise_refusals([f"min_examples: {cases} cases, the minimum is {minimum}"] if cases < minimum else [])
+    found = compute_fingerprint(data, max(SAMPLES // total, 1))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(found.model_dump_json(indent=1), encoding="utf-8")
+    bins = ", ".join(f"{len(channel.values):,}" for channel in found.intensities)
+    console.print(
+        f"{out}: spacings and shapes of {found.cases} cases, {bins} bins of intensities (percentiles within "
+        f"{RELATIVE_ERROR:.3%})",
+        markup=False,
+    )
+
+
+@nnunet.command()
+def plan(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(help="Fingerprints of the sites, or folders of raw data that are here", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write, for task.plan")],
+    name: Annotated[str, typer.Option(help="nnU-Net's name of the data set")] = "Dataset001_Federation",
+    planner: Annotated[Planner, typer.Option(help="nnU-Net's planner")] = "ExperimentPlanner",
+    memory_gb: Annotated[
+        float | None, typer.Option(min=1, help="GPU memory for training in GB", show_default="the planner's own")
+    ] = None,
+) -> None:
+    """Merge fingerprints and let nnU-Net's planner make one plan, which a job carries in task.plan.
+
+    The result does not depend on the order of the sites.
+
+    [dim]flare-sparse nnunet plan site-1.json site-2.json --out plan.json[/]
+    """
+    _require_nnunet()
+    made = build_plan(merged := merge_fingerprints(_read_sources(sources)), name, planner, memory_gb)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(made, indent=1), encoding="utf-8")
+    console.print(f"{out}: plan of {merged.cases} cases of {len(sources)} sites", markup=False)
+    for configuration in list_configurations(made):
+        entry = made["plans"]["configurations"][configuration]
+        console.print(
+            f"  {configuration}: patch {entry['patch_size']}, spacing {[round(side, 3) for side in entry['spacing']]}, "
+            f"method.training.batch_size {entry['batch_size']}",
+            markup=False,
+        )
+
+
+def _read_sources(sources: Sequence[Path]) -> list[Fingerprint]:
+    """Return the fingerprints in files, and those of folders with as many samples per case as the files have."""
+    files = {source: read_fingerprint(source) for source in sources if not source.is_dir()}
+    total = sum(len(find_raw_cases(source)) for source in sources if source.is_dir())
+    samples = next((found.samples_per_case for found in files.values()), max(SAMPLES // max(total, 1), 1))
+    return [files[source] if source in files else compute_fingerprint(source, samples) for source in sources]
+
+
+def _require_nnunet() -> None:
+    if find_spec("nnunetv2") is None:
+        raise ConfigError("needs nnU-Net: pip install 'flare-sparse[nnunet]' (docs/nnunet.md)")

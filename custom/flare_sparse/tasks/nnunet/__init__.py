@@ -1,0 +1,1 @@
+"""nnU-Net over several sites: its raw data, its fingerprint and plan, its training and inference."""

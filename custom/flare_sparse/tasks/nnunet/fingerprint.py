@@ -1,0 +1,276 @@
+"""nnU-Net's fingerprint of a site's data, in a form that merges exactly over sites.
+
+nnU-Net plans from the spacing and shape of every case, and from samples of the intensities in the foreground. Geometry
+merges as it is. Samples are sent as a histogram whose bins are float32 numbers with 12 bits of mantissa, the same at
+every site (as the relative-error sketch of Masson et al. 2019): percentiles differ from those of the samples by at most
+:data:`RELATIVE_ERROR`; whole numbers below 8,192, such as Hounsfield units, are exact.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from ...core.errors import ConfigError, DataError
+from ...core.settings import Settings
+from ..data.cases import CaseFiles
+from .raw import find_raw_cases, read_dataset
+
+FORMAT = 1
+MANTISSA_BITS = 12
+RELATIVE_ERROR = 2.0 ** -(MANTISSA_BITS + 1)
+"""Largest relative error of a percentile of the samples: 0.0122 %."""
+SAMPLES = 100_000_000
+"""Foreground voxels that nnU-Net draws from all cases together, each case the same number."""
+_PERCENTILES = {"percentile_00_5": 0.5, "median": 50.0, "percentile_99_5": 99.5}
+_Triple = Annotated[tuple[float, ...], Field(min_length=2, max_length=3)]
+
+
+class Intensities(Settings):
+    """Samples of one channel in the foreground of all cases of a site."""
+
+    total: float = Field(allow_inf_nan=False, description="sum of the samples")
+    squares: float = Field(ge=0, allow_inf_nan=False, description="sum of their squares")
+    minimum: float = Field(allow_inf_nan=False, description="smallest sample")
+    maximum: float = Field(allow_inf_nan=False, description="largest sample")
+    values: tuple[float, ...] = Field(max_length=2_000_000, description="bins of the histogram, ascending")
+    counts: tuple[Annotated[int, Field(ge=1)], ...] = Field(max_length=2_000_000, description="samples in each bin")
+
+
+class Fingerprint(Settings):
+    """What leaves a site for the plan: no name, no voxel position, no order of cases."""
+
+    format: int = Field(FORMAT, ge=FORMAT, le=FORMAT, description="version of this file")
+    dataset: dict[str, Any] = Field(description="channels, labels and file ending of dataset.json")
+    reader: str = Field(pattern=r"^[A-Za-z0-9]+$", description="nnU-Net's class that reads the images")
+    samples_per_case: int = Field(ge=1, description="foreground voxels drawn from each case")
+    geometry: tuple[tuple[_Triple, _Triple], ...] = Field(
+        min_length=1, description="spacing in mm and shape after cropping of every case, sorted"
+    )
+    relative_sizes: tuple[float, ...] = Field(
+        min_length=1, description="size of every case after cropping as a share of its size before, sorted"
+    )
+    intensities: tuple[Intensities, ...] = Field(description="one entry for each channel")
+
+    @property
+    def cases(self) -> int:
+        """Number of cases."""
+        return len(self.geometry)
+
+    def to_nnunet(self) -> dict[str, Any]:
+        """Return the content of nnU-Net's ``dataset_fingerprint.json``."""
+        return {
+            "spacings": [list(spacing) for spacing, _ in self.geometry],
+            "shapes_after_crop": [[int(side) for side in shape] for _, shape in self.geometry],
+            "foreground_intensity_properties_per_channel": {
+                str(channel): _summarize(part) for channel, part in enumerate(self.intensities)
+            },
+            "median_relative_size_after_cropping": float(np.median(self.relative_sizes)),
+        }
+
+
+def round_intensities(values: np.ndarray) -> np.ndarray:
+    """Return float32 values rounded to 12 bits of mantissa.
+
+    >>> round_intensities(np.float32([8191, 8193, 0.1, -3.0])).tolist()
+    [8191.0, 8192.0, 0.0999908447265625, -3.0]
+    """
+    drop = 23 - MANTISSA_BITS
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.int32)
+    rounded = (bits + (1 << (drop - 1))) & ~((1 << drop) - 1)
+    return rounded.astype(np.int32).view(np.float32) + np.float32(0)
+
+
+def compute_fingerprint(folder: Path, samples_per_case: int, names: Sequence[str] | None = None) -> Fingerprint:
+    """Compute the fingerprint of a raw data set with nnU-Net's own analysis of each case.
+
+    Args:
+        folder: data in nnU-Net's raw layout.
+        samples_per_case: foreground voxels drawn from each case.
+        names: cases to analyse; None: all.
+
+    Raises:
+        DataError: the data is missing or unusable.
+    """
+    dataset, found = read_dataset(folder), find_raw_cases(folder)
+    cases = [found[name] for name in (found if names is None else names)]
+    reader = find_reader(dataset, cases[0].images[0])
+    analyze = _get_analysis(reader, samples_per_case)
+    geometry, sizes = [], []
+    channels: list[_Samples] = [_Samples() for _ in dataset["channel_names"]]
+    for case in cases:
+        try:
+            shape, spacing, samples, _, size = analyze(case)
+        except DataError:
+            raise
+        # nnU-Net's readers raise errors of their libraries; analysis asserts.
+        except Exception as error:
+            raise DataError(f"{case.images[0].name}: nnU-Net cannot analyse the case: {error}") from error
+        geometry.append((tuple(map(float, spacing)), tuple(map(float, shape))))
+        sizes.append(float(size))
+        for channel, values in zip(channels, samples, strict=True):
+            channel.add(np.asarray(values, dtype=np.float32))
+    return Fingerprint(
+        dataset=dataset,
+        reader=reader.__name__,
+        samples_per_case=samples_per_case,
+        geometry=tuple(sorted(geometry)),
+        relative_sizes=tuple(sorted(sizes)),
+        intensities=tuple(channel.finish() for channel in channels),
+    )
+
+
+def merge_fingerprints(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
+    """Return the fingerprint of all sites' cases together; it does not depend on the order of the sites.
+
+    Raises:
+        ConfigError: the sites differ in channels, labels, file ending, reader or samples per case.
+    """
+    first = fingerprints[0]
+    for name in ("dataset", "reader", "samples_per_case"):
+        values = [getattr(fingerprint, name) for fingerprint in fingerprints]
+        if different := [value for value in values if value != values[0]]:
+            raise ConfigError(
+                f"the fingerprints differ in {name}: {values[0]} and {different[0]}; every site needs the same "
+                "dataset.json (channel_names, labels, file_ending) and the same --total"
+            )
+    return first.model_copy(
+        update={
+            "geometry": tuple(sorted(case for part in fingerprints for case in part.geometry)),
+            "relative_sizes": tuple(sorted(size for part in fingerprints for size in part.relative_sizes)),
+            "intensities": tuple(
+                _merge_intensities(parts) for parts in zip(*(f.intensities for f in fingerprints), strict=True)
+            ),
+        }
+    )
+
+
+def read_fingerprint(file: Path) -> Fingerprint:
+    """Read the file that a site has sent.
+
+    Raises:
+        ConfigError: it is no fingerprint.
+    """
+    try:
+        return Fingerprint.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError, RecursionError) as error:
+        raise ConfigError(f"{file}: is no fingerprint that flare-sparse nnunet fingerprint wrote: {error}") from error
+
+
+def find_reader(dataset: Mapping[str, Any], example: Path) -> Any:
+    """Return nnU-Net's class that reads the images of a data set.
+
+    Raises:
+        DataError: no class reads the example.
+    """
+    from nnunetv2.imageio.reader_writer_registry import determine_reader_writer_from_dataset_json
+
+    try:
+        with redirect_stdout(StringIO()):
+            return determine_reader_writer_from_dataset_json(dict(dataset), str(example), verbose=False)
+    except RuntimeError as error:
+        raise DataError(f"{example.name}: {error}") from error
+
+
+def _get_analysis(reader: Any, samples_per_case: int) -> Callable[[CaseFiles], Any]:
+    from nnunetv2.experiment_planning.dataset_fingerprint.fingerprint_extractor import DatasetFingerprintExtractor
+
+    def analyze(case: CaseFiles) -> Any:
+        labels = str(case.require_labels())
+        return DatasetFingerprintExtractor.analyze_case([*map(str, case.images)], labels, reader, samples_per_case)
+
+    return analyze
+
+
+class _Samples:
+    """Samples of one channel, added case by case."""
+
+    def __init__(self) -> None:
+        self._histogram: dict[float, int] = {}
+        self._totals: list[float] = []
+        self._squares: list[float] = []
+        self._ends: list[float] = []
+
+    def add(self, values: np.ndarray) -> None:
+        """Add the samples of one case; a case without foreground has none."""
+        if not values.size:
+            return
+        exact = values.astype(np.float64)
+        self._totals.append(float(exact.sum()))
+        self._squares.append(float(np.square(exact).sum()))
+        self._ends += [float(values.min()), float(values.max())]
+        bins, counts = np.unique(round_intensities(values), return_counts=True)
+        _add_counts(self._histogram, bins.tolist(), counts.tolist())
+
+    def finish(self) -> Intensities:
+        """Return the sums and the histogram.
+
+        Raises:
+            DataError: no case has a foreground.
+        """
+        if not self._ends:
+            raise DataError("no label map has a voxel other than background")
+        return _build_intensities(self._totals, self._squares, self._ends, self._histogram)
+
+
+def _merge_intensities(parts: Sequence[Intensities]) -> Intensities:
+    histogram: dict[float, int] = {}
+    for part in parts:
+        _add_counts(histogram, part.values, part.counts)
+    ends = [value for part in parts for value in (part.minimum, part.maximum)]
+    return _build_intensities([part.total for part in parts], [part.squares for part in parts], ends, histogram)
+
+
+def _build_intensities(
+    totals: Iterable[float], squares: Iterable[float], ends: Sequence[float], histogram: Mapping[float, int]
+) -> Intensities:
+    values = tuple(sorted(histogram))
+    return Intensities(
+        # fsum: the sum of the sites' numbers does not depend on their order.
+        total=math.fsum(totals),
+        squares=math.fsum(squares),
+        minimum=min(ends),
+        maximum=max(ends),
+        values=values,
+        counts=tuple(histogram[value] for value in values),
+    )
+
+
+def _add_counts(histogram: dict[float, int], values: Iterable[float], counts: Iterable[int]) -> None:
+    for value, count in zip(values, counts, strict=True):
+        histogram[value] = histogram.get(value, 0) + count
+
+
+def _summarize(part: Intensities) -> dict[str, float]:
+    """Return nnU-Net's intensity properties of a channel."""
+    counts = np.array(part.counts, dtype=np.int64)
+    number = int(counts.sum())
+    mean = part.total / number
+    percentiles = {name: _find_percentile(part.values, counts, q) for name, q in _PERCENTILES.items()}
+    return {
+        "max": part.maximum,
+        "mean": mean,
+        "median": percentiles["median"],
+        "min": part.minimum,
+        "percentile_00_5": percentiles["percentile_00_5"],
+        "percentile_99_5": percentiles["percentile_99_5"],
+        "std": math.sqrt(max(part.squares / number - mean**2, 0.0)),
+    }
+
+
+def _find_percentile(values: Sequence[float], counts: np.ndarray, q: float) -> float:
+    """Return the percentile of a histogram, interpolated between neighbours as ``numpy.percentile`` does."""
+    ends = counts.cumsum()
+    position = q / 100 * (int(ends[-1]) - 1)
+    below, above = (values[int(np.searchsorted(ends, index, side="right"))] for index in (
+        math.floor(position), math.ceil(position)
+    ))  # fmt: skip
+    return below + (above - below) * (position - math.floor(position))

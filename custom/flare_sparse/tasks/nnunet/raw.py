@@ -1,0 +1,90 @@
+"""nnU-Net's raw data layout: ``imagesTr``, ``labelsTr`` and ``dataset.json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import DataError
+from ..data.cases import CaseFiles
+
+DATASET = "dataset.json"
+_SHARED = ("channel_names", "labels", "file_ending", "regions_class_order", "overwrite_image_reader_writer")
+
+
+def read_dataset(folder: Path) -> dict[str, Any]:
+    """Return what all sites must share of ``dataset.json``: channels, labels, file ending; no case and no file name.
+
+    Raises:
+        DataError: the file is missing or malformed.
+    """
+    content = _read_json(folder)
+    dataset = {name: content[name] for name in _SHARED if name in content}
+    missing = [name for name in ("channel_names", "labels", "file_ending") if name not in dataset]
+    if missing or not all(isinstance(dataset[name], dict) for name in ("channel_names", "labels")):
+        raise DataError(
+            f"{folder / DATASET}: expected the sections channel_names and labels, and file_ending, as nnU-Net v2 does"
+            + (f"; missing: {', '.join(missing)}" if missing else "")
+        )
+    return dataset
+
+
+def find_raw_cases(folder: Path) -> dict[str, CaseFiles]:
+    """Return the training cases of a raw data set, in name order: one image for each channel, and a label map.
+
+    Raises:
+        DataError: there is no such data set, or it has no cases.
+    """
+    content, dataset = _read_json(folder), read_dataset(folder)
+    if isinstance(listed := content.get("dataset"), dict):
+        cases = {name: _list_case(folder, name, entry) for name, entry in listed.items()}
+    else:
+        images = find_channels(folder / "imagesTr", dataset["file_ending"])
+        labels = {name: folder / "labelsTr" / f"{name}{dataset['file_ending']}" for name in images}
+        cases = {
+            name: CaseFiles(files, labels[name] if labels[name].is_file() else None, subject=name)
+            for name, files in images.items()
+        }
+    if not cases:
+        raise DataError(f"{folder}: no cases imagesTr/CASE_0000{dataset['file_ending']}")
+    wanted = len(dataset["channel_names"])
+    return {name: _check_channels(case, wanted) for name, case in sorted(cases.items())}
+
+
+def find_channels(folder: Path, file_ending: str) -> dict[str, tuple[Path, ...]]:
+    """Return the images of each case of a folder, channel by channel: ``CASE_0000``, ``CASE_0001``, ..."""
+    pattern = re.compile(rf"(?P<case>.+)_\d{{4}}{re.escape(file_ending)}")
+    cases: dict[str, tuple[Path, ...]] = {}
+    for file in sorted(folder.glob(f"*{file_ending}")):
+        if match := pattern.fullmatch(file.name):
+            cases[match["case"]] = (*cases.get(match["case"], ()), file)
+    return cases
+
+
+def _check_channels(case: CaseFiles, wanted: int) -> CaseFiles:
+    if len(case.images) == wanted:
+        return case
+    problem = f"{len(case.images)} images; dataset.json names {wanted} channels"
+    return CaseFiles(case.images, case.labels, subject=case.subject, problem=problem)
+
+
+def _list_case(folder: Path, name: str, entry: Any) -> CaseFiles:
+    try:
+        images = tuple(folder / str(image) for image in entry["images"])
+        return CaseFiles(images, folder / str(entry["label"]), subject=name)
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / DATASET}: dataset: {name}: expected images and label") from error
+
+
+def _read_json(folder: Path) -> Mapping[str, Any]:
+    file = folder / DATASET
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: expected the dataset.json of nnU-Net's raw data: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: expected a section, found {type(content).__name__}")
+    return content

@@ -1,0 +1,234 @@
+"""The task of an nnU-Net plan: nnU-Net's pipeline on a site's cases, trained by any method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ...core.errors import ConfigError, DataError
+from ...core.needs import Need, Needs
+from ..data.cases import CaseFiles
+from ..data.screening import screen_subjects
+from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples, is_metric_name
+from .pipeline import TRAINER, Pipeline, Prepared
+from .plan import check_plan, list_configurations
+from .raw import find_channels, find_raw_cases, read_dataset
+
+CHECKPOINT = "checkpoint_final.pth"
+_SCORE_SEED = 0
+
+
+class NnunetConfig(TaskConfig):
+    """The plan of all sites, and which of its configurations is trained."""
+
+    plan: dict[str, Any] = Field(
+        description="one plan for all sites: the file that flare-sparse nnunet plan wrote, or its content"
+    )
+    configuration: Literal["2d", "3d_fullres", "3d_lowres"] = Field("3d_fullres", description="configuration to train")
+    skip_bad_subjects: bool = Field(
+        False, description="skip and count unusable cases; false: refuse to train if there are any"
+    )
+
+    @classmethod
+    def read_files(cls, settings: dict[str, Any], data: str | None) -> dict[str, Any]:
+        """Replace the path of the plan by its content, so that a job carries it."""
+        path = settings.get("plan")
+        if not isinstance(path, str):
+            return settings
+        try:
+            return {**settings, "plan": json.loads(Path(path).read_text(encoding="utf-8"))}
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"task.plan: cannot be read: {error}; flare-sparse nnunet plan DATA writes it (docs/nnunet.md)"
+            ) from error
+
+    @model_validator(mode="after")
+    def _check_plan(self) -> NnunetConfig:
+        try:
+            check_plan(self.plan)
+        except ConfigError as error:
+            raise ValueError(f"plan: {error}") from error
+        if self.configuration not in (names := list_configurations(self.plan)):
+            raise ValueError(f"configuration is {self.configuration}; the plan has {', '.join(names)}")
+        if bad := [name for name in self.plan["dataset"]["labels"] if not is_metric_name(f"dice_{name}")]:
+            raise ValueError(f"plan: label {bad[0]!r} cannot name a metric; rename it in dataset.json")
+        return self
+
+    def needs(self) -> Needs:
+        """The plan comes from all cases, and no budget was charged for it."""
+        return frozenset({Need.JOINT_SUBJECTS.because("task.plan: was computed from all subjects without noise")})
+
+
+class Nnunet(Task):
+    """nnU-Net; a minibatch of cases is a list of :class:`Prepared`, one of patches is images and their targets."""
+
+    Config = NnunetConfig
+    config: NnunetConfig
+    metric = Metric("dice", "", "max")
+    reads = "nnU-Net's raw data: imagesTr/CASE_0000.nii.gz, labelsTr/CASE.nii.gz and dataset.json"
+
+    @cached_property
+    def _pipeline(self) -> Pipeline:
+        if find_spec("nnunetv2") is None:
+            raise ConfigError("task nnunet needs nnU-Net: pip install 'flare-sparse[nnunet]' (docs/nnunet.md)")
+        return Pipeline(self.config.plan, self.config.configuration)
+
+    def model(self) -> nn.Module:
+        return self._pipeline.build_network()
+
+    def cohort(self, path: Path) -> Cohort:
+        """Return the training cases of a raw data set, without columns."""
+        return Cohort(tuple(find_raw_cases(path)), {})
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        """Prepare every case once and keep it in memory; a case is a subject."""
+        self._check_dataset(data.path)
+        files = find_raw_cases(data.path)
+
+        def prepare(name: str) -> Prepared:
+            if name not in files:
+                raise DataError("there is no such case")
+            return self._pipeline.prepare(files[name], name)
+
+        cases, skipped = screen_subjects(
+            files if data.subset is None else data.subset,
+            prepare,
+            skip_bad_subjects=self.config.skip_bad_subjects,
+            source=data.path,
+        )
+        split = self.config.split.assign(list(cases), seed)
+        return build_examples(split, lambda names: _CaseList([cases[name] for name in names]), skipped)
+
+    def _check_dataset(self, folder: Path) -> None:
+        """Raises:
+        DataError: the data is not what the plan was made for.
+        """
+        found = read_dataset(folder)
+        for name in ("channel_names", "labels", "file_ending"):
+            if found[name] != (expected := self.config.plan["dataset"][name]):
+                raise DataError(f"{folder}: dataset.json: {name} is {found[name]}; the plan is for {expected}")
+
+    def collate(self, examples: Sequence[Prepared]) -> list[Prepared]:
+        """Return the cases as they are: shapes differ."""
+        return list(examples)
+
+    def iterate_batches(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Any]:
+        """Yield the cases one by one: predictions are of whole volumes."""
+        return super().iterate_batches(dataset, 1)
+
+    def augment(self, batch: Any, generator: torch.Generator) -> Any:
+        """Return one patch of each case, with nnU-Net's sampling and augmentation."""
+        seed = int(torch.randint(2**31, (), generator=generator))
+        return self._pipeline.draw_patches(batch, seed, augments=True)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return nnU-Net's loss over all resolutions, a scalar.
+
+        Of minibatches of cases, as scores have them, a patch of each is taken with a fixed seed and not augmented.
+        """
+        if isinstance(batch, list) and isinstance(batch[0], Prepared):
+            device = next(model.parameters()).device
+            images, targets = self._pipeline.draw_patches(batch, _SCORE_SEED, augments=False)
+            batch = images.to(device), [target.to(device) for target in targets]
+        images, targets = batch
+        # Sums over all voxels of a patch need more digits than bfloat16 has.
+        loss: Tensor = self._pipeline.loss([output.float() for output in model(images)], targets)
+        return loss
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return predicted and true label maps ``(B, d, h, w)`` of volumes of one shape."""
+        predicted = [torch.from_numpy(self._pipeline.segment(model, case).astype("int16")) for case in batch]
+        return torch.stack(predicted), torch.stack([torch.from_numpy(case.truth) for case in batch])
+
+    def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return Dice of each class or region ``(B, n)`` on the images' own grids, and its voxels ``(B, n)``."""
+        ignored = self._pipeline.labels.ignore_label
+        rows, sizes = [], []
+        for case in batch:
+            predicted, truth = (torch.from_numpy(part.astype("int16")) for part in (
+                self._pipeline.segment(model, case), case.truth
+            ))  # fmt: skip
+            counted = torch.ones_like(truth, dtype=torch.bool) if ignored is None else truth != ignored
+            pairs = [
+                tuple(torch.isin(part, torch.tensor(region, dtype=part.dtype)) & counted for part in (predicted, truth))
+                for region in self._pipeline.regions.values()
+            ]
+            rows.append(torch.stack([_compute_dice(*pair) for pair in pairs]))
+            sizes.append(torch.stack([present.sum() for _, present in pairs]))
+        return torch.stack(rows), torch.stack(sizes)
+
+    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return Dice by class or region, means over cases, and the mean over classes."""
+        means = predictions.mean(dim=0)
+        by_region = dict(zip(self._pipeline.regions, means.tolist(), strict=True))
+        return {"dice": float(means.mean()), **{f"dice_{name}": value for name, value in by_region.items()}}
+
+    @torch.no_grad()
+    def write_predictions(self, model: nn.Module, path: Path, out: Path) -> Iterator[Path]:
+        """Write what ``nnUNetv2_predict`` does: CASE.nii.gz for each image, ``dataset.json`` and ``plans.json``."""
+        ending = self.config.plan["dataset"]["file_ending"]
+        folder = path.parent if path.is_file() else path
+        places = [folder, *(folder / name for name in ("imagesTs", "imagesTr"))]
+        cases = next((found for place in places if (found := find_channels(place, ending))), {})
+        if path.is_file():
+            cases = {name: images for name, images in cases.items() if path in images}
+        if not cases:
+            raise DataError(f"{path}: no images CASE_0000{ending}, CASE_0001{ending}, ...")
+        self._write_plan(out)
+        for name, images in cases.items():
+            prepared = self._pipeline.prepare(CaseFiles(images, None, subject=name), name, needs_labels=False)
+            file = out / f"{name}{ending}"
+            self._pipeline.write_labels(self._pipeline.segment(model, prepared), file, prepared)
+            yield file
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write a model folder of nnU-Net's; ``nnUNetv2_predict_from_modelfolder -f all -m FOLDER`` loads it."""
+        self._write_plan(folder)
+        (folder / "fold_all").mkdir(exist_ok=True)
+        plan, configuration = self.config.plan, self.config.configuration
+        checkpoint = {
+            "network_weights": model.state_dict(),
+            "trainer_name": TRAINER,
+            "init_args": {
+                "plans": plan["plans"],
+                "configuration": configuration,
+                "fold": "all",
+                "dataset_json": plan["dataset"],
+            },
+            "inference_allowed_mirroring_axes": self._pipeline.mirror_axes,
+        }
+        torch.save(checkpoint, folder / "fold_all" / CHECKPOINT)
+
+    def _write_plan(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        contents: Mapping[str, Any] = {"plans": self.config.plan["plans"], "dataset": self.config.plan["dataset"]}
+        for name, content in contents.items():
+            (folder / f"{name}.json").write_text(json.dumps(content, indent=4), encoding="utf-8")
+
+
+class _CaseList(Dataset[Prepared]):
+    """Prepared cases as a data set."""
+
+    def __init__(self, cases: Sequence[Prepared]):
+        self._cases = cases
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    def __getitem__(self, index: int) -> Prepared:
+        return self._cases[index]
+
+
+def _compute_dice(predicted: Tensor, truth: Tensor) -> Tensor:
+    """Return the Dice of two masks, float64; 1 where both are empty."""
+    sizes = predicted.sum() + truth.sum()
+    return torch.tensor(1.0, dtype=torch.float64) if not sizes else 2.0 * (predicted & truth).sum().double() / sizes
