@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from nnunet_data import require_nnunet, write_raw
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -352,6 +354,29 @@ def test_bundle_of_the_page_is_trained_and_loaded_by_monai(tmp_path: Path, monke
     assert {path.name for path in Path("trained/configs").iterdir()} == {
         path.name for path in Path("unet/configs").iterdir()
     }
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_federation_of_the_page_on_nnunet_is_planned_trained_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_nnunet()
+    monkeypatch.chdir(tmp_path)
+    for number, site in enumerate(("site-1", "site-2"), start=1):
+        write_raw(tmp_path / "data" / site, 4, number)
+    (write_raw(tmp_path / "data/new", 1) / "imagesTr").rename(tmp_path / "data/new/imagesTs")
+    study = yaml.safe_load(find_fenced_blocks("nnunet.md", "yaml")[0])
+    study["method"]["rounds"] = study["method"]["training"]["epochs"] = 1
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    for line in find_fenced_blocks("nnunet.md", "bash")[1].splitlines():
+        if "nnunet plan" in line:
+            assert {"site-1.json", "site-2.json"} <= {path.name for path in tmp_path.iterdir()}
+        done = CliRunner().invoke(app, shlex.split(line, comments=True)[1:])
+        assert done.exit_code == 0, done.output
+    assert Path("predictions/case00.nii.gz").is_file()
+    checkpoint = torch.load("model/fold_all/checkpoint_final.pth", weights_only=False)
+    assert checkpoint["init_args"]["configuration"] == "3d_fullres"
 
 
 @pytest.mark.parametrize("page", ["table-task.md", "segmentation.md"])

@@ -1,0 +1,188 @@
+"""Fingerprints merge exactly, and the plan of all sites is nnU-Net's plan of the pooled data."""
+
+from __future__ import annotations
+
+import json
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from line import call
+from nnunet_data import DATASET, require_nnunet, write_raw
+from skips import require
+
+from flare_sparse.core.errors import ConfigError, DataError
+from flare_sparse.tasks.nnunet.fingerprint import (
+    RELATIVE_ERROR,
+    Fingerprint,
+    Intensities,
+    compute_fingerprint,
+    merge_fingerprints,
+    read_fingerprint,
+    round_intensities,
+)
+from flare_sparse.tasks.nnunet.plan import build_plan
+from flare_sparse.tasks.nnunet.raw import find_raw_cases
+
+NAME = "Dataset004_Hippocampus"
+SAMPLES = 100_000
+CASES = (("A", 3), ("B", 2), ("C", 2))
+
+
+def build_fingerprint(values: np.ndarray, shape: tuple[int, int, int] = (4, 5, 6)) -> Fingerprint:
+    """Return the fingerprint of one case with these samples."""
+    bins, counts = np.unique(round_intensities(values), return_counts=True)
+    part = Intensities(
+        total=float(values.astype(np.float64).sum()),
+        squares=float(np.square(values.astype(np.float64)).sum()),
+        minimum=float(values.min()),
+        maximum=float(values.max()),
+        values=tuple(bins.tolist()),
+        counts=tuple(counts.tolist()),
+    )
+    geometry = (((1.0, 1.0, 2.0), tuple(map(float, shape))),)
+    return Fingerprint(
+        dataset=DATASET,
+        reader="SimpleITKIO",
+        samples_per_case=len(values),
+        geometry=geometry,
+        relative_sizes=(0.5,),
+        intensities=(part,),
+    )
+
+
+def test_bins_are_within_the_stated_error_and_whole_numbers_are_exact() -> None:
+    values = (np.random.default_rng(0).normal(0, 1, 50_000) * 10.0 ** np.arange(-5, 5).repeat(5000)).astype(np.float32)
+    error = np.abs(round_intensities(values) - values)
+    assert float((error / np.abs(values)).max()) <= RELATIVE_ERROR
+    whole = np.arange(-8192, 8193, dtype=np.float32)
+    assert np.array_equal(round_intensities(whole), whole)
+
+
+def test_merged_statistics_are_those_of_the_pooled_samples_in_any_order() -> None:
+    rng = np.random.default_rng(1)
+    samples = [rng.normal(mean, 30, 1001).astype(np.float32) for mean in (-200, 40, 700)]
+    parts = [build_fingerprint(values, (4, 5, size)) for size, values in enumerate(samples, start=6)]
+    merged = merge_fingerprints(parts)
+    assert merge_fingerprints(parts[::-1]) == merged
+    found = merged.to_nnunet()
+    assert found["shapes_after_crop"] == [[4, 5, 6], [4, 5, 7], [4, 5, 8]]
+    pooled = np.concatenate(samples).astype(np.float64)
+    channel = found["foreground_intensity_properties_per_channel"]["0"]
+    assert channel["mean"] == pytest.approx(pooled.mean(), rel=1e-12)
+    assert channel["std"] == pytest.approx(pooled.std(), rel=1e-9)
+    assert (channel["min"], channel["max"]) == (pooled.min(), pooled.max())
+    for name, q in (("percentile_00_5", 0.5), ("median", 50), ("percentile_99_5", 99.5)):
+        assert channel[name] == pytest.approx(np.percentile(pooled, q), rel=RELATIVE_ERROR)
+
+
+def test_sites_with_other_labels_or_samples_are_refused() -> None:
+    one = build_fingerprint(np.arange(1, 9, dtype=np.float32))
+    other = one.model_copy(update={"dataset": {**DATASET, "labels": {"background": 0, "tumour": 1}}})
+    with pytest.raises(ConfigError, match=r"differ in dataset: .*front.*tumour.*dataset\.json"):
+        merge_fingerprints([one, other])
+    with pytest.raises(ConfigError, match=r"differ in samples_per_case: 8 and 9; .* same --total"):
+        merge_fingerprints([one, one.model_copy(update={"samples_per_case": 9})])
+
+
+def test_a_damaged_fingerprint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "site.json").write_text('{"format": 1}')
+    with pytest.raises(ConfigError, match=r"site\.json: is no fingerprint"):
+        read_fingerprint(tmp_path / "site.json")
+
+
+def test_raw_data_that_is_not_complete_is_refused(tmp_path: Path) -> None:
+    folder = write_raw(tmp_path / "raw", 1)
+    assert list(find_raw_cases(folder)) == ["case00"]
+    (folder / "dataset.json").write_text(json.dumps({**DATASET, "channel_names": {"0": "T1", "1": "T2"}}))
+    assert find_raw_cases(folder)["case00"].problem == "1 images; dataset.json names 2 channels"
+    (folder / "dataset.json").write_text("{}")
+    with pytest.raises(DataError, match="missing: channel_names, labels, file_ending"):
+        find_raw_cases(folder)
+
+
+@pytest.mark.slow
+def test_few_cases_stay_at_the_site(tmp_path: Path) -> None:
+    require_nnunet()
+    folder = write_raw(tmp_path / "raw", 2)
+    (tmp_path / "policy.yaml").write_text("min_examples: 3\n")
+    command = ("nnunet", "fingerprint", folder, "--out", tmp_path / "out.json")
+    refused = call(*command, "--site-policy", tmp_path / "policy.yaml")
+    assert refused.exit_code == 1
+    assert "min_examples: 2 cases, the minimum is 3" in refused.output
+    assert not (tmp_path / "out.json").exists()
+    assert call(*command, "--total", "1000").exit_code == 0
+    text = (tmp_path / "out.json").read_text()
+    assert read_fingerprint(tmp_path / "out.json").cases == 2
+    assert "case0" not in text
+    assert str(tmp_path) not in text
+
+
+def plan_pooled(folders: dict[str, Path], root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the plans of nnU-Net's own extractor and planner on the cases of all folders."""
+    from nnunetv2.experiment_planning.dataset_fingerprint import fingerprint_extractor
+    from nnunetv2.experiment_planning.experiment_planners.default_experiment_planner import ExperimentPlanner
+
+    for kind in ("raw", "preprocessed", "results"):
+        monkeypatch.setenv(f"nnUNet_{kind}", str(root / kind))
+        (root / kind / NAME).mkdir(parents=True)
+    listed = {
+        f"{site}{name}": {"images": [str(case.images[0])], "label": str(case.labels)}
+        for site, folder in folders.items()
+        for name, case in find_raw_cases(folder).items()
+    }
+    content = {**DATASET, "labels": {"background": 0, "anterior": 1, "posterior": 2}, "numTraining": len(listed)}
+    (root / "raw" / NAME / "dataset.json").write_text(json.dumps({**content, "dataset": listed}))
+    # Threads in place of processes, each of which would import torch first.
+    threads = SimpleNamespace(get_context=lambda _: SimpleNamespace(Pool=ThreadPool))
+    monkeypatch.setattr(fingerprint_extractor, "multiprocessing", threads)
+    extractor = fingerprint_extractor.DatasetFingerprintExtractor(NAME, 1)
+    extractor.num_foreground_voxels_for_intensitystats = SAMPLES * len(listed)
+    extractor.run()
+    ExperimentPlanner(NAME).plan_experiment()
+    return json.loads((root / "preprocessed" / NAME / "nnUNetPlans.json").read_text())
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_plan_of_the_sites_is_nnunets_plan_of_the_pooled_hippocampi(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_nnunet()
+    data = shared_data / "hippocampus"
+    require(data.is_dir(), "the hippocampus cohort of ../shared/data is needed")
+    rows = [line.split("\t") for line in (data / "participants.tsv").read_text().splitlines()]
+    site = rows[0].index("site")
+    folders = {}
+    for name, count in CASES:
+        folders[name] = tmp_path / name
+        for part in ("imagesTr", "labelsTr"):
+            (folders[name] / part).mkdir(parents=True)
+        for subject in [row[0] for row in rows[1:] if row[site] == name][:count]:
+            image = next(data.glob(f"{subject}/anat/*_T1w.nii.gz"))
+            labels = next(data.glob(f"derivatives/*/{subject}/anat/*_dseg.nii.gz"))
+            (folders[name] / "imagesTr" / f"{subject}_0000.nii.gz").symlink_to(image)
+            (folders[name] / "labelsTr" / f"{subject}.nii.gz").symlink_to(labels)
+        (folders[name] / "dataset.json").write_text(
+            json.dumps({**DATASET, "labels": {"background": 0, "anterior": 1, "posterior": 2}})
+        )
+
+    merged = merge_fingerprints([compute_fingerprint(folder, SAMPLES) for folder in folders.values()])
+    found = build_plan(merged, NAME)["plans"]
+    expected = plan_pooled(folders, tmp_path / "nnunet", monkeypatch)
+    intensities = "foreground_intensity_properties_per_channel"
+    assert {name: value for name, value in found.items() if name != intensities} == {
+        name: value for name, value in expected.items() if name != intensities
+    }
+    ours, theirs = found[intensities]["0"], expected[intensities]["0"]
+    assert ours.keys() == theirs.keys()
+    for name in ("percentile_00_5", "median", "percentile_99_5"):
+        assert ours[name] == pytest.approx(theirs[name], rel=RELATIVE_ERROR)
+    # nnU-Net adds float32 numbers, and this package float64 ones.
+    assert {name: ours[name] for name in ("mean", "std")} == pytest.approx(
+        {name: theirs[name] for name in ("mean", "std")}, rel=1e-5
+    )
+    assert (ours["min"], ours["max"]) == (theirs["min"], theirs["max"])

@@ -1,0 +1,209 @@
+"""The task nnunet: a plan's network trained by the methods, its predictions, and its model folder in nnU-Net."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+import yaml
+from nnunet_data import SHAPE, require_nnunet, shrink, write_case, write_raw
+from torch import nn
+
+from flare_sparse.config.assemble import assemble, open_site
+from flare_sparse.config.loading import load_config, parse_job
+from flare_sparse.core.errors import ConfigError, DataError
+from flare_sparse.core.seeds import limit_threads
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.nnunet.fingerprint import compute_fingerprint, merge_fingerprints
+from flare_sparse.tasks.nnunet.plan import build_plan, check_plan
+from flare_sparse.tasks.nnunet.task import Nnunet
+from flare_sparse.tasks.task import SiteData
+
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+METHODS: list[dict[str, Any]] = [
+    {"name": "fedavg"},
+    {"name": "neurosfl", "sparsity": 0.9},
+    {"name": "fedsparsify", "sparsity": 0.9},
+    {"name": "topk_ef", "fraction": 0.05},
+    {"name": "fedavg", "personal": ["decoder.seg_layers.*"]},
+]
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return a folder with the data of two sites, and a small plan for both."""
+    require_nnunet()
+    root = tmp_path_factory.mktemp("nnunet")
+    folders = [write_raw(root / f"site-{number}", 4, number) for number in (1, 2)]
+    merged = merge_fingerprints([compute_fingerprint(folder, 1000) for folder in folders])
+    plan = shrink(build_plan(merged, "Dataset001_Boxes"))
+    (root / "plan.json").write_text(json.dumps(plan))
+    return root, plan
+
+
+@pytest.mark.parametrize(
+    "method", METHODS, ids=lambda method: f"{method['name']}{'_personal' * ('personal' in method)}"
+)
+def test_methods_train_and_evaluate_the_plan(method: dict[str, Any], federation: tuple[Path, dict[str, Any]]) -> None:
+    root, plan = federation
+    training = {"batch_size": 2, "optimizer": "sgd", "momentum": 0.9, "nesterov": True, "schedule": {"kind": "poly"}}
+    settings = {"rounds": 1, "training": training, **method}
+    job = parse_job(
+        {"name": "a", "method": settings, "task": {"name": "nnunet", "plan": plan, "split": {"test": 0.25}}}
+    )
+    assembly = assemble(job)
+    sites = {name: open_site(assembly, SiteData(name, root / name)) for name in ("site-1", "site-2")}
+    outcome, _ = run_locally(assembly.method, assembly.weights, sites, assembly.task.metric)
+    assert outcome.evaluation.overall.keys() >= {"dice", "dice_front", "dice_back"}
+    assert outcome.evaluation.sites["site-1"]["test_examples"] == 1
+    assert not torch.equal(outcome.weights, assembly.weights)
+
+
+def test_patches_and_their_augmentation_are_repeated_by_the_seed(federation: tuple[Path, dict[str, Any]]) -> None:
+    root, plan = federation
+    task = Nnunet({"plan": plan})
+    cases = [task.load(SiteData("site-1", root / "site-1"), 0).train[index] for index in (0, 1)]
+    patch = plan["plans"]["configurations"]["3d_fullres"]["patch_size"]
+
+    state = np.random.get_state()[1].copy()  # noqa: NPY002
+    (images, targets), (again, _), (other, _) = (
+        task.augment(cases, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    )
+    assert images.shape == (2, 1, *patch)
+    assert targets[0].shape == images.shape
+    assert torch.equal(images, again)
+    assert not torch.equal(images, other)
+    assert np.array_equal(np.random.get_state()[1], state)  # noqa: NPY002
+    # The last third of a minibatch has a voxel of a class.
+    assert int(targets[0][1].max()) > 0
+
+
+def test_plan_is_read_from_a_file_and_names_no_other_code(
+    federation: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    root, plan = federation
+    config = {
+        "name": "a",
+        "method": {"name": "fedavg"},
+        "task": {"name": "nnunet", "plan": str(root / "plan.json")},
+        "simulator": {"sites": 2, "data": {"path": str(root / "{site}")}},
+    }
+    file = tmp_path / "a.yaml"
+    file.write_text(yaml.safe_dump(config))
+    assert load_config(file).task.config.plan == plan  # type: ignore[attr-defined]
+
+    bad = shrink(plan)
+    bad["plans"]["configurations"]["3d_fullres"]["architecture"]["arch_kwargs"]["nonlin"] = "os.system"
+    with pytest.raises(ConfigError, match=r"arch_kwargs\.nonlin: found 'os\.system'; expected one of"):
+        check_plan(bad)
+    with pytest.raises(ConfigError, match=r"task.*os\.system"):
+        parse_job({"name": "a", "method": {"name": "fedavg"}, "task": {"name": "nnunet", "plan": bad}})
+    with pytest.raises(ConfigError, match=r"privacy.*task\.plan: was computed from all subjects"):
+        load_config(file, ["privacy={noise_multiplier: 1.0}"])
+
+
+def test_data_that_the_plan_is_not_for_is_refused(federation: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, plan = federation
+    task, folder = Nnunet({"plan": plan}), write_raw(tmp_path / "raw", 2)
+    labels = folder / "labelsTr" / "case01.nii.gz"
+    nib.save(nib.Nifti1Image(np.full(SHAPE, 7, np.uint8), np.eye(4)), labels)
+    with pytest.raises(DataError, match=r"case01: case01\.nii\.gz: label 7 is none of dataset\.json's labels"):
+        task.load(SiteData("s", folder), 0)
+    labels.unlink()
+    with pytest.raises(DataError, match="case01: missing file: there is no label map"):
+        task.load(SiteData("s", folder), 0)
+    content = json.loads((folder / "dataset.json").read_text())
+    (folder / "dataset.json").write_text(json.dumps({**content, "labels": {"background": 0, "front": 1}}))
+    with pytest.raises(DataError, match=r"dataset\.json: labels is .*; the plan is for"):
+        task.load(SiteData("s", folder), 0)
+
+
+class Threshold(nn.Module):
+    """A network that finds the boxes by their intensity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(100.0))
+
+    def forward(self, image: torch.Tensor) -> list[torch.Tensor]:
+        front, back = image - 1.0, 4.0 * (image - 2.6)
+        return [self.scale * torch.cat([torch.zeros_like(image), front, back], dim=1)]
+
+
+def store(root: Path) -> dict[str, np.ndarray]:
+    """Write one image as it is, turned, with flipped axes and with anisotropic voxels; return the affines."""
+    angle = np.deg2rad(20)
+    turned = np.eye(4)
+    turned[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    turned[:3, 3] = [-30.5, 12.0, 7.0]
+    flipped = np.diag([-1.0, 1.0, -1.0, 1.0])
+    flipped[:3, 3] = [15.0, -3.0, 11.0]
+    affines = {"plain": np.eye(4), "turned": turned, "flipped": flipped, "thick": np.diag([1.0, 1.0, 2.0, 1.0])}
+    for name, affine in affines.items():
+        write_case(root, name, 5, affine)
+    return affines
+
+
+def test_predictions_lie_where_the_images_do(federation: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, plan = federation
+    affines = store(tmp_path / "new")
+    written = list(Nnunet({"plan": plan}).write_predictions(Threshold(), tmp_path / "new", tmp_path / "out"))
+    assert [file.name for file in written] == [f"{name}.nii.gz" for name in sorted(affines)]
+    for name, affine in affines.items():
+        predicted, truth = (
+            nib.load(folder / f"{name}.nii.gz") for folder in (tmp_path / "out", tmp_path / "new" / "labelsTr")
+        )
+        np.testing.assert_allclose(predicted.affine, affine, atol=1e-5)
+        equal = np.asarray(predicted.dataobj) == np.asarray(truth.dataobj)
+        # Thick slices were resampled to the plan's voxels and back.
+        assert equal.mean() >= (0.97 if name == "thick" else 1.0), name
+
+
+def build_varied_network(task: Nnunet) -> nn.Module:
+    """Return a random network that predicts every class: without biases, one of them would be everywhere."""
+    torch.manual_seed(0)
+    network = task.model().eval()
+    with torch.no_grad():
+        logits = network(torch.randn(1, 1, 16, 16, 16))[0]
+        network.decoder.seg_layers[-1].bias -= logits.mean((0, 2, 3, 4))
+    return network
+
+
+def test_nnunet_predicts_the_same_from_the_saved_folder(
+    federation: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    _, plan = federation
+    affines, task = store(tmp_path / "new"), Nnunet({"plan": plan})
+    network = build_varied_network(task)
+    task.save(network, tmp_path / "results" / "Dataset001_Boxes" / "nnUNetTrainer__nnUNetPlans__3d_fullres")
+    # As many as nnU-Net's command uses: the last bits depend on it.
+    with limit_threads(os.cpu_count() or 1):
+        assert len(list(task.write_predictions(network, tmp_path / "new" / "imagesTr", tmp_path / "ours"))) == 4
+
+    command = [Path(sys.executable).parent / "nnUNetv2_predict", "-d", "Dataset001_Boxes", "-c", "3d_fullres"]
+    command += ["-f", "all", "-device", "cpu", "-npp", "0", "-nps", "0"]
+    command += ["-i", str(tmp_path / "new" / "imagesTr"), "-o", str(tmp_path / "theirs")]
+    places = {f"nnUNet_{kind}": str(tmp_path / kind) for kind in ("raw", "preprocessed", "results")}
+    (tmp_path / "theirs").mkdir()
+    done = subprocess.run(
+        command, env={**os.environ, **places}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+    for name in affines:
+        ours, theirs = (nib.load(tmp_path / folder / f"{name}.nii.gz") for folder in ("ours", "theirs"))
+        assert np.array_equal(ours.affine, theirs.affine)
+        assert np.array_equal(np.asarray(ours.dataobj), np.asarray(theirs.dataobj)), name
+        assert np.unique(np.asarray(ours.dataobj)).tolist() == [0, 1, 2]
+    for file in ("plans.json", "dataset.json"):
+        assert json.loads((tmp_path / "ours" / file).read_text()) == json.loads(
+            (tmp_path / "theirs" / file).read_text()
+        )
