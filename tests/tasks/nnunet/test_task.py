@@ -98,7 +98,10 @@ def test_plan_is_read_from_a_file_and_names_no_other_code(
     }
     file = tmp_path / "a.yaml"
     file.write_text(yaml.safe_dump(config))
-    assert load_config(file).task.config.plan == plan  # type: ignore[attr-defined]
+    settings = load_config(file).task.config
+    assert settings.plan == plan  # type: ignore[attr-defined]
+    assert Nnunet.Config.model_validate(settings.model_dump(mode="json")) == settings
+    assert [name for name, info in Nnunet.Config.model_fields.items() if not info.description] == []
 
     bad = shrink(plan)
     bad["plans"]["configurations"]["3d_fullres"]["architecture"]["arch_kwargs"]["nonlin"] = "os.system"

@@ -81,7 +81,7 @@ def round_intensities(values: np.ndarray) -> np.ndarray:
     """Return float32 values rounded to 12 bits of mantissa.
 
     >>> round_intensities(np.float32([8191, 8193, 0.1, -3.0])).tolist()
-    [8191.0, 8192.0, 0.0999908447265625, -3.0]
+    [8191.0, 8194.0, 0.100006103515625, -3.0]
     """
     drop = 23 - MANTISSA_BITS
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.int32)
