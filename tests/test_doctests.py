@@ -13,6 +13,7 @@ import pytest
 
 import flare_sparse
 from flare_sparse import client
+from flare_sparse.privacy.dp.scripts import PRIVACY_VARIABLE
 
 SHELL = ("flare", "cli")
 """Packages that are not searched: importing them takes FLARE or a terminal."""
@@ -46,9 +47,12 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "patients.csv").write_text("a,b,site,y\n" + text)
     (tmp_path / "study.yaml").write_text(STUDY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FLARE_SPARSE_DATA", "")
+    for variable in ("FLARE_SPARSE_DATA", PRIVACY_VARIABLE):
+        monkeypatch.setenv(variable, "")
 
 
+# Opacus' hooks on layers whose input needs no gradient.
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.usefixtures("study")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_give_the_stated_results(name: str) -> None:

@@ -66,6 +66,26 @@ def make_private(
     Raises:
         ConfigError: the job has no budget, the network mixes the records of a minibatch, or Opacus is not installed.
         BudgetSpent: later, from the loader: another epoch would exceed the job's budget or the site's own.
+
+    Examples:
+        In a job the site names the budget to the script; here the example does.
+
+        >>> from pathlib import Path
+        >>> from torch.utils.data import TensorDataset
+        >>> from flare_sparse.privacy.dp.account import PrivacyAccount
+        >>> from flare_sparse.privacy.dp.config import PrivacyConfig
+        >>> settings = PrivacyConfig(noise_multiplier=2.0, unit="record")
+        >>> budget = ScriptBudget(settings, PrivacyAccount(Path("account")), trainings=1, run="run", job="job")
+        >>> os.environ["FLARE_SPARSE_PRIVACY"] = budget.write(Path("budget.json"))
+        >>> net, records = nn.Linear(2, 1), TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> net, optimizer, loader = make_private(net, optimizer, DataLoader(records, batch_size=4))
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     nn.functional.mse_loss(net(inputs), targets).backward()
+        ...     optimizer.step()
+        >>> budget.count_charges()
+        1
     """
     check_private_network(model)
     budget = ScriptBudget.read()

@@ -79,7 +79,7 @@ WRONG_METRICS: dict[str, Any] = {
     "weight 0": {"mse": 1.0, "test_examples": 0},
     "weight below 0": {"mse": 1.0, "test_examples": -32},
     "weight 1e30": {"mse": 1.0, "test_examples": 1e30},
-    "too many": {f"m{i}": 1.0 for i in range(65)},
+    "too many": {f"m{i}": 1.0 for i in range(1025)},
 }
 
 

@@ -165,7 +165,7 @@ class ServerEndpoint:
                 if not is_retry and not self._sends_differences and is_regular:
                     residuals[stream] = _get_residual(encoded[key], sent)
             messages[site], patches[site] = encoded[key].data, patch
-            if key in vectors:
+            if self._sends_differences:
                 site_vectors[site] = vectors[key]
             self.ledger.record_sent(encoded[key], plan, site, assignment.expected.content)
         self._state = self._state.send(patches, residuals, site_vectors)
