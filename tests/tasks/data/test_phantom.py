@@ -50,7 +50,7 @@ def test_same_seed_gives_same_bytes_and_more_subjects_keep_the_others(tmp_path: 
 
 def test_ventricles_widen_and_cortex_thins_with_age() -> None:
     def volumes(age: float) -> tuple[float, float]:
-        person = Person(age, age, 50.0, 1.0, np.ones(3), np.zeros(3))
+        person = Person(age, age, 50.0, 20.0, 1.0, np.ones(3), np.zeros(3), np.zeros(3))
         seen = render_volume(person, (52, 64, 52))
         middle = seen[16:36, 16:48, 18:36]
         return float((middle < (CSF + 0.62) / 2).mean()), float(((seen > 0.5) & (seen < 0.75)).mean())
@@ -58,6 +58,16 @@ def test_ventricles_widen_and_cortex_thins_with_age() -> None:
     ventricles, grey = zip(*(volumes(age) for age in (20.0, 50.0, 80.0)), strict=True)
     assert ventricles[0] < ventricles[1] < ventricles[2]
     assert grey[0] > grey[1] > grey[2]
+
+
+def test_spots_change_a_brain_but_not_the_mean_over_brains() -> None:
+    def render(texture: float, phase: float) -> np.ndarray:
+        spots = np.array([phase, 0.5, 0.5])
+        return render_volume(Person(50.0, 50.0, 50.0, texture, 1.0, np.ones(3), np.zeros(3), spots), (52, 64, 52))
+
+    plain, one, other = render(20.0, 0.5), render(80.0, 0.5), render(80.0, 0.5 + np.pi)
+    assert np.abs(one - plain).max() > 0.3
+    assert np.abs((one + other) / 2 - plain).max() < 1e-6
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
 """Anatomy of brain phantoms: synthetic T1-weighted volumes determined by age, sex and individual variation.
 
 The effects follow what is known about ageing in general, not one cohort: the ventricles widen, faster after 50; the
-cortex thins; the sulci open; the contrast of grey and white matter falls. Men's brains are larger on average.
+cortex thins; the sulci open; the contrast of grey and white matter falls; white matter grows less uniform. Men's brains
+are larger on average.
+
+A linear model reads ventricles, cortex and contrast from the voxels, but not the texture of the white matter: bright
+and dark spots lie elsewhere in each brain, so that they change no voxel's mean. A network reads their strength.
 """
 
 from __future__ import annotations
@@ -23,29 +27,33 @@ class Person:
     """Parameters of one person's brain.
 
     Attributes:
-        ventricles: apparent age of the ventricles in years. The three apparent ages scatter independently around the
+        ventricles: apparent age of the ventricles in years. The four apparent ages scatter independently around the
             true age, so that no single feature determines it.
         cortex: apparent age of the cortex in years.
         contrast: apparent age of the tissue contrast in years.
+        texture: apparent age of the white matter's texture in years.
         radius: radius of the brain relative to the average.
         stretch: relative lengths of the axes, ``(3,)``.
         phase: phase of the folding pattern in radians, ``(3,)``.
+        spots: phase of the pattern of spots in the white matter in radians, ``(3,)``.
     """
 
     ventricles: float
     cortex: float
     contrast: float
+    texture: float
     radius: float
     stretch: np.ndarray
     phase: np.ndarray
+    spots: np.ndarray
 
     @classmethod
     def sample(cls, age: float, sex: str, rng: np.random.Generator) -> Person:
         """Sample a person of ``age`` years and ``sex`` ``"M"`` or ``"F"``."""
-        ventricles, cortex, contrast = age + rng.normal(0.0, (6.0, 6.0, 9.0))
+        ventricles, cortex, contrast, texture = age + rng.normal(0.0, (12.0, 12.0, 16.0, 2.0))
         radius = (1.025 if sex == "M" else 0.975) + rng.normal(0.0, 0.02)
-        stretch, phase = rng.normal(1.0, 0.01, 3), rng.uniform(-0.6, 0.6, 3)
-        return cls(ventricles, cortex, contrast, radius, stretch, phase)
+        stretch, phase, spots = rng.normal(1.0, 0.01, 3), rng.uniform(-0.6, 0.6, 3), rng.uniform(-np.pi, np.pi, 3)
+        return cls(ventricles, cortex, contrast, texture, radius, stretch, phase, spots)
 
 
 def render_volume(person: Person, shape: Sequence[int]) -> np.ndarray:
@@ -62,9 +70,15 @@ def _render_slab(person: Person, axes: Sequence[np.ndarray]) -> np.ndarray:
     white = WHITE - 0.0022 * (person.contrast - 20.0)
     volume = csf * CSF
     volume += grey * (GREY - CSF)
-    volume += matter * (white - GREY)
+    volume += matter * (white - GREY + _compute_spots(person, axes))
     volume += ventricles * (CSF - volume)
     return volume
+
+
+def _compute_spots(person: Person, axes: Sequence[np.ndarray]) -> np.ndarray:
+    """Return what bright and dark spots 12 mm wide, of a strength that grows with age, add to white matter."""
+    x, y, z = (np.sin(0.26 * axis + phase) for axis, phase in zip(axes, person.spots, strict=True))
+    return np.asarray(0.012 * max(person.texture - 20.0, 0.0) * x * y * z, dtype=np.float32)
 
 
 def render_labels(person: Person, shape: Sequence[int]) -> np.ndarray:
