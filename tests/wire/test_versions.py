@@ -20,7 +20,7 @@ from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire import codec
-from flare_sparse.wire.codec import compute_min_message_bytes, decode, encode, read_sequence
+from flare_sparse.wire.codec import compute_min_message_bytes, decode, encode, read_sequences
 from flare_sparse.wire.encodings import ENCODINGS, Encoding
 from flare_sparse.wire.envelope import HEADER_BYTES, MAGIC, Header, read_header, write_header
 from flare_sparse.wire.plan import Plan
@@ -132,7 +132,7 @@ def test_next_version_decodes_its_own_header_and_encoding_to_the_same_patch() ->
     with register_toy():
         message = encode(Patch.from_vector(VECTOR, RUN, "previous"), PLAN, trainable=RUN)
         decoded = decode(message.data, PLAN)
-        assert read_sequence(message.data) == 7
+        assert read_sequences(message.data)[0] == 7
         assert message.payload_bytes == compute_min_message_bytes(RUN.count, "float32") + 8
     assert message.encoding == decoded.encoding == "one_run"
     assert bytes(message.data[:6]) == b"FSPM" + struct.pack("<H", NEXT)
@@ -172,7 +172,7 @@ def test_v1_message_with_an_encoding_of_the_next_version_is_refused() -> None:
 
 def test_peer_without_the_next_version_refuses_its_messages() -> None:
     data = build_next_message()
-    for read in (lambda: decode(data, PLAN), lambda: read_sequence(data)):
+    for read in (lambda: decode(data, PLAN), lambda: read_sequences(data)):
         with pytest.raises(RejectedMessage, match="E_VERSION") as caught:
             read()
         assert (caught.value.expected, caught.value.found) == ((b"FSPM", sorted(VERSIONS)), (b"FSPM", NEXT))

@@ -210,16 +210,17 @@ def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: 
         raise error.attach_site(site) from error
 
 
-def read_sequence(data: bytes | bytearray | memoryview | np.ndarray, site: str = "?") -> int:
-    """Return the sequence number of a message, which a receiver needs to build its plan.
+def read_sequences(data: bytes | bytearray | memoryview | np.ndarray, site: str = "?") -> tuple[int, int]:
+    """Return the sequence numbers of a message and of its base (0: none), which a receiver needs to build its plan.
 
     Raises:
         RejectedMessage: the message is malformed or damaged.
     """
     try:
-        return _read_header(data, site).sequence
+        header = _read_header(data, site)
     except WireError as error:
         raise error.attach_site(site) from error
+    return header.sequence, header.base_sequence
 
 
 def read_summary(data: np.ndarray) -> tuple[Header, Content]:

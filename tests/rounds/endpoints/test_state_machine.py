@@ -18,8 +18,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from random_faults import STEPS, RandomAbsences, RandomFaults, build_settings
 
 from flare_sparse.core.checkpoint.store import Store
-from flare_sparse.rounds.endpoints import server
+from flare_sparse.rounds.endpoints import server, site
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.endpoints.site_state import SiteState
 
 
@@ -56,6 +57,12 @@ def _rewrite_identity(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> No
 def keep_memory_in_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A retry starts from the memory after the discarded update, which holds no longer what that update sent."""
     monkeypatch.setattr(SiteState, "_get_initial_memory", lambda state, request: state.memory_after)
+
+
+def restart_from_newest_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site starts from a checkpoint after the base of the message, of a course of the run that the server lost."""
+    old = "base_sequence + 1 if base_sequence else sequence"
+    monkeypatch.setattr(SiteEndpoint, "_restart", rewrite(SiteEndpoint, "_restart", site, old, "sequence"))
 
 
 def keep_no_reserve_at_sites(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +140,24 @@ def damage_one_server_checkpoint(machine: RandomFaults) -> None:
     assert not machine.log.count, "the memory of a site is lost"
 
 
+def take_another_course(machine: RandomAbsences) -> None:
+    machine.participation = 0.67
+    machine.begin("neurosfl", "int4")
+    for dies in (None, None, "before saving"):
+        machine.deliver({}, dies)
+    # Another update of site-3 to round 1 follows; site-1 has a checkpoint of round 2 after the former one.
+    machine._damage("site-3", "byte flipped", 4)
+    machine.base_losses["site-3"] += 1
+    machine.damage_server("byte flipped", 1)
+    machine.resume()
+
+
 MUTATIONS = [
     (leave_damaged_checkpoints, RandomFaults, damage_two_server_checkpoints, "CheckpointError"),
     (ignore_age_of_bases, RandomFaults, lose_one_request, "a request over a base that it never held"),
     (ignore_vectors_of_bases, RandomAbsences, miss_one_round, "the server takes another vector"),
     (keep_memory_in_retries, RandomFaults, lose_one_reply, "memory of site-"),
+    (restart_from_newest_checkpoints, RandomAbsences, take_another_course, "the server takes another vector"),
     (keep_no_reserve_at_sites, RandomFaults, damage_one_server_checkpoint, "memory of a site"),
 ]
 """What is taken out, the machine and its steps that show it, and what the machine says then."""

@@ -27,7 +27,7 @@ from ...privacy.encryption import SiteCipher
 from ...tasks.task import EPSILON
 from ...training import Site
 from ...wire.capabilities import local_capabilities
-from ...wire.codec import decode, encode, read_sequence
+from ...wire.codec import decode, encode, read_sequences
 from ...wire.formats import ValueType, is_quantized
 from ...wire.messages import Decoded, Encoded
 from ...wire.plan import Plan
@@ -119,12 +119,12 @@ class SiteEndpoint:
         """
         # Checkpoints are loaded here and not in the constructor: the sequence number of the first message after the
         # start decides which of them are still valid.
-        sequence = read_sequence(data, "server")
+        sequence, base_sequence = read_sequences(data, "server")
         # The number travels beside the message, without a checksum: a wrong one would cost the site its residual.
         if acknowledged is not None and (type(acknowledged) is not int or not 0 <= acknowledged < sequence):
             raise RejectedMessage("E_KIND", "acknowledged", f"below {sequence}", abbreviate(acknowledged), "server")
         if self._state.sequence == 0:
-            self._restart(sequence, acknowledged)
+            self._restart(sequence, base_sequence, acknowledged)
         message = self._decode_request(data)
         if message.sequence <= self._state.sequence:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._state.sequence}", message.sequence, "server")
@@ -355,14 +355,18 @@ class SiteEndpoint:
         self.site.live_patch = Patch(patch.values, mask) if is_whole else Patch.from_vector(self.site.weights, mask)
         return SiteBase(mask, sequence)
 
-    def _restart(self, sequence: int, acknowledged: int | None) -> None:
+    def _restart(self, sequence: int, base_sequence: int, acknowledged: int | None) -> None:
         """Restart from the checkpoints before message ``sequence``, and record what is lost.
 
         Args:
             sequence: number of the first message of this process.
+            base_sequence: number of the message that carried its base; 0: it applies to no earlier message.
             acknowledged: as in :meth:`receive`.
         """
-        damaged = self._load_checkpoints(self.store, sequence) if self.store is not None else []
+        # Checkpoints with this number or a higher one belong to updates that the server discarded when it resumed.
+        # Those after the message's base do, too: a server that goes back gives the numbers of attempts again.
+        limit = base_sequence + 1 if base_sequence else sequence
+        damaged = self._load_checkpoints(self.store, min(limit, sequence)) if self.store is not None else []
         events = [SiteEvent(CHECKPOINT_DAMAGED, number) for number in damaged]
         # A checkpoint is written before its update is sent, so a damaged one stands for an update that an unknowing
         # server may have.
@@ -375,10 +379,9 @@ class SiteEndpoint:
         for event in events:
             _LOG.warning(describe_event(event))
 
-    def _load_checkpoints(self, store: Store, sequence: int) -> list[int]:
-        """Load the state before message ``sequence`` and return the numbers of the damaged checkpoints."""
-        # Checkpoints with this number or a higher one belong to updates that the server discarded when it resumed.
-        store.delete(sequence)
+    def _load_checkpoints(self, store: Store, limit: int) -> list[int]:
+        """Load the newest state below a number, delete later ones, and return the numbers of damaged checkpoints."""
+        store.delete(limit)
         newest = store.load(SiteSnapshot)
         if newest is None:
             return store.list_damaged()

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...core.checkpoint.store import Store
 from ...core.errors import RejectedMessage
-from ...wire.codec import read_sequence
+from ...wire.codec import read_sequences
 from ...wire.ledger import Ledger, LedgerLine
 from .arrays import Arrays, read_specs, write_specs
 from .models import HeldModel, ModelReceiver, ModelSender
@@ -159,7 +159,7 @@ class Exchange:
             parts, is_delta = read_parts(packet, site), packet.get("is_delta")
             if not isinstance(is_delta, bool):
                 raise RejectedMessage("E_KIND", "is_delta", "true or false", type(is_delta).__name__, site)
-            sequence = read_sequence(read_message(parts[MODEL], site), site)
+            sequence, _ = read_sequences(read_message(parts[MODEL], site), site)
             request = self._find_request(sequence, site)
             groups = {}
             for name, part in parts.items():
