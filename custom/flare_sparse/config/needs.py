@@ -44,7 +44,7 @@ class Feature:
 
 
 def _list_privacy_needs(privacy: Any) -> Iterator[Requirement]:
-    """Yield what a privacy section needs: who takes the steps, and who computes the metrics."""
+    """Yield what a privacy section needs: where steps are taken, and where metrics are computed."""
     if privacy.unit == "record":
         remedy = "set privacy.unit to subject"
         yield Need.SCRIPT_STEPS.because("unit: record is that of a training script", remedy)

@@ -48,8 +48,8 @@ class SplitConfig(BaseModel):
     stable: bool = Field(
         False,
         exclude_if=lambda value: not value,
-        description="the part of a subject depends on its identifier alone, so that nobody changes parts when another "
-        "subject leaves or joins; the shares then hold on average",
+        description="the part of a subject depends on its identifier alone, so that no subject changes parts when "
+        "another one leaves or joins; the shares then hold on average",
     )
     fold: int = Field(1, ge=1, description="fold for testing, 1 to folds; fold 1 of 5 tests the subjects of one split")
 

@@ -38,7 +38,7 @@ def load_site_cipher(fl_ctx: FLContext) -> SiteCipher:
 def _load_context(name: str, fl_ctx: FLContext, environment: Mapping[str, str] = os.environ) -> bytes:
     secure = bool(fl_ctx.get_prop(FLContextKey.SECURE_MODE, True))
     folder = environment.get(KEYS_VARIABLE)
-    # The variable counts only outside secure mode: otherwise whoever sets a site's environment could replace its keys.
+    # The variable counts only outside secure mode: otherwise a site's environment could replace its keys.
     if folder and not secure:
         return (Path(folder) / name).read_bytes()
     data, result = SecurityContentService.load_content(name)

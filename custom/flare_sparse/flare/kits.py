@@ -56,7 +56,7 @@ def write_kits(folder: Path, sites: Iterable[str]) -> None:
 
 def _find_folder(fl_ctx: FLContext) -> Path:
     folder = os.environ.get(KITS_VARIABLE)
-    # The variable counts only outside secure mode: otherwise whoever sets an environment could replace certificates.
+    # The variable counts only outside secure mode: otherwise an environment could replace certificates.
     if folder and not fl_ctx.get_prop(FLContextKey.SECURE_MODE, True):
         site = Path(folder) / fl_ctx.get_identity_name()
         return site if site.is_dir() else Path(folder)

@@ -26,7 +26,7 @@ class Site:
     Attributes:
         weights: ``(P,)`` the vector of the server's last request, with the entries outside its patch filled in.
         live_patch: the patch that gives ``weights`` if it is written over zeros: its mask has every entry that may
-            differ from 0. None: unknown. Whoever assigns ``weights`` replaces it.
+            differ from 0. None: unknown. Code that assigns ``weights`` replaces it.
         evaluated: layout and vector of the whole network that was evaluated last; None: none.
     """
 

@@ -25,7 +25,7 @@ POLL_S = 5.0
 """Seconds that a hub waits for a question before it tells a site to ask again."""
 CHUNK_BYTES = 2**20
 MAX_CONNECTIONS = 1024
-"""Most open connections: whoever reaches the port may open some, and must not use up the files of the process."""
+"""Most open connections: strangers that reach the port must not use up the files of the process."""
 HANDSHAKE_S = 10.0
 """Seconds of a TLS handshake."""
 KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000)]

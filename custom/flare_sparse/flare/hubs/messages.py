@@ -1,7 +1,7 @@
 """The questions of a hub to a site and their answers, as bytes, and the FLARE tasks that a site makes of them.
 
 Both are collections (docs/wire-format.md) with one parcel, so that neither end reads more than bytes, JSON and names,
-and both refuse what is malformed. A question names no site: the connection says who it is for.
+and both refuse what is malformed. A question names no site: the connection says for which one it is.
 """
 
 from __future__ import annotations

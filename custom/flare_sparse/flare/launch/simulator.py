@@ -133,7 +133,7 @@ def simulate(
     # Otherwise a best model of an earlier run in this folder could stay beside the new record.
     delete_models(out)
     for file in sorted(record.iterdir()):
-        # Replaced and not written in place: whoever follows a growing file sees it whole at every moment.
+        # Replaced and not written in place: a reader of a growing file sees it whole at every moment.
         with replace_atomically(out / file.name) as part:
             shutil.copy2(file, part)
     _copy_site_models(workspace, out)

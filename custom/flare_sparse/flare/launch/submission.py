@@ -244,6 +244,6 @@ def _collect_record(job: Path, out: Path, describe: Callable[[str], JobFailed]) 
         raise error
     delete_models(out)
     for file in sorted(record.iterdir()):
-        # Replaced and not written in place: whoever follows a growing file sees it whole at every moment.
+        # Replaced and not written in place: a reader of a growing file sees it whole at every moment.
         with replace_atomically(out / file.name) as part:
             shutil.copy2(file, part)

@@ -173,7 +173,7 @@ class PrivacyAccount:
 
     def _check_budgets(self, ledger: PrivacyLedger, entry: Entry, budget: Budget | None) -> None:
         charged = PrivacyLedger(entries=[*ledger.entries, entry])
-        # Who is a test subject of one job may be a training subject of another, so the site's limit adds all parts.
+        # A test subject of one job may be a training subject of another, so the site's limit adds all parts.
         for limit, scope, source in (
             (budget, (entry.run, entry.part), "the job's privacy.epsilon"),
             (self.limit, (), "epsilon of this site's policy, over all jobs"),

@@ -136,7 +136,7 @@ class Kit:
 def generate_kits(names: Iterable[str]) -> dict[str, Kit]:
     """Generate certificates of one root, for a run with server and sites on one machine.
 
-    The signatures then prove nothing: whoever runs the job has every key. They are made so that such a run sends and
+    The signatures then prove nothing: that process has every key. They are made so that such a run sends and
     checks the same messages as a provisioned one. The keys are of RSA, as FLARE's, so that messages have their length.
     """
     return {name: _generate_kit(name) for name in names}

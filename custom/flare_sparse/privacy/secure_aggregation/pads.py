@@ -101,7 +101,7 @@ def draw_pad(key: bytes, size: int) -> np.ndarray:
 
 
 def encrypt_shares(key: bytes, shares: bytes) -> bytes:
-    """Return the box with shares that only the site with the same key opens, and that nobody can change."""
+    """Return the box with shares that only the site with the same key opens, and in which every change shows."""
     return ChaCha20Poly1305(key).encrypt(_NONCE, shares, None)
 
 

@@ -285,6 +285,6 @@ def _digest(raw: bytes) -> str:
 
 def _broken(folder: Path, reason: str) -> EgressError:
     return EgressError(
-        f"{folder / LOG_FILE}: {reason}. Keep the folder as it is for whoever examines it; to let messages leave "
+        f"{folder / LOG_FILE}: {reason}. Keep the folder as it is for an examination; to let messages leave "
         "again, move it elsewhere: the site begins a new log"
     )
