@@ -65,8 +65,8 @@ def explain_refusal(bundle: Path) -> dict[str, Any] | None:
         insert_bundle({"task": {"bundle": str(bundle)}, "method": {"name": "neurosfl"}})
     except ConfigError as error:
         text = str(error).replace(f"{bundle}/", "").replace("\n ", "")
-        is_other = "does not segment" in text or "nothing to train" in text
-        return {"verdict": "does not segment" if is_other else "refused", "sentence": text}
+        is_other = "neither segments" in text or "nothing to train" in text
+        return {"verdict": "another purpose" if is_other else "refused", "sentence": text}
     return None
 
 
@@ -79,8 +79,11 @@ def try_bundle(bundle: Path, out: Path, *, tiny: bool) -> dict[str, Any]:
     settings = insert_bundle({"task": task})
     declaration = read_configs(settings["task"]["configs"])
     for number in range(1, SITES + 1):
-        images = write_site(declaration, out / "data" / f"site-{number}", number)
-    task["pairs"] = {"images": images, "labels": "label_{case}.nii.gz"}
+        folder = out / "data" / f"site-{number}"
+        if declaration.purpose == "classification":
+            write_classes(declaration, folder, number)
+        else:
+            task["pairs"] = {"images": write_site(declaration, folder, number), "labels": "label_{case}.nii.gz"}
     study = {
         "name": bundle.name,
         "seed": 1,
@@ -170,6 +173,20 @@ def write_site(declaration: Any, folder: Path, seed: int, cases: int = 2) -> lis
             nifti = nib.Nifti1Image(array.astype(dtype), np.diag([*map(float, spacing), 1.0]))
             nib.save(nifti, folder / f"{name}_{case}.nii.gz")
     return [f"image{channel}_{{case}}.nii.gz" for channel in range(count)]
+
+
+def write_classes(declaration: Any, folder: Path, seed: int, cases: int = 8) -> None:
+    """Write plane images whose brightness is their class, and the list of them; the channels come last."""
+    rng, channels = np.random.default_rng(seed), int(declaration.network.find_argument("in_channels"))
+    shape = (64, 64) if channels == 1 else (64, 64, channels)
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for case in range(cases):
+        label = case % declaration.num_outputs
+        image = np.float32(rng.normal(label, 0.1, shape))
+        nib.save(nib.Nifti1Image(image, np.eye(4)), folder / f"{case}.nii.gz")
+        entries.append({"image": f"{case}.nii.gz", "label": label})
+    (folder / "dataset.json").write_text(json.dumps(entries))
 
 
 def train(config: Path, out: Path) -> dict[str, Any]:

@@ -20,10 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monai.losses import DiceCELoss
 from monai.metrics import compute_hausdorff_distance
+from PIL import Image
 from pydantic import ValidationError
 from torch import nn
 
-from flare_sparse.core.errors import ConfigError, DataError
+from flare_sparse.core.errors import ConfigError, DataError, MetricsError
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.bundles.components import CLASSES, is_known, read_transforms
 from flare_sparse.tasks.bundles.declaration import read_declaration
@@ -275,16 +276,18 @@ def test_all_refusals_are_reported_at_once_and_each_once() -> None:
     "change_purpose",
     [
         {
-            "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
-            "validate": {"key_metric": {"a": {"_target_": "Accuracy"}}},
+            "loss": {"_target_": "torch.nn.MSELoss"},
+            "validate": {"key_metric": {"a": {"_target_": "MeanAbsoluteError"}}},
         },
         {"loss": "$monai.losses.PatchAdversarialLoss()"},
         {},
     ],
 )
-def test_bundle_that_does_not_segment_hears_that_in_one_line(change_purpose: dict[str, Any]) -> None:
+def test_bundle_for_another_purpose_hears_that_in_one_line(change_purpose: dict[str, Any]) -> None:
     content = {"network_def": {"_target_": "my.Net"}, **change_purpose}
-    with pytest.raises(ConfigError, match=r"^train\.json: this bundle does not segment images: its loss is [^\n]*$"):
+    with pytest.raises(
+        ConfigError, match=r"^train\.json: this bundle neither segments nor classifies images: its loss is [^\n]*$"
+    ):
         declare(content)
 
 
@@ -629,3 +632,166 @@ def test_saved_bundle_has_the_configurations_and_the_weights(tmp_path: Path) -> 
     other.load_state_dict(state)
     assert Layout.from_module(other).fingerprint == Layout.from_module(model).fingerprint
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+CLASSIFY: dict[str, Any] = {
+    "random": [{"_target_": "RandFlipd", "keys": "image", "prob": 1, "spatial_axis": 0}],
+    "fixed": [
+        {"_target_": "LoadImaged", "keys": "image"},
+        {"_target_": "ToTensord", "keys": "label"},
+        {"_target_": "EnsureChannelFirstd", "keys": "image"},
+    ],
+    "network_def": {
+        "_target_": "DenseNet121", "spatial_dims": 2, "in_channels": 1, "out_channels": 3, "init_features": 4,
+        "growth_rate": 2, "block_config": [1], "bn_size": 1,
+    },
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss", "reduction": "sum"},
+    "train": {
+        "preprocessing": {
+            "_target_": "Compose",
+            "transforms": "$@fixed + @random",
+        },
+    },
+    "validate": {
+        "preprocessing": {"_target_": "Compose", "transforms": "@fixed"},
+        "postprocessing": {"_target_": "Compose", "transforms": ["$code of a classification is not read"]},
+        "key_metric": {"val_accuracy": {"_target_": "ignite.metrics.Accuracy", "output_transform": "$lambda x: x"}},
+    },
+}  # fmt: skip
+
+
+def build_classification(**parts: Any) -> BundleTask:
+    return BundleTask({"configs": {"train.json": {**CLASSIFY, **parts}}, "split": {"test": 0.5}})
+
+
+def write_image(file: Path, seed: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(file, np.random.default_rng(seed).random((12, 8)).astype(np.float32))
+
+
+def write_list(folder: Path, labels: list[Any], **options: Any) -> None:
+    entries = [{"image": f"{number}.nii.gz", "label": label} for number, label in enumerate(labels)]
+    for number in range(len(labels)):
+        write_image(folder / f"{number}.nii.gz", number)
+    (folder / "dataset.json").write_text(json.dumps({"training": entries} if options.get("named") else entries))
+
+
+@pytest.mark.parametrize("layout", ["list", "decathlon", "folders", "bids", "photographs"])
+def test_classes_come_from_a_list_folders_or_participants(tmp_path: Path, layout: str) -> None:
+    labels = [0, 2, 1, 2]
+    if layout in ("list", "decathlon"):
+        write_list(tmp_path, labels, named=layout == "decathlon")
+    elif layout == "folders":
+        for number, label in enumerate(labels):
+            write_image(tmp_path / str(label) / f"image_{number}.nii.gz", number)
+    elif layout == "photographs":
+        for number, label in enumerate(labels):
+            (tmp_path / str(label)).mkdir(exist_ok=True)
+            Image.fromarray(np.full((8, 12), 9 * number, np.uint8)).save(tmp_path / str(label) / f"{number}.png")
+    else:
+        rows = "".join(f"sub-{number}\t{label}\n" for number, label in enumerate(labels))
+        (tmp_path / "participants.tsv").write_text(f"participant_id\tlabel\n{rows}")
+        for number in range(len(labels)):
+            write_image(tmp_path / f"sub-{number}/anat/sub-{number}_T1w.nii.gz", number)
+    task = build_classification()
+    examples = task.load(SiteData("a", tmp_path), seed=0)
+    found = [item["label"].tolist() for part in (examples.train, examples.test) for item in part]  # type: ignore[attr-defined]
+    assert (sorted(found), examples.n_train, task.kind) == ([[0.0], [1.0], [2.0], [2.0]], 2, "classes")
+    assert {item["image"].shape for item in examples.train} == {(1, 12, 8)}  # type: ignore[attr-defined]
+    cohort = task.cohort(tmp_path)
+    assert sorted(cohort.columns["label"]) == ["0", "1", "2", "2"]
+
+
+def test_loss_and_accuracy_of_a_classification_are_those_of_torch(tmp_path: Path) -> None:
+    write_list(tmp_path, [0, 2, 1, 2])
+    task = build_classification()
+    examples = task.load(SiteData("a", tmp_path), seed=0)
+    whole = task.collate([*examples.train, *examples.test])  # type: ignore[misc]
+    images, labels = task.augment(whole, torch.Generator().manual_seed(1))
+    flipped = torch.stack([torch.as_tensor(image).flip(1) for image in whole[0]])
+    assert torch.equal(images, flipped)
+    torch.manual_seed(0)
+    model = task.model().eval()
+    expected = torch.nn.functional.cross_entropy(model(images), labels[:, 0].long(), reduction="sum")
+    assert torch.equal(task.loss(model, (images, labels)), expected)
+    probabilities, classes = task.predict(model, whole)
+    torch.testing.assert_close(probabilities, torch.softmax(model(torch.stack([*map(torch.as_tensor, whole[0])])), 1))
+    hits = (probabilities.argmax(1) == classes[:, 0]).double().mean().item()
+    assert task.metrics(probabilities, classes) == {"val_accuracy": hits}
+    assert 0 <= task.evaluate(model, examples.test)["val_accuracy"] <= 1
+
+
+def test_key_metric_of_a_classification_is_its_accuracy_or_area_under_the_curve() -> None:
+    probabilities = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.5, 0.4, 0.1], [0.1, 0.2, 0.7]])
+    classes = torch.tensor([[0.0], [1.0], [1.0], [0.0]])
+    assert build_classification().metrics(probabilities, classes) == {"val_accuracy": 0.5}
+    task = build_classification(validate={"key_metric": {"val_auc": {"_target_": "ROCAUC", "average": "macro"}}})
+    assert task.metric.may_be_undefined
+    # Class 0: of four pairs 0.6 is above both, 0.1 above none. Class 1: 0.5 and 0.4 are above 0.3 and 0.2. No class 2.
+    assert task.metrics(probabilities, classes) == {"val_auc": pytest.approx((0.5 + 1.0) / 2)}
+    assert task.metrics(probabilities, classes * 0) == {}
+    with pytest.raises(MetricsError, match="the network predicts NaN"):
+        task.metrics(probabilities * math.nan, classes)
+
+
+def test_two_classes_may_have_one_output(tmp_path: Path) -> None:
+    write_list(tmp_path, [0, 1])
+    task = build_classification(
+        network_def={**CLASSIFY["network_def"], "out_channels": 1}, loss={"_target_": "BCEWithLogitsLoss"}
+    )
+    examples = task.load(SiteData("a", tmp_path), seed=0)
+    images, labels = task.augment(task.collate([*examples.train, *examples.test]), torch.Generator())  # type: ignore[misc]
+    model = task.model().eval()
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(model(images), labels)
+    assert torch.equal(task.loss(model, (images, labels)), expected)
+    probabilities, _ = task.predict(model, ([*images], [*labels]))
+    torch.testing.assert_close(probabilities[:, 1], torch.sigmoid(model(images))[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (3, "its label is 3; expected 0 to 2, the classes of the network"),
+        ("polyp", "it has the label 'polyp'; expected the number of its class, from 0"),
+        (-1, "it has the label '-1'; expected the number"),
+        (None, "it has the label 'None'; expected the number"),
+    ],
+)
+def test_class_that_the_network_lacks_is_named_with_the_image(tmp_path: Path, label: Any, message: str) -> None:
+    write_list(tmp_path, [0, label])
+    with pytest.raises(DataError, match=rf"1 of 2 subjects cannot be used:\n  1.nii.gz: {message}"):
+        build_classification().load(SiteData("a", tmp_path), seed=0)
+
+
+def test_data_without_classes_is_refused_with_what_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no images to classify; expected a BIDS data set with a column label in"):
+        build_classification().load(SiteData("a", tmp_path), seed=0)
+    (tmp_path / "dataset.json").write_text('{"training": [{"image": "a.nii.gz"}]}')
+    with pytest.raises(DataError, match=r'dataset.json: expected \[{"image": FILE, "label": NUMBER}, ...\], alone or'):
+        build_classification().load(SiteData("a", tmp_path), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"network_def": {"_target_": "UNet"}}, "found 'UNet'; expected one of DenseNet, DenseNet121"),
+        ({"network_def": {**CLASSIFY["network_def"], "pretrained": True}}, "weights cannot be downloaded"),
+        ({"network_def": {**CLASSIFY["network_def"], "out_channels": 1}}, "has 1 outputs; expected 2 or more, one for"),
+        ({"loss": {"_target_": "BCEWithLogitsLoss"}}, "has 3 outputs; expected 1, because BCEWithLogitsLoss has two"),
+        (
+            {"train": {"preprocessing": [{"_target_": "LoadImaged", "keys": ["image", "label"]}]}},
+            "found 'label'; a case has a file for image, and a class",
+        ),
+    ],
+)
+def test_classification_that_cannot_be_trained_is_refused_with_the_item(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        declare({**CLASSIFY, **parts})
+
+
+def test_arguments_that_a_network_passes_on_are_known() -> None:
+    network = declare({**CLASSIFY, "network_def": {"_target_": "SEResNet50", "spatial_dims": 2, "in_channels": 3,
+                                                   "num_classes": 2}}).network  # fmt: skip
+    assert (network.find_argument("num_classes"), network.find_argument("inplanes")) == (2, 64)
+    with pytest.raises(ConfigError, match="SEResNet50 has no such argument"):
+        declare({**CLASSIFY, "network_def": {"_target_": "SEResNet50", "classes": 2}})

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core.errors import ConfigError, describe_exception, suggest
 from .references import References
 
-Kind = Literal["network", "loss", "transform", "inferer", "metric"]
+Kind = Literal["network", "loss", "metric", "classifier", "classification loss", "transform", "inferer"]
 
 
 def _list_classes(module: str, names: str) -> dict[str, str]:
@@ -36,6 +36,12 @@ CLASSES: dict[Kind, dict[str, str]] = {
         ),
         "CrossEntropyLoss": "torch.nn.CrossEntropyLoss",
     },
+    "classifier": _list_classes(
+        "monai.networks.nets",
+        "DenseNet DenseNet121 DenseNet169 DenseNet201 DenseNet264 ResNet SENet154 SEResNet50 SEResNet101 SEResNet152 "
+        "SEResNext50 SEResNext101",
+    ),
+    "classification loss": _list_classes("torch.nn", "BCEWithLogitsLoss CrossEntropyLoss"),
     "transform": _list_classes(
         "monai.transforms",
         "LoadImaged EnsureChannelFirstd EnsureTyped CastToTyped ToTensord Orientationd Spacingd Resized Zoomd Flipd "
@@ -124,14 +130,31 @@ class Component:
         """Return an argument as it is declared, or else its default; None where the class has neither."""
         if name in self.args:
             return self.args[name]
-        parameter = inspect.signature(import_class(self.path)).parameters.get(name)
+        parameter = list_parameters(self.path).get(name)
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
+
+
+def build_all(components: Sequence[Component]) -> list[Any]:
+    """Build some objects, in order."""
+    return [component.build() for component in components]
 
 
 def import_class(path: str) -> Any:
     """Return the class at an import path of :data:`CLASSES`."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def list_parameters(path: str) -> dict[str, inspect.Parameter]:
+    """Return the named parameters of a class, with those of its bases as far as it passes ``**kwargs`` on."""
+    found: dict[str, inspect.Parameter] = {}
+    for owner in inspect.getmro(import_class(path)):
+        own = inspect.signature(owner).parameters.values()
+        named = (p for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        found = {**{p.name: p for p in named}, **found}
+        if not any(p.kind is p.VAR_KEYWORD for p in own):
+            break
+    return found
 
 
 def read_component(references: References, name: str, kind: Kind) -> Component:
@@ -184,8 +207,7 @@ def parse_component(references: References, value: Any, name: str, kind: Kind) -
         raise references.refuse(f"{name}::_target_", _explain_target(target, short, kind))
     path = CLASSES[kind][short]
     args = {key: part for key, part in value.items() if not key.startswith("_") and (short, key) not in _RETIRED}
-    parameters = inspect.signature(import_class(path)).parameters.values()
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = list(list_parameters(path))
     # What else RandZoomd is given goes to NumPy's padding; the readers of LoadImaged open files.
     is_open = short == "RandZoomd"
     for key, part in args.items():

@@ -47,9 +47,9 @@ class LabelRange:
             declaration: the parts of the bundle.
             remaining: transforms of training cases between the label maps to check and the loss.
         """
-        channels, loss = declaration.network.find_argument("out_channels"), declaration.loss
+        channels, loss = declaration.num_outputs, declaration.loss
         changes = (c for c in remaining if "label" in c.args.get("keys", ()) and c.path not in _SAME_VALUES)
-        if not isinstance(channels, int) or any(not component.path.startswith(_RANDOM) for component in changes):
+        if channels is None or any(not component.path.startswith(_RANDOM) for component in changes):
             return None
         is_class = bool(loss.find_argument("to_onehot_y")) or loss.path == "torch.nn.CrossEntropyLoss"
         # MONAI ignores to_onehot_y where the network has one channel: labels are 0 and 1.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, final
 
@@ -18,14 +16,13 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
-from ..data.cases import Case, CaseFiles, Derivative, Suffixes, find_cases, read_cases, read_cohort, split_cases
+from ..data.cases import Case, CaseFiles, Derivative, Suffixes, read_cases, read_cohort, split_cases
 from ..data.pairs import Pairs
-from ..data.segmentation import check_files
 from ..task import Cohort, Examples, Metric, SiteData
-from .cases import CaseDataset, Item, describe_cause, read_case, strip_metadata
-from .components import LOWER_IS_BETTER, Component
+from .cases import CaseDataset, Item, describe_cause, strip_metadata
+from .components import build_all
 from .declaration import KEYS, Declaration, encode_json, find_training_file, read_declaration
-from .labels import LabelRange
+from .targets import TARGETS, Target
 
 MAX_CHARACTERS = 400_000
 """Most characters of all configurations of a bundle, as JSON; the larger ones of MONAI's model zoo have 20,000."""
@@ -77,17 +74,20 @@ def read_configs(configs: Mapping[str, Mapping[str, Any]]) -> Declaration:
 
 @final
 class BundleTask(AdaptableTask):
-    """A MONAI bundle for segmentation; a minibatch is two lists of images and label maps, cropped ones are stacked."""
+    """A MONAI bundle; a minibatch is two lists of images and labels, which are stacked after the random transforms."""
 
     Config = BundleConfig
     config: BundleConfig
     metric = Metric("val_mean_dice", "", "max", may_be_undefined=True)
-    reads = "images and label maps in NIfTI, as task segmentation does; task: {bundle: DIR} names the bundle"
+    reads = (
+        "images and label maps in NIfTI, as task segmentation does, or images and their classes; task: {bundle: DIR} "
+        "names the bundle"
+    )
 
     def __init__(self, config: BundleConfig | Mapping[str, Any] | None = None):
         super().__init__(config)
         self._declaration = read_configs(self.config.configs)
-        self.metric = self._declaration.main_metric
+        self.metric, self.kind = self._declaration.main_metric, TARGETS[self._declaration.purpose].kind
 
     def build_network(self) -> nn.Module:
         network = self._declaration.network.build()
@@ -99,23 +99,24 @@ class BundleTask(AdaptableTask):
         return read_cohort(self._find_cases(path))
 
     def _find_cases(self, path: Path) -> dict[str, CaseFiles]:
-        return find_cases(path, self.config.suffixes, self.config.derivative, self.config.pairs)
+        return self._target.find_cases(path, self.config.suffixes, self.config.derivative, self.config.pairs)
+
+    @cached_property
+    def _target(self) -> Target:
+        declaration, (fixed, _) = self._declaration, self._training_transforms
+        return TARGETS[declaration.purpose](declaration, declaration.preprocessing[len(fixed) :])
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every case once; the cases of a subject are in the same part of the split."""
         cases, declaration = self._find_cases(data.path), self._declaration
         fixed, _ = self._training_transforms
-        labels = LabelRange.from_declaration(declaration, declaration.preprocessing[len(fixed) :])
         is_same = declaration.evaluation_preprocessing == declaration.preprocessing[: len(fixed)]
-        evaluation = fixed if is_same else _build(declaration.evaluation_preprocessing)
-
-        axes = 2 if declaration.network.find_argument("spatial_dims") == 2 else 3
+        evaluation = fixed if is_same else build_all(declaration.evaluation_preprocessing)
 
         def read_checked_case(files: CaseFiles) -> Item:
-            check_files(files, axes)
-            item = read_case(files, fixed)
-            if labels is not None:
-                labels.check(item["label"], files.require_labels().name)
+            self._target.check_files(files)
+            item = self._target.read_case(files, fixed)
+            self._target.check_range(item["label"], files)
             return item
 
         examples, skipped = read_cases(
@@ -130,9 +131,10 @@ class BundleTask(AdaptableTask):
 
         def build_dataset(names: Sequence[str], transforms: Sequence[Any]) -> CaseDataset:
             chosen = [examples[name] for name in names]
+            read = partial(self._target.read_case, transforms=transforms)
             if transforms is not fixed and self.config.cache:
-                chosen = [Case(case.files, read_case(case.files, transforms)) for case in chosen]
-            return CaseDataset(chosen, transforms)
+                chosen = [Case(case.files, read(case.files)) for case in chosen]
+            return CaseDataset(chosen, read)
 
         train = build_dataset(split.train, fixed)
         validation, test = (build_dataset(names, evaluation) for names in (split.validation, split.test))
@@ -144,13 +146,13 @@ class BundleTask(AdaptableTask):
         from monai.transforms import Compose
         from monai.transforms.traits import RandomizableTrait
 
-        transforms = _build(self._declaration.preprocessing)
+        transforms = build_all(self._declaration.preprocessing)
         is_random = (isinstance(transform, RandomizableTrait) for transform in transforms)
         first = next((index for index, random in enumerate(is_random) if random), len(transforms))
         return transforms[:first], Compose(transforms[first:])
 
     def collate(self, examples: Sequence[Item]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return images and label maps, as they are: their shapes may differ before the random transforms."""
+        """Return images and labels, as they are: their shapes may differ before the random transforms."""
         return [item["image"] for item in examples], [item["label"] for item in examples]
 
     def iterate_batches(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Any]:
@@ -158,7 +160,9 @@ class BundleTask(AdaptableTask):
         return super().iterate_batches(dataset, 1)
 
     def augment(self, batch: Any, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return the images ``(n, C, d, h, w)`` and label maps ``(n, 1, d, h, w)`` that the random transforms give.
+        """Return the images ``(n, C, d, h, w)`` and labels that the random transforms give.
+
+        Label maps are ``(n, 1, d, h, w)``, classes ``(n, 1)``.
 
         A transform with several samples of a case gives as many rows.
 
@@ -206,43 +210,22 @@ class BundleTask(AdaptableTask):
         return self._declaration.loss.build()
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return predictions and label maps of volumes of one shape, after ``validate::postprocessing``."""
-        pairs = [self._predict_case(model, image, label) for image, label in zip(*batch, strict=True)]
-        predicted, labels = (torch.stack(part) for part in zip(*pairs, strict=True))
-        return predicted, labels
+        """Return predictions and labels of images of one shape.
 
-    def _predict_case(self, model: nn.Module, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        from monai.transforms import Compose
-
-        logits = self._declaration.inferer.build()(strip_metadata(image)[None], model)
-        item = Compose(_build(self._declaration.postprocessing))({"pred": logits[0], "label": strip_metadata(label)})
-        return strip_metadata(item["pred"]), strip_metadata(item["label"])
+        Label maps are those after ``validate::postprocessing``; of classes, predictions are probabilities ``(B, C)``.
+        """
+        return _stack(self._target.predict(model, image, label) for image, label in zip(*batch, strict=True))
 
     def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the key metric of every case ``(B, 1)``, its mean over classes, and voxels with a label ``(B, 1)``.
-
-        Classes for which MONAI leaves it undefined are left out of the mean; a case without any is NaN. A distance of a
-        class that is only present or only predicted is the diagonal of the volume, in voxels.
-        """
-        metric = self._declaration.metric
-        background = bool(metric.args.get("include_background", False))
-        rows, sizes = [], []
-        for image, label in zip(*batch, strict=True):
-            predicted, truth = self._predict_case(model, image, label)
-            # MONAI warns of an argument that it passes to itself, and of every class that a case does not have.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                values = metric.build()(y_pred=[predicted], y=[truth]).double().flatten()
-            if metric.path in LOWER_IS_BETTER:
-                values = _complete_distances(values, predicted, truth, background=background)
-            rows.append(values[values.isfinite()].mean().reshape(1).cpu())
-            sizes.append(strip_metadata(label).count_nonzero().reshape(1).cpu())
-        return torch.stack(rows), torch.stack(sizes)
+        """Return the key metric of every case and its voxels with a label, both ``(B, 1)``, or as :meth:`predict`."""
+        return _stack(self._target.measure(model, image, label) for image, label in zip(*batch, strict=True))
 
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the mean of the key metric over the cases for which it is defined; nothing without any."""
-        defined = predictions[predictions.isfinite()]
-        return {self.metric.name: float(defined.mean())} if defined.numel() else {}
+        """Return the key metric; nothing where it is undefined for every case."""
+        return self._target.compute_metrics(predictions, targets)
+
+    def tabulate(self, batch: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("images of a bundle may differ in shape")
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a bundle, ``configs/`` as it was and the trained weights in ``models/model.pt``, and a base model."""
@@ -258,24 +241,6 @@ class BundleTask(AdaptableTask):
         torch.save(model.state_dict(), folder / "models" / "model.pt")
 
 
-def _complete_distances(values: Tensor, predicted: Tensor, truth: Tensor, *, background: bool) -> Tensor:
-    """Return the distances ``(classes,)`` of a case: the diagonal for a class that only one of the two maps has.
-
-    Where neither has it, the distance is NaN.
-
-    Args:
-        values: MONAI's distances. A class that is missed is NaN there, so that a mean without it would reward a model
-            that predicts nothing.
-        predicted: predictions ``(channels, d, h, w)``.
-        truth: label maps, likewise.
-        background: whether the first channel has a distance; the only channel always has one.
-    """
-    start = 0 if background or len(truth) == 1 else 1
-    is_predicted, is_present = (part[start:].flatten(1).any(1) for part in (predicted, truth))
-    sides = truth.shape[1:]
-    completed = values.masked_fill(is_predicted ^ is_present, math.dist(sides, [0] * len(sides)))
-    return completed.masked_fill(~is_predicted & ~is_present, math.nan)
-
-
-def _build(components: Sequence[Component]) -> list[Any]:
-    return [component.build() for component in components]
+def _stack(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    first, second = (torch.stack(part) for part in zip(*pairs, strict=True))
+    return first, second

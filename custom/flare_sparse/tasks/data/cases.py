@@ -1,8 +1,11 @@
-"""Cases of a segmentation: the files of their images and label maps, in the three layouts that data sets come in.
+"""Cases: the files of images and of their label maps, in the three layouts that data sets come in, or their classes.
 
 1. BIDS: ``sub-*/[ses-*/]anat/*_<suffix>.nii.gz`` and ``derivatives/*/sub-*/[ses-*/]anat/*_dseg.nii.gz``.
 2. A folder of the Medical Segmentation Decathlon, with ``dataset.json`` (Antonelli et al. 2022).
 3. Any other folder, by patterns of the files' names.
+
+The class of an image is a column of ``participants.tsv`` in BIDS, the ``label`` of an entry of ``dataset.json``, or the
+folder that it is in.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
@@ -38,6 +42,14 @@ EXPECTED = (
     f"expected a BIDS data set (sub-*/anat and derivatives/*/sub-*/anat/*_dseg.nii.gz), a folder with {DECATHLON}, or "
     "a folder of such folders; for other names set task.pairs"
 )
+CLASS = "label"
+"""Column of ``participants.tsv``, and key of an entry of ``dataset.json``, with the number of a class."""
+EXPECTED_CLASSES = (
+    f"expected a BIDS data set with a column {CLASS} in {TABLE}, a folder with {DECATHLON} and a number as {CLASS} of "
+    "each image, a folder for each class (0/, 1/, ...), or a folder of such folders"
+)
+PHOTOGRAPHS = (".png", ".jpg", ".jpeg")
+"""Extensions of plane images besides NIfTI."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +102,42 @@ def find_cases(
     Raises:
         DataError: there is no data set.
     """
-    if cases := _find_in_folder(path, suffixes, derivative, pairs):
+    expected = f"expected files {', '.join([*pairs.images, pairs.labels])}" if pairs else EXPECTED
+    message = f"{path}: no cases to segment; {expected}"
+    return _find_everywhere(
+        path, partial(_find_in_folder, suffixes=suffixes, derivative=derivative, pairs=pairs), message
+    )
+
+
+def find_classes(path: Path, suffixes: Sequence[str] = ("T1w",)) -> dict[str, CaseFiles]:
+    """Return the cases of a data set whose images have a class, in its row: identifiers are as in :func:`find_cases`.
+
+    Args:
+        path: folder of the data.
+        suffixes: BIDS suffix of each image of a case.
+
+    Raises:
+        DataError: there is no data set.
+    """
+
+    def find(folder: Path) -> dict[str, CaseFiles]:
+        if (folder / DECATHLON).is_file():
+            return _read_classes(folder / DECATHLON)
+        return _find_bids(folder, suffixes, "*") or _find_class_folders(folder)
+
+    return _find_everywhere(path, find, f"{path}: no images to classify; {EXPECTED_CLASSES}")
+
+
+def _find_everywhere(path: Path, find: Callable[[Path], dict[str, CaseFiles]], message: str) -> dict[str, CaseFiles]:
+    """Return what ``find`` finds in a folder, or else in the folders in it, which are sites then.
+
+    Raises:
+        DataError: there is nothing.
+    """
+    if cases := find(path):
         return cases
     folders = sorted(folder for folder in path.glob("*/") if not folder.name.startswith(".")) if path.is_dir() else []
-    found = {folder: _find_in_folder(folder, suffixes, derivative, pairs) for folder in folders}
+    found = {folder: find(folder) for folder in folders}
     several = {
         f"{folder.name}/{name}": replace(
             case, row={**case.row, "site": folder.name}, subject=f"{folder.name}/{case.subject}"
@@ -102,8 +146,7 @@ def find_cases(
         for name, case in cases.items()
     }
     if not several:
-        expected = f"expected files {', '.join([*pairs.images, pairs.labels])}" if pairs else EXPECTED
-        raise DataError(f"{path}: no cases to segment; {expected}")
+        raise DataError(message)
     return several
 
 
@@ -277,6 +320,38 @@ def _read_decathlon(folder: Path) -> dict[str, CaseFiles]:
             raise DataError(f"{file}: {name} occurs twice; remove one entry")
         cases[name] = CaseFiles((image,), labels, subject=name)
     return dict(sorted(cases.items()))
+
+
+def _read_classes(file: Path) -> dict[str, CaseFiles]:
+    """Return the images of a list ``[{"image": ..., "label": ...}, ...]``, or of a Decathlon folder's."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        entries = content["training"] if isinstance(content, dict) else content
+        found = [(entry["image"], str(entry[CLASS]), entry.get("subject")) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f'{file}: expected [{{"image": FILE, "{CLASS}": NUMBER}}, ...], alone or as "training", found {error!r}'
+        ) from error
+    cases = {}
+    for image, label, subject in found:
+        names = [str(name) for name in image] if isinstance(image, list) else [str(image)]
+        if names[0] in cases:
+            raise DataError(f"{file}: {names[0]} occurs twice; remove one entry")
+        files = tuple(file.parent / name for name in names)
+        cases[names[0]] = CaseFiles(files, None, {CLASS: label}, str(subject or names[0]))
+    return dict(sorted(cases.items()))
+
+
+def _find_class_folders(folder: Path) -> dict[str, CaseFiles]:
+    """Return the images in the folders of a data set whose names are numbers of classes."""
+    extensions = (".nii.gz", ".nii", *PHOTOGRAPHS)
+    cases = {}
+    for file in sorted(folder.glob("[0-9]*/*")):
+        label = file.parent.name
+        if label.isdecimal() and not file.name.startswith(".") and file.name.lower().endswith(extensions):
+            name = f"{label}/{file.name}"
+            cases[name] = CaseFiles((file,), None, {CLASS: label}, name)
+    return cases
 
 
 def _find_pairs(folder: Path, pairs: Pairs) -> dict[str, CaseFiles]:

@@ -186,19 +186,29 @@ def measure_distance(shape: Sequence[int], affine: np.ndarray, reference: np.nda
     return float(np.abs((affine - reference) @ corners.T).max())
 
 
-def check_files(files: CaseFiles, axes: int = 3) -> None:
+def check_files(files: CaseFiles) -> None:
     """Check that every file of a case is a complete volume with the voxels of the first image.
-
-    Args:
-        files: the files.
-        axes: axes of a volume: 3, or 2 for plane images.
 
     Raises:
         DataError: a file is missing or damaged, or lies elsewhere than the first image.
     """
-    labels, (first, *others) = files.require_labels(), files.images
+    labels = files.require_labels()
+    check_volumes((*files.images, labels))
+
+
+def check_volumes(volumes: Sequence[Path], axes: int = 3) -> None:
+    """Check that files are complete volumes with the voxels of the first one.
+
+    Args:
+        volumes: the files.
+        axes: axes of a volume: 3, or 2 for plane images.
+
+    Raises:
+        DataError: a file is missing or damaged, or lies elsewhere than the first one.
+    """
+    first, *others = volumes
     reference = read_nifti(first, None, axes=axes)
-    for file in (*others, labels):
+    for file in others:
         check_grid(file, read_nifti(file, None, axes=axes), first, reference, axes)
 
 
