@@ -1,9 +1,10 @@
 """Sparse federated learning on NVIDIA FLARE: sites and server exchange only the selected entries of a model."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+# Type checkers take it for typing.TYPE_CHECKING; to import typing would delay the command's handlers (__main__.py).
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from .api.deployment import Deployment
     from .api.run import Run
     from .api.start import run
@@ -58,10 +59,12 @@ _MODULES = {
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import a name on first access: torch takes a second, ``load_model`` imports every task and network."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     # Stored, so that the next access does not come here.
     value = globals()[name] = getattr(import_module(f".{_PLACES[name]}", __name__), name)
     return value

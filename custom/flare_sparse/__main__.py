@@ -1,16 +1,19 @@
 """The command ``flare-sparse``: what a user reads when it stops before it has started anything.
 
-Imports take seconds, so this module imports none of the package's libraries before its handlers are set.
+Imports take time, so this module, and the package itself, import next to nothing before the handlers are set. A Ctrl-C
+still earlier meets Python's own start, which ends with Python's traceback.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
-from types import FrameType
-from typing import NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import NoReturn
 
 
 def main() -> None:
@@ -47,6 +50,8 @@ def _describe_start() -> list[str]:
 
 
 def _get_command() -> str:
+    import shlex
+
     return shlex.join(["flare-sparse", *sys.argv[1:]])
 
 
