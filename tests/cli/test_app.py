@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_help_of_every_command_has_an_example(name: str) -> None:
     result = call(name, "--help")
     assert result.exit_code == 0
     assert f"flare-sparse {name} " in result.output.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_help_of_no_command_waits_for_large_libraries() -> None:
+    code = """import sys
+from flare_sparse.cli import COMMANDS, load_command
+for name in COMMANDS:
+    load_command(name)
+print(*{"torch", "nvflare", "monai", "numpy"} & set(sys.modules))"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"\n"
 
 
 def test_help_wraps_whole_paragraphs() -> None:

@@ -386,8 +386,7 @@ def test_exit_code_tells_that_a_site_contributed_to_no_round(config: Path, monke
         }  # fmt: skip
         return SimpleNamespace(summary=summary)
 
-    # The package's attribute ``run`` is the command, not its module.
-    monkeypatch.setattr(sys.modules["flare_sparse.cli.run"], "launch", run_partly)
+    monkeypatch.setattr("flare_sparse.api.start.launch", run_partly)
     result = run(config)
     assert result.exit_code == 3
     lines = result.output.splitlines()

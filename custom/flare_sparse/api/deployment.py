@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from ..config.study import Study
 from ..core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ..config.study import Study
     from ..flare.recipe import SparseRecipe
     from ..flare.tracking import MlflowTracker
 

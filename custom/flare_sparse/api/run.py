@@ -12,25 +12,26 @@ from typing import Any
 
 from torch import nn
 
+from ..compute import Compute
 from ..config.policy.policy import find_policy_file, read_policy
 from ..config.study import Study
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, DataError
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
+from ..core.split import Part
 from ..results.audit.attacks import Attacker, AuditOptions
 from ..results.audit.record import audit_run
+from ..results.evidence import NO_LICENSE
 from ..results.report.card import write_card
 from ..results.runs.continuation import EXPIRED, expire_checkpoints
-from ..results.runs.evaluation import Split, choose_evaluation_file, evaluate_cohort, evaluate_matrix
+from ..results.runs.evaluation import choose_evaluation_file, evaluate_cohort, evaluate_matrix
 from ..results.runs.folder import RunFolder
 from ..results.runs.load import load_model, load_study
 from ..results.runs.record import APPENDED_FILES, SUMMARY
 from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
 from ..tasks.task import SiteData
-from ..training.config import Compute
 
-NO_LICENSE = "No license is granted: ask the publisher of this crate."
 UNFINISHED = f"{{folder}}: no {SUMMARY}; expected the result folder of a finished flare-sparse run"
 ATTACKERS: tuple[Attacker, ...] = ("outsider", "member", "server")
 
@@ -128,7 +129,7 @@ class Run:
         data: str | Path | None = None,
         *,
         model: str = "final",
-        split: Split = "all",
+        split: Part = "all",
         name: str | None = None,
         resamples: int = 1000,
         overwrite: bool = False,

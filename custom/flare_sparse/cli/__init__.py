@@ -1,4 +1,7 @@
-"""The command line ``flare-sparse``: one module per command, imported when the command is called."""
+"""The command line ``flare-sparse``: one module per command, imported when the command is called.
+
+Its function imports what takes seconds, such as torch, so that --help does not wait for it.
+"""
 
 from __future__ import annotations
 

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from torch import Tensor
 
-from ..compute.kernels.threads import limit_kernel_threads
-from ..config.assemble import Assembly, open_site
-from ..config.study import Study
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, DataError
-from ..core.mask import Mask
-from ..core.params import compute_digest
-from ..core.seeds import limit_threads
-from ..results.runs.model_files import read_mask, read_model, save_mask, save_model
-from ..results.runs.record import CONFIG
-from ..tasks.task import SiteData
-from ..training import Site
 from .console import out as console
 from .options import Overrides
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..config.assemble import Assembly
+    from ..core.mask import Mask
+    from ..training import Site
 
 
 def adapt(
@@ -42,6 +38,13 @@ def adapt(
 
     [dim]flare-sparse adapt runs/metagater_cifar10 --data new_hospital.npz[/]
     """
+    from ..compute.kernels.threads import limit_kernel_threads
+    from ..config.assemble import open_site
+    from ..config.study import Study
+    from ..core.seeds import limit_threads
+    from ..results.runs.record import CONFIG
+    from ..tasks.task import SiteData
+
     folder = (out or run_dir / "adapted" / site).resolve()
     if not data.exists():
         raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
@@ -65,6 +68,9 @@ def adapt_at_site(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -
         ConfigError: the model does not belong to this job, or the method does not adapt.
         DataError: the site has no training examples.
     """
+    from ..core.params import compute_digest
+    from ..results.runs.model_files import read_mask, read_model, save_mask, save_model
+
     if not site.num_examples:
         raise DataError(f"site {site.name!r} has no training examples; adaptation needs some")
     weights = read_model(run_dir / "model.safetensors", assembly.layout)

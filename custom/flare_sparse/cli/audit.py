@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ..api.run import ATTACKERS, Run
-from ..config.policy.policy import find_policy_file, read_policy
 from ..core.errors import ConfigError
-from ..results.audit.attacks import Attacker, AuditOptions
-from ..results.report.attacks import describe_result
-from ..results.runs.results import AUDIT_FILE
 from .console import err
 from .console import out as console
 from .options import take_options
 from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..results.audit.attacks import Attacker
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,7 @@ class AuditCommandOptions:
     """Options of ``flare-sparse audit``."""
 
     runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)]
-    attackers: Annotated[str, typer.Option(help="Attackers, separated by commas: outsider, member, server")] = ",".join(
-        ATTACKERS
-    )
+    attackers: Annotated[str, typer.Option(help="Attackers, separated by commas")] = "outsider,member,server"
     references: Annotated[
         int, typer.Option(min=0, max=8, help="Reference models of RMIA; each takes as long as a run; 0: no RMIA")
     ] = 4
@@ -62,6 +58,11 @@ def audit(options: AuditCommandOptions) -> None:
 
     [dim]flare-sparse audit runs/dense runs/pruned --attackers member --json[/]
     """
+    from ..api.run import Run
+    from ..config.policy.policy import find_policy_file, read_policy
+    from ..results.audit.attacks import AuditOptions
+    from ..results.runs.results import AUDIT_FILE
+
     chosen = _parse_attackers(options.attackers)
     site_policy = read_policy(find_policy_file(Path(options.policy))) if options.policy else None
     settings = AuditOptions(
@@ -87,6 +88,8 @@ def audit(options: AuditCommandOptions) -> None:
 
 
 def _parse_attackers(text: str) -> list[Attacker]:
+    from ..api.run import ATTACKERS
+
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or set(names) - set(ATTACKERS):
         raise ConfigError(f"--attackers {text!r}: expected some of {', '.join(ATTACKERS)}, separated by commas")
@@ -94,6 +97,8 @@ def _parse_attackers(text: str) -> list[Attacker]:
 
 
 def _show(record: dict[str, Any]) -> None:
+    from ..results.report.attacks import describe_result
+
     counts = f"{record['members']} members, {record['non_members']} non-members"
     table = Table(title=f"{record['run']}: attacks; {counts}", title_justify="left")
     for column in ("attacker", "attack", "AUC", "95 % interval", "TPR at 1 % FPR", "result"):

@@ -8,19 +8,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
-from torch import Tensor, nn
 
 from ..core.errors import ConfigError
-from ..core.seeds import limit_threads
-from ..results.runs.load import load_study, load_trained_model
-from ..training.compute import explain_missing_kernels
 from .console import out as console
-from .inputs import load_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 BATCHES = (1, 8)
 THREADS = (1, 2)
@@ -41,6 +38,12 @@ def bench(
 
     [dim]flare-sparse bench runs/neurosfl_brain_age[/]
     """
+    import torch
+
+    from ..results.runs.load import load_study, load_trained_model
+    from ..training.compute import explain_missing_kernels
+    from .inputs import load_inputs
+
     if obstacle := explain_missing_kernels(torch.device("cpu")):
         raise ConfigError(f"bench: there are no sparse kernels to time: {obstacle}")
     study = load_study(run)
@@ -73,7 +76,10 @@ def time_model(model: nn.Module, examples: Tensor, repeats: int) -> list[dict[st
     Raises:
         ConfigError: the network's output is not one tensor.
     """
+    import torch
+
     from ..compute.kernels.network import compile_network
+    from ..core.seeds import limit_threads
 
     compiled, lines = compile_network(model), []
     for batch in BATCHES:
@@ -81,7 +87,7 @@ def time_model(model: nn.Module, examples: Tensor, repeats: int) -> list[dict[st
         for threads in THREADS:
             with limit_threads(threads), torch.no_grad():
                 expected, found = model(inputs), compiled(inputs)
-                if not isinstance(expected, Tensor):
+                if not isinstance(expected, torch.Tensor):
                     raise ConfigError(
                         f"bench: expected a network whose output is one tensor, found {type(expected).__name__}; time "
                         "it in Python, with load_model(run) and load_model(run, compute='auto')"

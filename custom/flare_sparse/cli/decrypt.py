@@ -8,18 +8,13 @@ from typing import Annotated
 import typer
 
 from ..core.errors import ConfigError
-from ..privacy.encryption import CLIENT_FILE
-from ..results.report.card import write_card
-from ..results.runs.decrypt import decrypt_run
-from ..results.runs.load import load_study
-from ..results.runs.results import RunResult
 from .console import out as console
 
 
 def decrypt(
     run: Annotated[Path, typer.Argument(help="Result folder of a run with wire.encryption: ckks", show_default=False)],
     context: Annotated[
-        Path, typer.Option(help=f"Key context of a site of that federation: startup/{CLIENT_FILE} in its kit")
+        Path, typer.Option(help="Key context of a site of that federation: startup/client_context.tenseal in its kit")
     ],
 ) -> None:
     """Decrypt the model of an encrypted run. Only a site can: neither the server nor the lead has the secret key.
@@ -28,6 +23,11 @@ def decrypt(
 
     [dim]flare-sparse decrypt runs/neurosfl_encrypted --context /opt/flare/site-1/startup/client_context.tenseal[/]
     """
+    from ..results.report.card import write_card
+    from ..results.runs.decrypt import decrypt_run
+    from ..results.runs.load import load_study
+    from ..results.runs.results import RunResult
+
     assembly = load_study(run).assembly
     try:
         key = context.read_bytes()

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..api.estimate import compute_figures, forecast_privacy
 from ..results.runs.progress import compare_with_dense, format_bytes
 from .console import out as stdout
 from .estimate_tables import build_links_table, build_rounds_table
@@ -53,6 +52,8 @@ def estimate(
 
         flare-sparse estimate app_configs/masked_brain_age.yaml --set 'federation.hubs={north: {sites: [site-1]}}'
     """
+    from ..api.estimate import compute_figures, forecast_privacy
+
     study = load_with_options(config, sites, rounds, None, set_)
     figures = compute_figures(study)
     if study.config.privacy is not None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ..api.run import Run
 from ..core.errors import ConfigError
-from ..results.runs.evaluation import Split, choose_evaluation_file
-from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS
-from ..tasks.task import Metric
+from ..core.split import Part
 from .console import out as console
 from .options import take_options
 from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..tasks.task import Metric
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EvaluateOptions:
     data: Annotated[
         Path | None, typer.Option(help="Data to evaluate on: the folder or file that a site file would name")
     ] = None
-    split: Annotated[Split, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all"
+    split: Annotated[Part, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all"
     best: Annotated[
         bool, typer.Option("--best", help="Evaluate the best model on validation examples instead of the final one")
     ] = False
@@ -65,6 +65,10 @@ def evaluate(options: EvaluateOptions) -> None:
 
         flare-sparse evaluate runs/neurosfl_brain_age runs/local_only_brain_age --matrix
     """
+    from ..api.run import Run
+    from ..results.runs.evaluation import choose_evaluation_file
+    from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS
+
     _check_options(options)
     records = []
     for folder in options.runs:

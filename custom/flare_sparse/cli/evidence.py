@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..api.run import NO_LICENSE, Run
 from ..core.errors import ConfigError
+from ..results.evidence import NO_LICENSE
 from .console import out as console
 
 
@@ -56,6 +56,8 @@ def evidence(
 
     [dim]flare-sparse evidence runs/study --kit kits/lead@coordination.org --policy site-1=careful --out study.zip[/]
     """
+    from ..api.run import Run
+
     if dpia:
         logs = {site: Path(folder) for site, folder in _parse_by_site("--egress", "FOLDER", egress or []).items()}
         policies = _parse_by_site("--policy", "FILE", policy or [])

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from ..config.loading import load_config
-from ..config.user_tasks import list_user_code
 from .options import Overrides
 
 _INSTALLED = (
@@ -44,7 +42,8 @@ def export(
 
         flare-sparse export dose.yaml --byoc --set federation.min_sites=2
     """
-    # FLARE takes seconds to import; --help must not wait for it.
+    from ..config.loading import load_config
+    from ..config.user_tasks import list_user_code
     from ..flare.export import export_job, find_outdated_files
 
     stale: list[str] = []

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from ..core.errors import ConfigError
-from ..tasks.models.base import MODELS_VARIABLE
 from .console import out as console
 
 _FILES = ["config.json", "model.safetensors", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]
@@ -32,6 +31,8 @@ def fetch_model(
 
     [dim]flare-sparse fetch-model sentence-transformers/all-MiniLM-L6-v2 --revision main[/]
     """
+    from ..tasks.models.base import MODELS_VARIABLE
+
     models = os.environ.get(MODELS_VARIABLE)
     if not models:
         raise ConfigError(f"${MODELS_VARIABLE} is not set; set it to the folder for base models")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..config.compatibility import find_reasons, list_columns
-from ..config.needs import Feature
 from ..core.errors import ConfigError, suggest
-from ..methods.method import Method
-from ..methods.registry import METHODS
 from .console import out as console
 from .settings_table import build_settings_table, get_first_line
+
+if TYPE_CHECKING:
+    from ..config.needs import Feature
+    from ..methods.method import Method
 
 
 def methods(
@@ -31,6 +31,9 @@ def methods(
 
     [dim]flare-sparse methods --matrix[/]
     """
+    from ..config.compatibility import list_columns
+    from ..methods.registry import METHODS
+
     if matrix:
         columns = list_columns()
         console.print(_build_matrix(columns, [name] if name else list(METHODS)))
@@ -51,6 +54,8 @@ def find_source(method: type[Method[Any, Any]]) -> str:
 
 def _build_matrix(columns: Sequence[Feature], names: Sequence[str]) -> Table:
     """Return the methods as rows and the features as numbered columns."""
+    from ..config.compatibility import find_reasons
+
     table = Table("method", *map(str, range(1, len(columns) + 1)), box=None, pad_edge=False)
     reasons = [find_reasons(feature) for feature in columns]
     for name in names:
@@ -59,6 +64,8 @@ def _build_matrix(columns: Sequence[Feature], names: Sequence[str]) -> Table:
 
 
 def _list_methods() -> Table:
+    from ..methods.registry import METHODS
+
     table = Table("name", "what happens in a round", "source", box=None, pad_edge=False)
     for name, method in METHODS.items():
         table.add_row(f"[bold]{name}[/]", escape(get_first_line(method)), escape(find_source(method)))

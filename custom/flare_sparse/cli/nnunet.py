@@ -6,23 +6,16 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..config.policy.policy import find_policy_file, raise_refusals, read_policy
 from ..core.errors import ConfigError
-from ..tasks.nnunet.fingerprint import (
-    RELATIVE_ERROR,
-    SAMPLES,
-    Fingerprint,
-    compute_fingerprint,
-    merge_fingerprints,
-    read_fingerprint,
-)
-from ..tasks.nnunet.plan import Planner, build_plan, list_configurations
-from ..tasks.nnunet.raw import find_raw_cases
+from ..tasks.nnunet.planner import Planner
 from .console import out as console
+
+if TYPE_CHECKING:
+    from ..tasks.nnunet.fingerprint import Fingerprint
 
 HELP = """Plan nnU-Net for the data of several sites: each site computes a fingerprint, the centre makes one plan.
 
@@ -54,6 +47,10 @@ def fingerprint(
 
     [dim]flare-sparse nnunet fingerprint /data/Dataset004_Hippocampus --total 260 --out site-1.json[/]
     """
+    from ..config.policy.policy import find_policy_file, raise_refusals, read_policy
+    from ..tasks.nnunet.fingerprint import RELATIVE_ERROR, SAMPLES, compute_fingerprint
+    from ..tasks.nnunet.raw import find_raw_cases
+
     _require_nnunet()
     minimum = 0 if site_policy is None else read_policy(find_policy_file(site_policy)).min_examples
     cases = len(find_raw_cases(data))
@@ -88,6 +85,9 @@ def plan(
 
     [dim]flare-sparse nnunet plan site-1.json site-2.json --out plan.json[/]
     """
+    from ..tasks.nnunet.fingerprint import merge_fingerprints
+    from ..tasks.nnunet.plan import build_plan, list_configurations
+
     _require_nnunet()
     made = build_plan(merged := merge_fingerprints(_read_sources(sources)), name, planner, memory_gb)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +104,9 @@ def plan(
 
 def _read_sources(sources: Sequence[Path]) -> list[Fingerprint]:
     """Return the fingerprints in files, and those of folders with as many samples per case as the files have."""
+    from ..tasks.nnunet.fingerprint import SAMPLES, compute_fingerprint, read_fingerprint
+    from ..tasks.nnunet.raw import find_raw_cases
+
     files = {source: read_fingerprint(source) for source in sources if not source.is_dir()}
     total = sum(len(find_raw_cases(source)) for source in sources if source.is_dir())
     samples = next((found.samples_per_case for found in files.values()), max(SAMPLES // max(total, 1), 1))

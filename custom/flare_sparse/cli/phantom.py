@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from ..tasks.data.phantom import write_phantoms
 from .console import out as console
 
 
@@ -26,5 +25,7 @@ def phantom(
 
     [dim]flare-sparse phantom --out brains --sites 4 --subjects 40[/]
     """
+    from ..tasks.data.phantom import write_phantoms
+
     folder = write_phantoms(out, sites, subjects, seed, labels=labels)
     console.print(f"{folder}: {sites * subjects} phantoms of {sites} sites", markup=False)

@@ -7,12 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..compute import Compute
 from ..core.errors import ConfigError, DataError
-from ..core.seeds import limit_threads
-from ..results.runs.load import compile_model, load_study
-from ..results.runs.models import read_run_model
-from ..training.compute import can_use_kernels
-from ..training.config import Compute
 from .console import out as console
 
 
@@ -48,6 +44,11 @@ def predict(
 
     [dim]flare-sparse predict runs/neurosfl_hippocampus --data /data/new_hospital --out predictions[/]
     """
+    from ..core.seeds import limit_threads
+    from ..results.runs.load import compile_model, load_study
+    from ..results.runs.models import read_run_model
+    from ..training.compute import can_use_kernels
+
     if best and site_model:
         raise ConfigError("--best and --site-model exclude each other; leave one out")
     if not data.exists():

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ..api.report import compare_runs, write_reports
 from ..core.errors import ConfigError
 from .console import err
 from .console import out as console
@@ -49,6 +48,8 @@ def report(
 
     [dim]flare-sparse report runs/fold-1 runs/fold-2 --json[/]
     """
+    from ..api.report import compare_runs, write_reports
+
     if as_json and out is not None:
         raise ConfigError("--json prints and writes no page; leave --out out")
     if as_json:

@@ -7,21 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from ..api.deployment import Deployment, Env, resolve_tracking_uri
-from ..api.start import PATIENCE_S, launch, name_run
-from ..config.study import Study
 from ..core.errors import ConfigError
-from ..results.runs.folder import RunFolder
 from .console import out as stdout
 from .options import ConfigFile, ContinueFrom, Overrides, Resume, StepBack, load_with_options, take_options
-from .outcome import RunCommand, RunProgress, explain_outcome
 from .screen import Screen
-from .summary import PARTIAL, find_idle_sites, read_last_round, show_result
+
+if TYPE_CHECKING:
+    from ..config.study import Study
+    from .outcome import RunProgress
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,11 @@ def run(options: RunOptions) -> None:
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
+    from ..api.start import PATIENCE_S, launch, name_run
+    from ..results.runs.folder import RunFolder
+    from .outcome import RunCommand, explain_outcome
+    from .summary import PARTIAL, find_idle_sites, read_last_round, show_result
+
     _check_options(options)
     _check_step_back(options)
     env = options.env

@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from ..core.errors import ConfigError
-from ..results.runs.load import load_study, load_trained_model
 from .console import out as console
-from .inputs import load_inputs
 
 
 def save(
@@ -34,6 +32,9 @@ def save(
 
     [dim]flare-sparse save runs/neurosfl_brain_age --onnx[/]
     """
+    from ..results.runs.load import load_study, load_trained_model
+    from .inputs import load_inputs
+
     study = load_study(run)
     model = load_trained_model(study, best=best)
     folder = to or run / "saved"

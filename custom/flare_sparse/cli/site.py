@@ -10,8 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ..config.loading import load_config
-from ..config.user_tasks import load_task
 from ..core.errors import ConfigError
 from .console import out as console
 
@@ -121,6 +119,8 @@ def preflight(
 
     [dim]flare-sparse site preflight /opt/flare/site-1 --job app_configs/neurosfl_brain_age.yaml[/]
     """
+    from ..config.loading import load_config
+    from ..config.user_tasks import load_task
     from ..flare.site.preflight import check_site
 
     config = load_config(job) if job else None

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..api import sweep as sweeps
 from ..results.runs.progress import format_bytes
-from ..results.runs.sweep import SettingsResult
 from .console import out as console
 from .options import ConfigFile, Overrides
 from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..results.runs.sweep import SettingsResult
 
 
 def sweep(
@@ -54,6 +55,8 @@ def sweep(
     [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml --grid method.sparsity=0.8,0.9 --set
     task.split.validation=0.1[/]
     """
+    from ..api import sweep as sweeps
+
     overrides = [*(set_ or ()), *(() if rounds is None else (f"method.rounds={rounds}",))]
     result = sweeps.sweep(
         config, grid, overrides, trials=trials, seeds=seeds, parallel=parallel, out=out, observer=Screen()

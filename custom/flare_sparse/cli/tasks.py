@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..config.user_tasks import import_task_class
 from ..core.errors import ConfigError, suggest
-from ..tasks.registry import TASKS
-from ..tasks.task import Task
 from .console import out as console
 from .settings_table import build_settings_table, get_first_line
+
+if TYPE_CHECKING:
+    from ..tasks.task import Task
 
 
 def tasks(
@@ -30,6 +30,9 @@ def tasks(
 
     [dim]flare-sparse tasks my_tasks.Dose[/]
     """
+    from ..config.user_tasks import import_task_class
+    from ..tasks.registry import TASKS
+
     if name is None:
         console.print(_list_tasks())
         console.print("\nA task of your own is one class: docs/own-task.md", markup=False)
@@ -47,6 +50,8 @@ def tasks(
 
 
 def _list_tasks() -> Table:
+    from ..tasks.registry import TASKS
+
     table = Table(box=None, pad_edge=False)
     table.add_column("name", no_wrap=True, min_width=max(map(len, TASKS)))
     for column in ("what it predicts", "metric", "data that it reads"):

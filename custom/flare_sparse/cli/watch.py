@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import ConfigError
-from ..results.runs.growing import ROUNDS
 from ..results.runs.progress import (
     ProgressFormatter,
     append_round,
@@ -24,7 +23,6 @@ from ..results.runs.progress import (
     format_bytes,
     format_duration,
 )
-from ..results.runs.record import SUMMARY
 from .console import out as stdout
 
 if TYPE_CHECKING:
@@ -73,6 +71,9 @@ def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, An
     Raises:
         ConfigError: there is no such folder.
     """
+    from ..results.runs.growing import ROUNDS
+    from ..results.runs.record import SUMMARY
+
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no result folder; give the folder of --out, or a job's id with --kit")
     while True:
@@ -102,7 +103,6 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str
     Raises:
         ConfigError: the kit is not that of an admin, the login failed, or the server knows no such job.
     """
-    # FLARE takes seconds to import; --help must not wait for it.
     from ..flare.feed import fetch_lines
     from ..flare.launch.connection import LOST, open_connection
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..api.run import Run
-from ..api.withdraw import Touched, trace_withdrawal
-from ..api.withdraw import withdraw as make_again
 from ..config.withdrawals import Withdrawals
 from ..core.errors import ConfigError
-from ..tasks.data.source import read_identifiers
 from .console import err
 from .console import out as console
 from .options import take_options
 from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..api.withdraw import Touched
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,11 @@ def withdraw(options: WithdrawOptions) -> None:
 
     [dim]flare-sparse withdraw runs/study --site hospital-b --delete-models[/]
     """
+    from ..api.run import Run
+    from ..api.withdraw import trace_withdrawal
+    from ..api.withdraw import withdraw as make_again
+    from ..tasks.data.source import read_identifiers
+
     if (options.subjects is None) == (options.site is None):
         raise ConfigError("give either --subjects FILE or --site NAME")
     gone = Withdrawals(

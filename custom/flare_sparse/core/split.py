@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Ids = tuple[str, ...]
+Part = Literal["all", "test", "validation", "train"]
+"""Which examples of a split are evaluated."""
 
 
 @dataclass(frozen=True)

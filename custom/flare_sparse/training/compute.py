@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, get_args
 import torch
 from torch import Tensor
 
+from ..compute import Compute
 from ..core.errors import ConfigError
 from ..core.mask import Mask
-from .config import Compute
 from .flat import FlatModel
 from .trainer import Trainer, Training, Wrapper
 

@@ -9,9 +9,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
+from ..compute import Compute
 from .schedule import LearningRateSchedule
 
-Compute = Literal["auto", "dense", "sparse"]
 Precision = Literal["float32", "bfloat16"]
 """Number format in which autocast computes the operations that allow it."""
 

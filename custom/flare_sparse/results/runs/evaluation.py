@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ from ...core.errors import ConfigError, DataError, FlareSparseError
 from ...core.observer import SILENT, Observer
 from ...core.params import compute_digest
 from ...core.seeds import make_generator
+from ...core.split import Part
 from ...methods.method import Method, describe_site_model
 from ...tasks.task import TEST_EXAMPLES, Examples, SiteData, Task
 from ...training import LocalTask, Site, build_site
 from .models import list_run_models, read_run_model
 from .results import CROSS_SITE_FILE, EVALUATIONS
 
-Split = Literal["all", "test", "validation", "train"]
 LEVEL = 0.95
 """Level of the bootstrap intervals."""
 
@@ -65,7 +65,7 @@ class EvaluationSet:
         DataError: the data cannot be loaded.
     """
 
-    def __init__(self, assembly: Assembly, data: SiteData, split: Split):
+    def __init__(self, assembly: Assembly, data: SiteData, split: Part):
         self.data, self.task = data, assembly.task
         try:
             examples = open_site(assembly, data).trainer.examples
@@ -153,7 +153,7 @@ def choose_evaluation_file(run: Path, cohort: str, model: str, *, overwrite: boo
 
 
 def evaluate_cohort(
-    run: Path, study: Study, data: SiteData, split: Split, model: str, resamples: int
+    run: Path, study: Study, data: SiteData, split: Part, model: str, resamples: int
 ) -> dict[str, Any]:
     """Evaluate one model of a run on one cohort and return the record.
 
@@ -228,7 +228,7 @@ def _note_model(method: Method[Any, Any], model: str) -> str:
     )
 
 
-def _note_training_data(study: Study, data: Path, split: Split) -> str:
+def _note_training_data(study: Study, data: Path, split: Part) -> str:
     """Return a note if the run has trained on examples that it is evaluated on; empty: it has not, as far as known."""
     simulator = study.config.simulator
     if simulator is None or simulator.data.path is None or split not in ("all", "train"):
@@ -276,7 +276,7 @@ def bootstrap(
     return intervals, notes
 
 
-def _select(examples: Examples, split: Split) -> Dataset[Any]:
+def _select(examples: Examples, split: Part) -> Dataset[Any]:
     parts = {"train": examples.train, "validation": examples.validation, "test": examples.test}
     sized = [part for name, part in parts.items() if split in ("all", name) and part is not None]
     chosen = [part for part in sized if len(part)]  # type: ignore[arg-type]

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .record import CONFIG
+from ...compute import Compute
 from ...config.study import Study
 from ...core.errors import ConfigError
 from ...training.compute import can_use_kernels
-from ...training.config import Compute
 from .models import read_run_model
+from .record import CONFIG
 
 
 def load_model(run: str | Path, *, best: bool = False, compute: Compute = "dense") -> nn.Module:

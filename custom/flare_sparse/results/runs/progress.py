@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.observer import Observer
-from ...rounds.federation.events import STEPPED_BACK
 
 RECENT_ROUNDS = 10
 """Rounds whose mean duration an estimate of the time left extends."""
@@ -80,6 +79,8 @@ def estimate_seconds_left(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 def append_round(lines: list[Mapping[str, Any]], line: Mapping[str, Any]) -> None:
     """Append the line of a round; the rounds that the run stepped back from before it are removed."""
+    from ...rounds.federation.events import STEPPED_BACK
+
     if any(event["event"] == STEPPED_BACK for event in line.get("events", ())):
         lines[:] = [other for other in lines if other["round"] < line["round"]]
     lines.append(line)

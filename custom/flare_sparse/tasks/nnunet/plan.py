@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...core.errors import ConfigError
 from .fingerprint import Fingerprint
+from .planner import Planner
 from .raw import DATASET
 
-Planner = Literal["ExperimentPlanner", "nnUNetPlannerResEncM", "nnUNetPlannerResEncL", "nnUNetPlannerResEncXL"]
 MAX_CHARACTERS = 200_000
 """Most characters of a plan as JSON; nnU-Net's plans have 5,000 to 20,000."""
 

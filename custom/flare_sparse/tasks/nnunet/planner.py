@@ -1,0 +1,5 @@
+"""nnU-Net's planners, in a module that the command line imports at once."""
+
+from typing import Literal
+
+Planner = Literal["ExperimentPlanner", "nnUNetPlannerResEncM", "nnUNetPlannerResEncL", "nnUNetPlannerResEncXL"]
