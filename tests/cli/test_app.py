@@ -20,6 +20,7 @@ COMMANDS = {
     "run",
     "watch",
     "check",
+    "describe",
     "estimate",
     "export",
     "methods",

@@ -13,9 +13,11 @@ import pytest
 import safetensors
 import yaml
 from egress import assert_logs_equal_ledger
+from typer.testing import CliRunner
 
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.cli import app
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.launch import simulator
@@ -118,6 +120,21 @@ def test_server_and_sites_follow_a_policy_file(tmp_path: Path, monkeypatch: pyte
     file = configuration(tmp_path / "config", METHODS["neurosfl"])
     with pytest.raises(JobFailed, match=r"E_CONFIG: .* the policy here allows max_model_entries 10"):
         simulate(file, tmp_path / "out")
+
+
+@pytest.mark.long
+def test_sites_are_described_before_training(tmp_path: Path) -> None:
+    file = tmp_path / "brains.yaml"
+    file.write_text(
+        "name: brains\nseed: 1\nmethod: {name: fedavg, rounds: 1}\n"
+        "task: {name: brain_age, downsample: 4}\nsimulator: {sites: 2, data: {phantom: {subjects: 24}}}\n"
+    )
+    result = CliRunner().invoke(app, ["describe", str(file), "--out", str(tmp_path / "out"), "--least", "5", "--json"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record == json.loads((tmp_path / "out" / "description.json").read_text())
+    assert {site: own["count"] for site, own in record["columns"]["age"].items()} == {"site-1": 24, "site-2": 24}
+    assert (tmp_path / "out" / "description.html").is_file()
 
 
 @pytest.mark.long

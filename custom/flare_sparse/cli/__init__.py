@@ -20,8 +20,8 @@ from .console import out as console
 
 COMMANDS = (
     "run", "watch", "report", "evaluate", "predict", "audit", "evidence", "sweep", "bench", "adapt", "check",
-    "estimate", "export", "save", "decrypt", "withdraw", "fetch-model", "methods", "tasks", "nnunet", "phantom",
-    "site",
+    "describe", "estimate", "export", "save", "decrypt", "withdraw", "fetch-model", "methods", "tasks", "nnunet",
+    "phantom", "site",
 )  # fmt: skip
 
 

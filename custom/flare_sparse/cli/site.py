@@ -47,7 +47,7 @@ def allow(
 ) -> None:
     """Allow the classes that jobs of this package name. No code travels with such a job.
 
-    Adds the package's eleven classes, one by one, to class_allow_list in local/resources.json; in the kit of a server
+    Adds the package's twelve classes, one by one, to class_allow_list in local/resources.json; in the kit of a server
     also the one that sends figures to MLflow. Removes the prefix
     [bold]flare_sparse.flare.[/] if it is listed, because FLARE would call every function below it. All other entries
     stay. Turns off streaming of logs to the server. Restart the site afterwards.

@@ -25,6 +25,7 @@ from .payload import (
     extract_hello,
     extract_sum,
     get_refusal_code,
+    is_statistics,
     shareable_to_message,
     strip_to_codes,
 )
@@ -85,7 +86,7 @@ def describe_result(result: Shareable) -> Outgoing:
         return describe_message(*((message,) if message is not None else shareable_to_message(result, "")))
     with suppress(ValueError):
         dxo = from_shareable(result)
-        kind = getattr(dxo.data_kind, "value", str(dxo.data_kind))
+        kind = "statistics" if is_statistics(result) else getattr(dxo.data_kind, "value", str(dxo.data_kind))
         return Outgoing("result", [kind], list(iterate_buffers([dxo.data, dxo.meta])))
     return Outgoing("result", ["return code"])
 

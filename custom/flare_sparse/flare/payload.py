@@ -153,6 +153,14 @@ def _extract(shareable: Shareable, key: str) -> Any:
         return None
 
 
+def is_statistics(result: Shareable) -> bool:
+    """Return whether a result holds statistics of FLARE's own workflow. It never raises."""
+    try:
+        return bool(from_shareable(result).data_kind == DataKind.STATISTICS)
+    except Exception:  # noqa: BLE001 - as in _extract
+        return False
+
+
 def build_refusal(code: str, return_code: str) -> Shareable:
     """Return a reply without values: an error code of this package and a return code of FLARE, nothing else."""
     reply = make_reply(return_code)

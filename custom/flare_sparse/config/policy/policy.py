@@ -215,6 +215,19 @@ class Policy(BaseModel):
         if records_updates and not self.record_updates:
             yield "record_updates: the server of this job keeps every update; set audit.record_updates to false"
 
+    def check_description(self, *, permit: str | None) -> Iterator[str]:
+        """Yield the reasons why statistics of the site's columns may not leave; none if they may.
+
+        Args:
+            permit: the job's permit; None: it names none.
+        """
+        yield from self.check_job(records_updates=False, permit=permit)
+        if STATISTICS not in self.contents:
+            yield "contents: statistics may not leave this site"
+        for term in ("encrypted", "masked", "noise", "epsilon"):
+            if getattr(self, term):
+                yield f"{term}: statistics of columns would leave without it"
+
     def check_request(self, kind: str, entries: int) -> Iterator[str]:
         """Yield the reason why a request asks for too few entries; none if it may be answered.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.recipe import SimEnv
+from nvflare.recipe.spec import Recipe
 
 from ...config.policy.policy import POLICY_FILE
 from ...core.checkpoint.writing import replace_atomically
@@ -87,13 +88,7 @@ def simulate(
         JobFailed: the job ended without a result.
     """
     out = out.resolve()
-    if any(character.isspace() for character in str(out)):
-        raise ConfigError(
-            f"--out {str(out)!r} contains a space, which FLARE's simulator cannot handle; choose another folder"
-        )
-    workspace = out / "workspace" / recipe.name
-    shutil.rmtree(workspace, ignore_errors=True)
-    (workspace / "local").mkdir(parents=True)
+    workspace = _create_workspace(out, recipe.name)
     # FLARE's simulated server and sites share one list.
     allow_classes(workspace, workplace.allowed_classes, at_server=True)
     if workplace.policy:
@@ -144,6 +139,46 @@ def simulate(
             shutil.copy2(metrics / name, out / name)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
+
+
+def simulate_statistics(recipe: Recipe, sites: Sequence[str], site_files: str, out: Path, result: str) -> Any:
+    """Run a recipe of federated statistics in the simulator and return what it wrote.
+
+    Args:
+        recipe: the job.
+        sites: names of the sites.
+        site_files: as in :func:`simulate`.
+        out: folder of FLARE's workspace and log.
+        result: path of the statistics in the server's job folder.
+
+    Raises:
+        ConfigError: as in :func:`simulate`.
+        JobFailed: the job ended without statistics.
+    """
+    out = out.resolve()
+    workspace, log = _create_workspace(out, recipe.name), out / "flare.log"
+    allow_classes(workspace, at_server=True)
+    with _set_environment({SITE_FILE_VARIABLE: site_files, COMMAND_VARIABLE: identify_command()}), redirect_output(log):
+        try:
+            recipe.execute(SimEnv(clients=list(sites), workspace_root=str(out / "workspace")))
+        except RuntimeError as error:
+            raise _describe_end(log, workspace, [], str(error)) from error
+    file = workspace / "server" / "simulate_job" / result
+    if not file.is_file():
+        raise _describe_end(log, workspace, [])
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _create_workspace(out: Path, name: str) -> Path:
+    """Return the empty workspace of a job below a folder without spaces in its path."""
+    if any(character.isspace() for character in str(out)):
+        raise ConfigError(
+            f"--out {str(out)!r} contains a space, which FLARE's simulator cannot handle; choose another folder"
+        )
+    workspace = out / "workspace" / name
+    shutil.rmtree(workspace, ignore_errors=True)
+    (workspace / "local").mkdir(parents=True)
+    return workspace
 
 
 def _copy_site_models(workspace: Path, out: Path) -> None:

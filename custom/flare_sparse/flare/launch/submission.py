@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.fuel.flare_api.api_spec import JobNotFound
+from nvflare.recipe.spec import Recipe
 
 from ...core.checkpoint.writing import replace_atomically
 from ...results.runs.growing import ROUNDS, GrowingRecord
@@ -83,6 +84,35 @@ def run_deployed(
     return summary
 
 
+def run_statistics(recipe: Recipe, kit: Path, out: Path, result: str, on_line: Callable[[str], None]) -> Any:
+    """Submit a recipe of federated statistics, wait for its end, and return what it wrote.
+
+    Args:
+        recipe: the job.
+        kit: startup kit of an admin who may submit jobs.
+        out: as in :func:`run_deployed`.
+        result: path of the statistics in the server's folder of the job.
+        on_line: called with a line of text for each change of the job's status.
+
+    Raises:
+        ConfigError: as in :func:`run_deployed`.
+        JobFailed: the job was refused, or a site did not answer.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with redirect_messages(out / "flare.log"), open_connection(kit, on_line) as connection:
+        job, status = _submit(connection, recipe), ""
+        while not status.startswith("FINISHED"):
+            time.sleep(POLL_S)
+            previous, status = status, connection.ask(lambda session: str(session.get_job_status(job)))
+            if status != previous:
+                on_line(f"job {job}: {status.lower()}")
+        refusals = connection.ask(lambda session: _list_refusals(session.get_job_meta(job)))
+        downloaded = _download(connection, job, out)
+    if file := next(downloaded.glob(f"**/{result}"), None):
+        return json.loads(file.read_text(encoding="utf-8"))
+    raise describe_end(job, status, reason=_read_reason(downloaded), refusals=refusals)
+
+
 def _follow(
     connection: ServerConnection,
     recipe: SparseRecipe,
@@ -142,7 +172,7 @@ def redirect_messages(path: Path) -> Iterator[None]:
         yield
 
 
-def _submit(connection: ServerConnection, recipe: SparseRecipe) -> str:
+def _submit(connection: ServerConnection, recipe: Recipe) -> str:
     """Submit a recipe once and return the id of the job.
 
     Raises:
@@ -225,6 +255,11 @@ def _find_record(job: Path) -> Path | None:
     return next((file.parent for file in sorted(job.glob(f"**/app_server/{RESULTS}/summary.json"))), None)
 
 
+def _read_reason(job: Path) -> str:
+    """Return the first error in the server's log of a downloaded job."""
+    return find_reason("".join(file.read_text(errors="replace") for file in sorted(job.glob("**/log.txt"))[:1]))
+
+
 def _collect_record(job: Path, out: Path, describe: Callable[[str], JobFailed]) -> None:
     """Copy the record of a downloaded job to ``out``.
 
@@ -238,8 +273,7 @@ def _collect_record(job: Path, out: Path, describe: Callable[[str], JobFailed]) 
     """
     record = _find_record(job)
     if record is None:
-        log = "".join(file.read_text(errors="replace") for file in sorted(job.glob("**/log.txt"))[:1])
-        error = describe(find_reason(log))
+        error = describe(_read_reason(job))
         error.remedy = f"{error.remedy} The job's downloaded files: {job}".strip()
         raise error
     delete_models(out)

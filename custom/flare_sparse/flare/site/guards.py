@@ -8,6 +8,7 @@ approved update leave. The third guard, which checks jobs, is in :mod:`~flare_sp
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -36,7 +37,7 @@ from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES
 from ...wire.codec import decode
 from ...wire.formats import FORMATS, ValueFormat, is_quantized
 from ...wire.messages import Decoded
-from ..egress import install_recorder
+from ..egress import install_recorder, iterate_buffers
 from ..payload import (
     EVENTS,
     MISSING_BASE_HEADER,
@@ -47,14 +48,15 @@ from ..payload import (
     extract_hello,
     extract_sum,
     hello_to_shareable,
+    is_statistics,
     shareable_to_message,
     strip_to_codes,
     sum_to_shareable,
     update_to_dxo,
     update_to_shareable,
 )
-from ..session import get_site_session, read_site_policy
-from ..workspace import write_site_error
+from ..session import get_site_session, read_job, read_site_policy
+from ..workspace import find_job_file, write_site_error
 
 APPROVED = "flare_sparse.approved"
 """Key of the approved update in FLARE's context; the property is private, so it does not leave the site."""
@@ -69,10 +71,11 @@ class SiteResultPolicy(Filter):
         """Return the approved update, or a refusal with the error code only; its text stays at the site."""
         # Reset first: the gate must never accept an update that was approved for an earlier task.
         fl_ctx.set_prop(APPROVED, None, private=True, sticky=False)
-        if shareable.get_return_code() != ReturnCode.OK or UPDATE not in shareable:
+        is_description = _is_description(shareable, fl_ctx)
+        if shareable.get_return_code() != ReturnCode.OK or not (is_description or UPDATE in shareable):
             return shareable
         try:
-            return self._apply_policy(shareable, fl_ctx)
+            return _approve_description(shareable, fl_ctx) if is_description else self._apply_policy(shareable, fl_ctx)
         # Fail closed: whatever goes wrong, nothing leaves.
         except Exception as error:  # noqa: BLE001
             write_site_error(error, _get_code(error), fl_ctx)
@@ -153,12 +156,18 @@ class SiteLastGate(FLComponent):
                 result_of_site = self._rebuild_sum(fl_ctx)
                 result.clear()
                 result.update(result_of_site)
-            # A job of another package names no permit.
-            elif not (policy := read_site_policy(fl_ctx)).foreign_jobs or policy.permit or _is_package_message(result):
-                approved = self._rebuild_approved(result, fl_ctx)
-                # clear() removes keys and headers that a filter of the job added to the message.
+            elif _is_description(result, fl_ctx):
+                approved = fl_ctx.get_prop(APPROVED)
+                if not isinstance(approved, Shareable):
+                    raise PolicyRefusal("this site's policy: SiteResultPolicy did not approve these statistics")
                 result.clear()
                 result.update(approved)
+            # A job of another package names no permit.
+            elif not (policy := read_site_policy(fl_ctx)).foreign_jobs or policy.permit or _is_package_message(result):
+                rebuilt = self._rebuild_approved(result, fl_ctx)
+                # clear() removes keys and headers that a filter of the job added to the message.
+                result.clear()
+                result.update(rebuilt)
         # Fail closed: a result that the gate cannot read does not leave the site.
         except Exception as error:  # noqa: BLE001
             # The result is stripped first, because writing and logging may fail, too.
@@ -215,6 +224,30 @@ class SiteLastGate(FLComponent):
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
         # The endpoint's own events: a filter of the job may have changed those of the message.
         return update_to_shareable(np.asarray(message), replace(approved, metrics=metrics), endpoint.events)
+
+
+def _is_description(result: Shareable, fl_ctx: FLContext) -> bool:
+    """Return whether a result holds statistics of a job of this package; another package's has no settings of ours."""
+    return is_statistics(result) and find_job_file(fl_ctx).is_file()
+
+
+def _approve_description(shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+    """Return statistics that may leave, and remember a copy, which the gate sends whatever the job's filters do.
+
+    Raises:
+        PolicyRefusal: a term of the policy forbids them.
+    """
+    policy = read_site_policy(fl_ctx)
+    raise_refusals(policy.check_description(permit=read_job(fl_ctx).permit))
+    parts = iterate_buffers(from_shareable(shareable).data)
+    size = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts)
+    if policy.max_upload_bytes is not None and size > policy.max_upload_bytes:
+        raise PolicyRefusal(
+            f"this site's policy: max_upload_bytes: the statistics have {size} bytes, the limit is "
+            f"{policy.max_upload_bytes}"
+        )
+    fl_ctx.set_prop(APPROVED, copy.deepcopy(shareable), private=True, sticky=False)
+    return shareable
 
 
 def _discard_withheld(fl_ctx: FLContext) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib as mpl
 import numpy as np
@@ -21,20 +21,22 @@ from ..runs.results import AUDIT_FOLDER, PICTURES, RunResult, compute_site_gains
 
 STYLE = "flare_sparse.results.report.plots"
 """Style of all plots; its eight colours are C0 to C7, and more runs also differ in line style."""
+T = TypeVar("T")
 LINES = ("-", "--", ":", "-.")
 
 
-def render_png(draw: Callable[[list[RunResult]], Figure], runs: list[RunResult]) -> bytes:
-    """Draw a figure of these runs and return it as a PNG file."""
+def render_png(draw: Callable[[T], Figure], content: T) -> bytes:
+    """Draw a figure of some runs, or of other content, and return it as a PNG file."""
     with plt.style.context(STYLE):
-        figure = draw(runs)
+        figure = draw(content)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})
         plt.close(figure)
     return buffer.getvalue()
 
 
-def _get_line_style(number: int) -> dict[str, Any]:
+def get_line_style(number: int) -> dict[str, Any]:
+    """Return colour and line style of a run or a site by its number."""
     return {"color": f"C{number}", "linestyle": LINES[number // 8 % len(LINES)]}
 
 
@@ -49,7 +51,7 @@ def draw_learning_curves(runs: list[RunResult]) -> Figure:
         values = [[value for _, value, _ in point] for point in points]
         sent = [mean(size for _, _, size in point) for point in points]
         # A line through a single point is invisible without a marker.
-        style = {**_get_line_style(number), "marker": "o" if len(rounds) < 2 else None}
+        style = {**get_line_style(number), "marker": "o" if len(rounds) < 2 else None}
         for axes, x in ((left, rounds), (right, sent)):
             axes.plot(x, [mean(v) for v in values], label=label_groups(groups)[number], **style)
             if len(group) > 1:
@@ -76,7 +78,7 @@ def draw_traffic(runs: list[RunResult]) -> Figure:
             sent,
             marker="." if len(sent) < 40 else None,
             label=labels[number],
-            **_get_line_style(number),
+            **get_line_style(number),
         )
     left.set(xlabel="request, in order", ylabel="MB", title="Bytes of each request and its replies")
     left.set_ylim(bottom=0, top=1.28 * left.get_ylim()[1])
@@ -112,7 +114,7 @@ def draw_site_metrics(runs: list[RunResult]) -> Figure:
         by_site = {site: values for site, values in by_site.items() if values}
         positions = [names.index(site) + shift for site in by_site]
         means = [mean(values) for values in by_site.values()]
-        colour = _get_line_style(number)["color"]
+        colour = get_line_style(number)["color"]
         axes.scatter(means, positions, label=label, color=colour, s=34)
         if len(group) > 1:
             axes.hlines(positions, [min(v) for v in by_site.values()], [max(v) for v in by_site.values()], color=colour)
@@ -197,7 +199,7 @@ def _draw_bars(
     bar_height, labels = 0.8 / len(values), label_groups(group_by_seed(runs))
     for number, (label, by_name) in enumerate(values.items()):
         positions = [names.index(name) + bar_height * (number - (len(values) - 1) / 2) for name in by_name]
-        colour = _get_line_style(labels.index(label))["color"]
+        colour = get_line_style(labels.index(label))["color"]
         bars = axes.barh(positions, list(by_name.values()), bar_height * 0.9, label=label, color=colour)
         axes.bar_label(bars, labels=[f" {label_format.format(value)} " for value in by_name.values()], fontsize=9)
     axes.set_yticks(range(len(names)), names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -134,25 +134,26 @@ def write_report(runs: list[RunResult], out: Path, *, pictures: bool = True) -> 
         files.append(out / f"{figure.name}.png")
         files[-1].write_bytes(data)
         caption = f"{figure.caption} {describe_means(runs)}" if figure.name == "learning" else figure.caption
-        # The first chunk of a PNG file holds its width and height.
-        width, height = struct.unpack(">II", data[16:24])
         alt = f"{figure.title} of {', '.join(run.label for run in runs)}: the tables of this page list the values"
-        images.append(
-            SimpleNamespace(
-                title=figure.title, caption=caption, alt=alt, width=width, height=height,
-                data=base64.b64encode(data).decode(),
-            )
-        )  # fmt: skip
-    environment = Environment(
-        loader=PackageLoader("flare_sparse.results.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
+        images.append(embed_figure(data, figure.title, caption, alt))
     page = out / "report.html"
-    template = environment.get_template("page.html.jinja")
-    page.write_text(template.render(**_build_content(runs), figures=images), encoding="utf-8")
+    page.write_text(fill_template("page.html.jinja", {**_build_content(runs), "figures": images}), encoding="utf-8")
     return [page, *files]
+
+
+def embed_figure(data: bytes, title: str, caption: str, alt: str) -> SimpleNamespace:
+    """Return a PNG file as a template shows it."""
+    # The first chunk of a PNG file holds its width and height.
+    width, height = struct.unpack(">II", data[16:24])
+    encoded = base64.b64encode(data).decode()
+    return SimpleNamespace(title=title, caption=caption, alt=alt, width=width, height=height, data=encoded)
+
+
+def fill_template(name: str, content: Mapping[str, Any]) -> str:
+    """Return the page of a template of this package."""
+    loader = PackageLoader("flare_sparse.results.report", ".")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template(name).render(**content, version=version("flare-sparse"))
 
 
 def _build_content(runs: list[RunResult]) -> dict[str, Any]:
@@ -184,7 +185,6 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
         "events": build_events(runs),
         "sites": [_build_site_row(site, runs) for site in names],
         "without_contribution": [entry for run in runs for entry in _list_without_contribution(run)],
-        "version": version("flare-sparse"),
     }
 
 

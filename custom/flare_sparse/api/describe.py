@@ -1,0 +1,77 @@
+"""Description of a study before it runs: federated statistics of the sites' columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config.study import Study
+from ..core.checkpoint.writing import write_json
+from ..core.errors import ConfigError
+from ..core.observer import SILENT, Observer
+from ..results.runs.description import find_warnings
+from ..tasks.data.source import write_site_files
+
+RECORD = "description.json"
+
+
+def describe_study(
+    study: Study, out: Path, *, least: int = 10, kit: Path | None = None, observer: Observer = SILENT
+) -> dict[str, Any]:
+    """Compute statistics of the sites' columns by FLARE's own workflow, and write a page.
+
+    Args:
+        study: the study; its method does not matter.
+        out: folder of the page, the record and FLARE's log; created if missing.
+        least: fewest rows from which a figure is computed.
+        kit: startup kit of an admin, for a running federation whose sites read their own data; None: FLARE's simulator.
+        observer: hears how the sites' data is prepared, and of the job's progress.
+
+    Returns:
+        The record: name, sites, least, statistics by column and site, warnings.
+
+    Raises:
+        ConfigError: the extra report is not installed, or the task is code of the user, which no site would have.
+        JobFailed: a site forbids statistics or cannot read its data.
+    """
+    if study.user_code:
+        raise ConfigError(
+            "describe reads data by a task of this package (table, brain_age, ...); with a task or a script of your "
+            "own, name the table's columns in a configuration with task: {name: table, ...}"
+        )
+    try:
+        from ..results.report.describe import write_description
+    except ImportError as error:
+        raise ConfigError(
+            f"describe needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"
+        ) from error
+    from ..flare.launch.simulator import simulate_statistics
+    from ..flare.launch.submission import run_statistics
+    from ..flare.statistics import RESULT, DescriptionRecipe, read_statistics
+
+    out.mkdir(parents=True, exist_ok=True)
+    recipe = DescriptionRecipe(study.config.job, least)
+    if kit is None:
+        sites = study.prepare_sites(out, observer)
+        # Site files name identifiers of subjects, which belong to no result.
+        site_files = write_site_files(out / "workspace" / "sites", sites.values())
+        content = simulate_statistics(recipe, sorted(sites), site_files, out, RESULT)
+    else:
+        content = run_statistics(recipe, kit.resolve(), out, RESULT, observer.say)
+    record = build_record(study.config.name, least, read_statistics(content))
+    write_json(out / RECORD, record)
+    write_description(record, out)
+    return record
+
+
+def build_record(name: str, least: int, columns: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the record of a description: its statistics by column and site, and what they warn of."""
+    sites = sorted({site for by_site in columns.values() for site in by_site})
+    return {
+        "name": name,
+        "sites": sites,
+        "least": least,
+        "columns": columns,
+        "warnings": find_warnings(columns, sites),
+    }

@@ -1,0 +1,50 @@
+"""``flare-sparse describe``: federated statistics of the sites' data, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..api.describe import describe_study
+from ..config.study import Study
+from .console import err
+from .console import out as console
+from .screen import Screen
+
+
+def describe(
+    config: Annotated[Path, typer.Argument(help="Configuration, YAML", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the page; default: runs/NAME-description", show_default=False)
+    ] = None,
+    least: Annotated[int, typer.Option(min=5, help="Fewest rows from which a figure is computed")] = 10,
+    kit: Annotated[
+        Path | None,
+        typer.Option(
+            help="Startup kit of an admin: describe the data of a running federation; default: FLARE's simulator",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON")] = False,
+) -> None:
+    """Describe the data of all sites before training: counts, missing values, histograms and quantiles by site.
+
+    Runs FLARE's own workflow of federated statistics. Each site follows its policy and sends no figure of few rows.
+    Writes a page with plots, and warns of what may decide the study: a site with one class, sites that differ in a
+    label such as the scanner, a column in another unit. Needs the extra report.
+
+    [dim]flare-sparse describe study.yaml --least 20[/]
+    [dim]flare-sparse describe study.yaml --kit kits/lead@our.org[/]
+    """
+    study = Study.load(config)
+    folder = out or Path("runs") / f"{study.config.name}-description"
+    record = describe_study(study, folder, least=least, kit=kit, observer=Screen(err))
+    if as_json:
+        typer.echo(json.dumps(record, indent=2))
+        return
+    for warning in record["warnings"]:
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+    console.print(f"page: {folder / 'description.html'}", markup=False)

@@ -1,0 +1,116 @@
+"""Columns of a site's data as numbers, and statistics of them of which each is computed from enough rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..core.subgroups import MISSING, SUBJECTS, label_values, name_metric, suppress_small
+from .task import Column, SiteData, Task
+
+_MOST_LABELS = 20
+"""Text columns with more labels, such as identifiers, describe nothing."""
+
+
+def list_columns(task: Task, data: SiteData) -> list[Column]:
+    """Return the columns of a site's data: those that the task describes, or all that it can partition by.
+
+    Raises:
+        ConfigError: the task knows no columns.
+        DataError: the data cannot be read.
+    """
+    if described := [column for column in task.describe_columns(data) if column.kind != "subject"]:
+        return [_label_marks(column) for column in described]
+    cohort = task.cohort(data.path)
+    subject_of = dict(zip(cohort.ids, cohort.subjects or cohort.ids, strict=True))
+    own = set(data.select(cohort.ids, subject_of.__getitem__))
+    rows = [row for row, name in enumerate(cohort.ids) if name in own]
+    columns = (_read_column(name, np.asarray(values)[rows]) for name, values in cohort.columns.items())
+    return [column for column in columns if column is not None]
+
+
+def encode_columns(columns: Sequence[Column], least: int) -> dict[str, np.ndarray]:
+    """Return the values of each number, and 0 or 1 by row for each label, without those of fewer than ``least`` rows.
+
+    Labels, a missing value among them, are named ``sex=F``. A rare label takes others of its column with it, until the
+    rows that are left out are enough, too (:func:`flare_sparse.core.subgroups.suppress_small`).
+    """
+    encoded: dict[str, np.ndarray] = {}
+    for column in columns:
+        if len(column.numbers) >= least:
+            encoded[column.name] = column.numbers
+        labels = dict(column.labels) | ({MISSING: column.missing} if column.missing else {})
+        # Beside missing values, the present numbers are the other group.
+        groups = labels | ({"present": len(column.numbers)} if len(column.numbers) else {})
+        kept = suppress_small({name_metric(SUBJECTS, "column", label): n for label, n in groups.items()}, least)
+        for label, count in labels.items():
+            if name_metric(SUBJECTS, "column", label) in kept:
+                encoded[f"{column.name}={label}"] = (np.arange(column.rows) < count).astype(float)
+    return encoded
+
+
+def count_cells(values: np.ndarray, edges: np.ndarray, least: int) -> list[tuple[float, float, int]]:
+    """Return lower bound, upper bound and rows of the cells of a histogram, merged until each has enough rows.
+
+    The outer cells also hold the rows beyond them.
+
+    Args:
+        values: ``(n,)``, at least ``least``.
+        edges: ``(cells + 1,)``, ascending.
+        least: fewest rows of a cell.
+
+    >>> count_cells(np.array([0.5] * 12 + [1.5, 2.5] * 6 + [3.5]), np.arange(5.0), 10)
+    [(0.0, 1.0, 12), (1.0, 4.0, 13)]
+    """
+    counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
+    cells: list[tuple[float, float, int]] = []
+    low, rows = float(edges[0]), 0
+    for high, count in zip(edges[1:].tolist(), counts.tolist(), strict=True):
+        rows += count
+        if rows >= least:
+            cells.append((low, high, rows))
+            low, rows = high, 0
+    # The last cells have too few rows by themselves.
+    low, _, last = cells.pop()
+    return [*cells, (low, float(edges[-1]), last + rows)]
+
+
+def compute_quantile(values: np.ndarray, share: float, least: int) -> float | None:
+    """Return a quantile as the mean of the ``least`` values that are nearest to it in rank.
+
+    No value of a single row is returned. None: fewer than half as many lie on one side, as for outer quantiles of few
+    values.
+
+    >>> compute_quantile(np.arange(101.0), 0.5, 10), compute_quantile(np.arange(101.0), 0.01, 10)
+    (50.5, None)
+    """
+    start = round(share * (len(values) - 1) - (least - 1) / 2)
+    if start < 0 or start + least > len(values):
+        return None
+    return float(np.sort(values)[start : start + least].mean())
+
+
+def compute_range(values: np.ndarray, least: int) -> tuple[float, float]:
+    """Return the means of the ``least`` smallest and of the ``least`` largest values; both exclude the extremes."""
+    ordered = np.sort(values)
+    return float(ordered[:least].mean()), float(ordered[-least:].mean())
+
+
+def _read_column(name: str, values: np.ndarray) -> Column | None:
+    """Return a column of a cohort; None for text with very many labels."""
+    if values.dtype.kind in "fiub":
+        present = values[np.isfinite(values)].astype(np.float64)
+        return _label_marks(Column(name, "number", len(values) - len(present), present))
+    labels = Counter(label_values(values, None))
+    missing = labels.pop(MISSING, 0)
+    return Column(name, "category", missing, np.zeros(0), labels) if len(labels) <= _MOST_LABELS else None
+
+
+def _label_marks(column: Column) -> Column:
+    """Return a column of 0 and 1 as one of labels: its mean is their share, and one of them may be rare."""
+    if not len(column.numbers) or not np.isin(column.numbers, (0, 1)).all():
+        return column
+    labels = Counter(f"{value:.0f}" for value in column.numbers)
+    return Column(column.name, column.kind, column.missing, np.zeros(0), labels)
