@@ -777,6 +777,10 @@ def test_data_without_classes_is_refused_with_what_is_expected(tmp_path: Path) -
         ({"network_def": {"_target_": "UNet"}}, "found 'UNet'; expected one of DenseNet, DenseNet121"),
         ({"network_def": {**CLASSIFY["network_def"], "pretrained": True}}, "weights cannot be downloaded"),
         ({"network_def": {**CLASSIFY["network_def"], "out_channels": 1}}, "has 1 outputs; expected 2 or more, one for"),
+        (
+            {"validate": {"key_metric": {"val_f1": {"_target_": "ConfusionMatrix"}}}},
+            "key_metric::val_f1: found 'ConfusionMatrix'; expected one of Accuracy, ROCAUC, ROCAUCMetric",
+        ),
         ({"loss": {"_target_": "BCEWithLogitsLoss"}}, "has 3 outputs; expected 1, because BCEWithLogitsLoss has two"),
         (
             {"train": {"preprocessing": [{"_target_": "LoadImaged", "keys": ["image", "label"]}]}},

@@ -213,7 +213,8 @@ def _find_purpose(references: References) -> Purpose:
     names = loss.rpartition(".")[2], metric.rpartition(".")[2]
     if "Dice" in loss or names[0] == "TverskyLoss" or names[1] in CLASSES["metric"]:
         return "segmentation"
-    if names[0] in CLASSES["classification loss"] and names[1] in SCORES:
+    # Images are also classified where the key metric is one that is not read.
+    if names[0] in CLASSES["classification loss"]:
         return "classification"
     raise ConfigError(
         f"{references.source}: this bundle neither segments nor classifies images: its loss is {loss or 'none'}, its "
