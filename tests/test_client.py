@@ -161,7 +161,7 @@ def test_scores_of_a_script_are_exactly_those_of_a_task(
     batches = list(iterate_pass(task_site.trainer.examples.train, 8, order, joins_last=False))[:count]
     script = ScoringScript(task, batches, sent)
     layout = Layout.from_module(task.model())
-    site = Site("site-1", ScriptTrainer("site-1", task, layout, 0, script, 1, "steps"))
+    site = Site("site-1", ScriptTrainer("site-1", task, layout, 0, script, range(1), "steps"))
     assert torch.equal(compute_saliency(site, weights, batch_size=8, batches=count, t=0), expected)
     assert site.num_examples == 4
 

@@ -67,7 +67,7 @@ START = torch.arange(LAYOUT.size, dtype=torch.float32)
 
 
 def site(script: FakeScript, weigh_by: Any = "steps") -> Site:
-    return Site("site-1", ScriptTrainer("site-1", TASK, LAYOUT, 3, script, rounds=4, weigh_by=weigh_by))
+    return Site("site-1", ScriptTrainer("site-1", TASK, LAYOUT, 3, script, range(4), weigh_by=weigh_by))
 
 
 def replying(**changes: Any) -> FakeScript:
@@ -91,7 +91,7 @@ def test_script_receives_the_complete_state_dict_and_flares_round() -> None:
 
 def test_scores_are_round_0_of_the_script_and_training_follows_it() -> None:
     script = FakeScript()
-    own_site = Site("site-1", ScriptTrainer("site-1", TASK, LAYOUT, 3, script, 4, "steps", score_rounds=1))
+    own_site = Site("site-1", ScriptTrainer("site-1", TASK, LAYOUT, 3, script, range(1, 5), "steps"))
     compute_saliency(own_site, START, batch_size=1, batches=1, t=0)
     train(own_site)
     assert [(request.kind, request.round, request.total_rounds) for request in script.requests] == [
@@ -137,7 +137,7 @@ def test_network_with_a_part_that_is_called_module_keeps_its_names() -> None:
 
     layout = Layout.from_module(Wrapped())
     task = ScriptTask("client.py", {"model": "tests.Net", "weigh_by": "steps"}, Wrapped())
-    own_site = Site("site-1", ScriptTrainer("site-1", task, layout, 3, FakeScript(), rounds=4, weigh_by="steps"))
+    own_site = Site("site-1", ScriptTrainer("site-1", task, layout, 3, FakeScript(), range(4), weigh_by="steps"))
     assert own_site.train(torch.zeros(3), Mask.full(3), TrainingConfig(), 1).tolist() == [1.0, 1.0, 1.0]
     assert read_tensors(nn.DataParallel(Wrapped()).state_dict(), Wrapped()).keys() == Wrapped().state_dict().keys()
 
@@ -157,7 +157,7 @@ def test_network_that_overrides_state_dict_trains_under_the_names_that_it_gives(
     layout = Layout.from_module(Renamed())
     task = ScriptTask("client.py", {"model": "tests.Renamed"}, Renamed())
     script, bits = FakeScript(), torch.arange(layout.size) % 2 == 0
-    own_site = Site("site-1", ScriptTrainer("site-1", task, layout, 3, script, rounds=4, weigh_by="steps"))
+    own_site = Site("site-1", ScriptTrainer("site-1", task, layout, 3, script, range(4), weigh_by="steps"))
     assert torch.equal(own_site.train(START, Mask(bits), TrainingConfig(), 1), torch.where(bits, START + 1, START))
     assert list(script.requests[0].params) == [f"x.{name}" for name in Net().state_dict()]
     assert torch.equal(script.requests[0].trainable["x.last.weight"], layout.unflatten(bits)["inner.last.weight"])
@@ -319,7 +319,10 @@ def test_method_runs_over_scripts(name: str) -> None:
     settings = {"rounds": 2} | ({"sparsity": 0.5} if name == "neurosfl" else {})
     method = METHODS[name](METHODS[name].Config.model_validate(settings), LAYOUT, 1)
     scripts = {f"site-{i}": FakeScript() for i in (1, 2)}
-    sites = {key: Site(key, ScriptTrainer(key, TASK, LAYOUT, 1, script, 2, "steps")) for key, script in scripts.items()}
+    sites = {
+        key: Site(key, ScriptTrainer(key, TASK, LAYOUT, 1, script, range(2), "steps"))
+        for key, script in scripts.items()
+    }
     outcome, _ = run_locally(method, START.clone(), sites, TASK.metric, watcher=Watcher(on_site_error=_raise))
     assert outcome.rounds[-1].evaluation.overall["accuracy"] in (0.25, 0.5)
     kinds = {request.kind for script in scripts.values() for request in script.requests}
@@ -343,7 +346,7 @@ def test_training_that_its_engine_has_not_charged_is_refused(tmp_path: Path) -> 
         return reply
 
     def open_site(script: FakeScript) -> Site:
-        return Site("a", ScriptTrainer("a", TASK, LAYOUT, 1, script, 2, "steps", 0, budget))
+        return Site("a", ScriptTrainer("a", TASK, LAYOUT, 1, script, range(2), "steps", budget))
 
     with pytest.raises(ScriptFailed, match="sent a trained model and charged nothing"):
         train(open_site(FakeScript()))

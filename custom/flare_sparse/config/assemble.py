@@ -270,17 +270,10 @@ def open_script_trainer(
         )
     method = assembly.method
     site_settings = validate_site_settings(method, data)
-    score_rounds = method.traffic.count_requests(SCORE, 0)
+    first = method.traffic.count_requests(SCORE, 0)
+    rounds = range(first, first + method.config.rounds)
     trainer: Trainer = ScriptTrainer(
-        data.site,
-        assembly.task,
-        assembly.layout,
-        method.seed,
-        runner,
-        method.config.rounds,
-        weigh_by,
-        score_rounds,
-        budget,
+        data.site, assembly.task, assembly.layout, method.seed, runner, rounds, weigh_by, budget
     )
     if assembly.privacy is not None and assembly.privacy.metrics == "none":
         trainer = SilentTrainer(trainer)

@@ -22,7 +22,6 @@ from ..config.user_tasks import list_user_code, load_task
 from ..config.yaml_files import format_yaml
 from ..core.errors import ConfigError
 from ..tasks.script import ScriptConfig, ScriptTask
-from ..training.script_trainer import WeighBy
 from .aggregator import StagingAggregator
 from .controller import FederatedController
 from .executor import SparseExecutor
@@ -126,15 +125,10 @@ class SparseRecipe(Recipe):
         model: NetworkSource,
         method: Mapping[str, Any] | str,
         rounds: int,
-        name: str = "sparse",
-        train_args: str = "",
-        launch: str = "",
         min_clients: int = 1,
-        metric: Mapping[str, Any] | str = "accuracy",
-        weigh_by: WeighBy = "steps",
-        seed: int = 0,
+        train_args: str = "",
         packaging: Packaging = "byoc",
-        **sections: Mapping[str, Any],
+        **settings: Any,
     ) -> SparseRecipe:
         """Return the recipe of a training script on FLARE's Client API, as FLARE's ``FedAvgRecipe`` takes it.
 
@@ -150,47 +144,32 @@ class SparseRecipe(Recipe):
                 weights that the class draws with ``seed``; those of an instance are not used.
             method: name and settings of the method, such as ``{"name": "neurosfl", "sparsity": 0.9}``, or its name.
             rounds: number of rounds; not in ``method``.
-            name: name of the job.
-            train_args: command line of the script.
-            launch: command that starts the script as a process of its own, such as ``python`` or ``torchrun
-                --nproc_per_node=2``; empty: the script runs in the site's process.
             min_clients: quorum of a round.
-            metric: key of the metric in what the script sends, or its ``name``, ``mode`` and ``unit``.
-            weigh_by: what weighs a site: its ``steps``, its ``examples``, or ``equal``.
-            seed: seed of the run.
+            train_args: command line of the script.
             packaging: as in the constructor; the script travels with both.
-            sections: further sections of a configuration, such as ``wire={"values": "bfloat16"}``; ``task`` is not one
-                of them.
+            settings: further settings of a configuration: ``name``, ``seed``, sections such as ``wire={"values":
+                "bfloat16"}``, and of the section ``task``: ``launch``, ``metric`` (its key in what the script sends, or
+                ``name``, ``mode`` and ``unit``) and ``weigh_by``.
 
         Raises:
             ConfigError: the settings are invalid, or the network cannot be built from its class.
         """
         script = Path(train_script).resolve()
-        if "task" in sections:
+        if "task" in settings:
             raise ConfigError(
                 "task: from_script builds this section from its arguments; give task.args as train_args, and model, "
                 "launch, metric and weigh_by under their own names"
             )
-        settings = {"name": method} if isinstance(method, str) else dict(method)
-        if "rounds" in settings:
+        method = {"name": method} if isinstance(method, str) else method
+        if "rounds" in method:
             raise ConfigError("method.rounds: from_script has an argument rounds; leave rounds out of method")
         class_path, model_args = describe_network(model)
-        data = {
-            "name": name,
-            "seed": seed,
-            "method": {**settings, "rounds": rounds},
-            "task": {
-                "script": script.name,
-                "model": class_path,
-                "model_args": model_args,
-                "args": train_args,
-                "launch": launch,
-                "metric": {"name": metric} if isinstance(metric, str) else dict(metric),
-                "weigh_by": weigh_by,
-            },
-            **sections,
-        }
-        data["federation"] = {"min_sites": min_clients, **sections.get("federation", {})}
+        task = {name: settings.pop(name) for name in ("launch", "metric", "weigh_by") if name in settings}
+        if isinstance(task.get("metric"), str):
+            task["metric"] = {"name": task["metric"]}
+        task |= {"script": script.name, "model": class_path, "model_args": model_args, "args": train_args}
+        data = {"name": "sparse", "method": {**method, "rounds": rounds}, "task": task, **settings}
+        data["federation"] = {"min_sites": min_clients, **settings.get("federation", {})}
         config = parse_job(data, ScriptTask)
         modules = list_user_code(config, script.parent)
         # Here and not first in the running job: the path may name no class, or the arguments may not fit it.

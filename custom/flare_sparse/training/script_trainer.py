@@ -52,10 +52,9 @@ class ScriptTrainer(Trainer):
         layout: layout of the network.
         seed: seed of the run.
         runner: runs the script.
-        rounds: number of rounds of the run.
+        rounds: the rounds as the script counts them. It counts requests for scores before the first one, too, so that
+            what it builds in its round 0, such as a privacy engine, is built once and lasts for all that it trains.
         weigh_by: what n_k is.
-        score_rounds: requests for scores before the first round. The script counts them as rounds, so that what it
-            builds in its round 0, such as a privacy engine, is built once and lasts for all that it trains.
         budget: what the script's engine charges; None: the job has no privacy section.
     """
 
@@ -66,9 +65,8 @@ class ScriptTrainer(Trainer):
         layout: Layout,
         seed: int,
         runner: ScriptRunner,
-        rounds: int,
+        rounds: range,
         weigh_by: WeighBy,
-        score_rounds: int = 0,
         budget: ScriptBudget | None = None,
     ):
         super().__init__(layout)
@@ -77,8 +75,7 @@ class ScriptTrainer(Trainer):
         # The weights drawn here are overwritten before use; seeding within a context leaves the global generator alone.
         with seed_torch(0):
             self._model = FlatModel(task.model(), layout)
-        self._runner, self._rounds, self._weigh_by = runner, rounds + score_rounds, weigh_by
-        self._first_round = score_rounds
+        self._runner, self._rounds, self._weigh_by = runner, rounds, weigh_by
         self._round = 0
         self._usage = SampleUsage()
         # The script evaluates the received model before it trains; the metrics are used once that model is evaluated.
@@ -196,8 +193,8 @@ class ScriptTrainer(Trainer):
         bits = {} if trainable is None or trainable.is_full else self.layout.unflatten(trainable.bits)
         bits = {sent: bits[own] for sent, own in match_state_dict(self._model.module).items() if own in bits}
         seed = derive_seed(self._seed, "script", self._name, kind, t)
-        number = t - 1 + self._first_round if t else 0
-        reply = self._runner.run(ScriptRequest(kind, params, number, self._rounds, bits, seed))
+        number = t - 1 + self._rounds.start if t else 0
+        reply = self._runner.run(ScriptRequest(kind, params, number, self._rounds.stop, bits, seed))
         self._record_counts(reply, needs_weight=kind != "evaluate")
         metrics = self._select_metrics(reply)
         self._evaluated, self.num_test_examples = (weights.clone(), metrics), int(metrics.get("test_examples", 0))

@@ -273,7 +273,7 @@ else:
     _Delegating = object
 
 
-class Wrapper(_Delegating):
+class Wrapper(_Delegating, ABC):
     """Changes one part of the trainer inside it; everything else is what that trainer does."""
 
     def __init__(self, inner: Trainer):
