@@ -230,7 +230,7 @@ def test_stable_split_moves_no_other_subject() -> None:
 
 
 def test_task_that_lets_withdrawn_data_in_is_refused(tmp_path: Path) -> None:
-    """A task of the user that ignores the list, or does not say whose data it used."""
+    """A task of the user that ignores the list, or does not say whose data it tests with."""
     table = write_table(tmp_path / "all.csv")
     config = {"kind": "regression", "target": "dose", "features": ["a", "b"], "id": "subject"}
     task = TASKS["table"](config)
@@ -243,12 +243,12 @@ def test_task_that_lets_withdrawn_data_in_is_refused(tmp_path: Path) -> None:
     class Silent(TASKS["table"]):  # type: ignore[misc]
         def load(self, data: SiteData, seed: int) -> Examples:
             whole = super().load(data, seed)
-            return Examples(whole.train, whole.test)
+            return Examples(whole.train, whole.test, train_ids=whole.train_ids)
 
     assert "s8" not in load_examples(task, data, 1).train_ids
     with pytest.raises(DataError, match="returned data of 1 withdrawn subjects"):
         load_examples(Careless(config), data, 1)
-    with pytest.raises(DataError, match="returned no identifiers"):
+    with pytest.raises(DataError, match="without identifiers"):
         load_examples(Silent(config), data, 1)
 
 

@@ -126,7 +126,7 @@ def _check_settings(report: Report, settings: RunConfig, file: Path, site_policy
 
 
 def _check_kernels(report: Report, settings: RunConfig) -> None:
-    """Check that the sites have the sparse kernels, which this machine tells of simulated sites alone."""
+    """Check that simulated sites have the sparse kernels; of real sites, on other machines, only warn."""
     training = settings.method.config.training
     obstacle = explain_missing_kernels(training.torch_device)
     if obstacle and settings.simulator is None:

@@ -15,7 +15,7 @@ from .console import out as console
 def predict(
     run: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)],
     data: Annotated[
-        Path, typer.Option(help="A data set as the run's sites have them, a folder of images, or one image")
+        Path, typer.Option(help="A data set in the form of the run's sites, a folder of images, or one image")
     ],
     out: Annotated[
         Path | None,
@@ -33,7 +33,7 @@ def predict(
         Compute,
         typer.Option(
             help="How a CPU computes the network: auto: each layer by sparse kernels where these are faster, if "
-            "the extra fast is installed; dense: as torch; sparse: as auto, or an error"
+            "the extra fast is installed; dense: by torch; sparse: as auto, but fail without the kernels"
         ),
     ] = "auto",
 ) -> None:
@@ -59,7 +59,7 @@ def predict(
     study = load_study(run)
     assembly = study.assembly
     device = assembly.method.config.training.torch_device
-    # Before the model is read, which can take a minute.
+    # Raises if sparse kernels are asked for and missing; reading the model first could take a minute.
     can_use_kernels(compute, device)
     weights = read_run_model(run, assembly, site_model or ("best" if best else "final"))
     model = compile_model(assembly.build_network(weights), compute, device)

@@ -102,7 +102,7 @@ def run(options: RunOptions) -> None:
     from ..api.start import PATIENCE_S, launch, name_run
     from ..results.runs.folder import RunFolder
     from .outcome import RunCommand, explain_outcome
-    from .summary import PARTIAL, find_idle_sites, read_last_round, show_result
+    from .summary import PARTIAL, find_idle_sites, read_final_evaluation, show_result
 
     _check_options(options)
     _check_step_back(options)
@@ -133,7 +133,7 @@ def run(options: RunOptions) -> None:
             with explain_outcome(command, env, restarts=restarts) as progress:
                 finished = launch(env, study, folder, RunScreen(console, progress), deployment)
             show_result(console, finished.summary, folder.path)
-    if find_idle_sites(finished.summary, read_last_round(folder.path)):
+    if find_idle_sites(finished.summary, read_final_evaluation(folder.path)):
         raise typer.Exit(PARTIAL)
 
 

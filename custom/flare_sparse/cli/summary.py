@@ -23,7 +23,7 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
     """Print a finished run's summary."""
     metric = summary["metric"]
     name, unit = metric["name"], metric["unit"]
-    console.print(_build_sites_table(summary, name, unit, read_last_round(out)))
+    console.print(_build_sites_table(summary, name, unit, read_final_evaluation(out)))
     console.print(_build_bytes_table(summary))
     if summary["note"]:
         console.print(f"{summary['method']}: {summary['note']}", markup=False)
@@ -59,7 +59,7 @@ def describe_contributions(summary: Mapping[str, Any], out: Path) -> list[str]:
         summary: summary of the run.
         out: result folder, with the reports of the sites that failed where they are on this machine.
     """
-    last = read_last_round(out)
+    last = read_final_evaluation(out)
     parts = _read_parts(summary, last)
     lines = []
     if any(part.expected for part in parts.values()):
@@ -108,7 +108,7 @@ def _describe_site(site: str, part: Contributions) -> str:
     return f"{site} {part.contributed}/{part.expected}" + (f" ({describe_missed(part)})" if part.missed else "")
 
 
-def read_last_round(out: Path) -> dict[str, Any]:
+def read_final_evaluation(out: Path) -> dict[str, Any]:
     """Return the last line of ``rounds.jsonl``, that of the final evaluation; empty without the file."""
     file = out / "rounds.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []

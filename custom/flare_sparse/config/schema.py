@@ -217,8 +217,8 @@ class FederationConfig(Section):
         for name, hub in self.hubs.items():
             repeated = sorted({site for site in hub.sites if sites.count(site) > 1})
             if repeated:
-                raise ValueError(f"hubs.{name}: {', '.join(repeated)} is listed twice; a site has one hub")
-            # A hub of a hub would need rules of its own for quorum and time; two levels serve 1,000 sites.
+                raise ValueError(f"hubs.{name}: {', '.join(repeated)} is listed more than once; a site has one hub")
+            # Hubs are not nested: a hub of hubs would need rules of its own for quorum and time.
             if name in sites or name in RESERVED_NAMES:
                 raise ValueError(f"hubs.{name}: a hub needs a name of its own, not that of a site or of the server")
         return self

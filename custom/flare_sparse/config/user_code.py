@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-_NEVER = {"flare_sparse", "nvflare", *sys.stdlib_module_names}
+_NOT_USER_CODE = {"flare_sparse", "nvflare", *sys.stdlib_module_names}
 """Modules that are not the user's, even if a file beside the configuration has their name."""
 
 
 def collect_user_code(
     folders: Sequence[Path], *, modules: Iterable[str] = (), files: Iterable[Path] = ()
 ) -> dict[str, Path]:
-    """Return the user's files and packages that some modules and files need, by the name that they are imported by.
+    """Return the user's files and packages that some modules and files need, by their import names.
 
     Imports are followed from file to file. A module that lies in none of the folders is one that is installed.
 
@@ -34,9 +34,9 @@ def collect_user_code(
     names += [module.partition(".")[0] for module in modules]
     while names:
         name = names.pop()
-        if name in code or name in _NEVER:
+        if name in code or name in _NOT_USER_CODE:
             continue
-        path = next((path for folder in folders if (path := find_module(folder, name)) is not None), None)
+        path = next(filter(None, (find_module(folder, name) for folder in folders)), None)
         if path is None:
             continue
         code[name] = path

@@ -164,7 +164,8 @@ class SparseRecipe(Recipe):
         if "rounds" in method:
             raise ConfigError("method.rounds: from_script has an argument rounds; leave rounds out of method")
         class_path, model_args = describe_network(model)
-        task = {name: settings.pop(name) for name in ("launch", "metric", "weigh_by") if name in settings}
+        own = {"launch", "metric", "weigh_by"} & settings.keys()
+        task: dict[str, Any] = {name: settings.pop(name) for name in own}
         if isinstance(task.get("metric"), str):
             task["metric"] = {"name": task["metric"]}
         task |= {"script": script.name, "model": class_path, "model_args": model_args, "args": train_args}

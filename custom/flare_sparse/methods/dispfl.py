@@ -77,11 +77,15 @@ class State:
     trained: tuple[str, ...] = ()
 
     def average(self, names: Sequence[str]) -> tuple[Tensor, Mask]:
-        """Return the average ``(P,)`` over those of ``names`` that hold an entry, and the entries that one holds."""
-        rows = [self.owners.index(name) for name in [n for n in names if n in self.trained] or names]
-        num_owners = self.masks[rows].sum(0)
-        average = self.weights[rows].double().sum(0) / num_owners.clamp_min(1)
-        return average.float(), Mask(num_owners > 0)
+        """Return the average ``(P,)`` of each entry over the named sites whose masks keep it, and the kept entries.
+
+        Sites that have trained are averaged; if none of them has, all are.
+        """
+        trained = [name for name in names if name in self.trained]
+        rows = [self.owners.index(name) for name in trained or names]
+        num_holders = self.masks[rows].sum(0)
+        average = self.weights[rows].double().sum(0) / num_holders.clamp_min(1)
+        return average.float(), Mask(num_holders > 0)
 
 
 @final

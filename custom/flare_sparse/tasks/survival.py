@@ -126,14 +126,14 @@ def compute_cox_loss(log_hazard: Tensor, times: Tensor, events: Tensor) -> Tenso
 def compute_discrete_loss(logits: Tensor, times: Tensor, events: Tensor, ends: Tensor) -> Tensor:
     """Return the mean negative log-likelihood of hazards in intervals (Kvamme and Borgan 2021, Lifetime Data Anal. 27).
 
-    A subject whose observation ends within an interval counts for the intervals before it. An event after the last
-    interval is one that did not happen in any of them.
+    A subject adds ``log(1 - h)`` for each interval that it survived whole, and ``log h`` for the interval of its event.
+    An interval in which it is censored adds nothing. After the last interval, an event counts as survival of all.
 
     Args:
         logits: of the hazards, ``(B, T)``.
         times: ``(B,)``.
-        events: ``(B,)`` 1 for an event, 0 for the end of the observation.
-        ends: ends ``(T,)`` of the intervals, which include them; the first starts at 0.
+        events: ``(B,)`` 1 for an event, 0 for censoring.
+        ends: ends ``(T,)`` of the intervals; interval j is ``(ends[j-1], ends[j]]``, the first has no lower bound.
     """
     time, is_event = times[:, None], events[:, None] > 0.5
     survived = (ends < time) | ((ends == time) & ~is_event)

@@ -653,15 +653,20 @@ def _label_tests(task: Task, data: SiteData, examples: Examples) -> dict[str, li
 
 
 def _check_withdrawn(source: str, examples: Examples, withdrawn: Collection[str]) -> None:
-    """Raises:
-    DataError: a task used the data of a subject that has withdrawn, or does not say whose data it used.
+    """Refuse examples of subjects who have withdrawn, and examples that do not say whose they are.
+
+    Raises:
+        DataError: there are such examples.
     """
     if not withdrawn:
         return
-    if not (examples.train_ids or examples.test_ids):
+    counts = (examples.n_train, examples.n_test, examples.n_validation)
+    named = (examples.train_ids, examples.test_ids, examples.validation_ids)
+    if any(len(ids) != count for ids, count in zip(named, counts, strict=True)):
         raise DataError(
-            f"{source} returned no identifiers, so it cannot be shown that it leaves out {len(withdrawn)} withdrawn "
-            "subjects; select the examples with data.select(ids) and return build_examples(...), or remove the data"
+            f"{source} returned examples without identifiers: it cannot be shown that it leaves out {len(withdrawn)} "
+            "withdrawn subjects; select the examples with data.select(ids) and return build_examples(...), or remove "
+            "the data"
         )
     used = {*examples.train_ids, *examples.test_ids, *examples.validation_ids}
     used |= {*examples.train_subjects, *examples.test_subjects, *examples.validation_subjects}

@@ -250,7 +250,11 @@ class ScriptTrainer(Trainer):
         for name, part in self.layout.unflatten(trained).items():
             if name in tensors:
                 value = check_shape(tensors[name], name, tuple(part.shape))
-                part.add_(value) if reply.is_delta else part.copy_(value)
+                # Parts are views of ``trained``.
+                if reply.is_delta:
+                    part.add_(value)
+                else:
+                    part.copy_(value)
         return trained
 
     def _read_gradients(self, reply: ScriptReply) -> Iterator[Tensor]:

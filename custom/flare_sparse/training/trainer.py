@@ -227,12 +227,12 @@ class Trainer(ABC):
     def collect_linear_inputs(self, weights: Tensor, limit: int) -> dict[str, Tensor]:
         """Return the inputs ``(n, features)`` of each linear layer, by the layer's name, in eval mode.
 
-        Layers with inputs of another number of dimensions, such as sequences, are left out. Nothing is added to
+        Layers whose inputs are not two-dimensional, such as those of sequences, are skipped. Nothing is added to
         :attr:`usage`: the examples do not enter an update.
 
         Args:
             weights: ``(P,)``.
-            limit: number of training examples that are read at most.
+            limit: maximum number of training examples to read.
         """
         raise self._refuse("inputs of layers")
 
@@ -273,7 +273,7 @@ else:
     _Delegating = object
 
 
-class Wrapper(_Delegating, ABC):
+class Wrapper(_Delegating):
     """Changes one part of the trainer inside it; everything else is what that trainer does."""
 
     def __init__(self, inner: Trainer):

@@ -132,13 +132,13 @@ def bound_message_bytes(
 
 
 def _encode_selections(patch: Patch, trainable: Mask | None, plan: Plan, version: WireVersion) -> _Sections:
+    """Encode the mask of a patch and, relative to it, the trainable mask of a request."""
     encoding, selection = choose_encoding(patch.mask, plan.base_mask, plan.layout, version.encodings)
     if trainable is None:
-        return _Sections(encoding, selection, 0, b"")
-    # Relative to the first selection, which the receiver has just read: in most requests both are equal, and the
-    # trainable section needs 0 bytes.
-    second, section = choose_encoding(trainable, patch.mask, plan.layout, version.encodings)
-    return _Sections(encoding, selection, second.code, section)
+        return _Sections(encoding, selection, trainable_code=0, trainable=b"")
+    # In most requests both masks are equal, and the trainable section needs 0 bytes.
+    relative, section = choose_encoding(trainable, patch.mask, plan.layout, version.encodings)
+    return _Sections(encoding, selection, trainable_code=relative.code, trainable=section)
 
 
 def _write_selections(sections: _Sections, header: Header, buffer: np.ndarray) -> None:

@@ -191,6 +191,17 @@ def test_shifts_of_zero_end_the_iteration(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(iterations) < 10
 
 
+def test_equal_scales_leave_the_shrinkage_of_the_shifts() -> None:
+    """The limit of nearly equal scales, whose prior becomes a point."""
+    shifts = torch.tensor([-1.0, 0.5, 2.0], dtype=torch.float64)
+    squares = torch.full((3,), 22.0, dtype=torch.float64)
+    gamma, delta = _shrink(shifts, squares, 12.0)
+    near, _ = _shrink(shifts, squares * torch.tensor([1.0, 1 + 1e-9, 1 - 1e-9], dtype=torch.float64), 12.0)
+    assert torch.equal(delta, torch.full((3,), 2.0, dtype=torch.float64))
+    torch.testing.assert_close(gamma, (12 * shifts.var() * shifts + 2 * shifts.mean()) / (12 * shifts.var() + 2))
+    torch.testing.assert_close(gamma, near, atol=1e-6, rtol=0)
+
+
 def test_equal_shifts_of_inputs_without_deviation_stay_finite() -> None:
     shifts, squares = torch.full((3,), 0.5, dtype=torch.float64), torch.tensor([0.0, 4.0, 9.0], dtype=torch.float64)
     gamma, delta = _shrink(shifts, squares, 4.0)

@@ -199,20 +199,24 @@ def _shrink(gamma: Tensor, squares: Tensor, count: float) -> tuple[Tensor, Tenso
         count: number of rows.
     """
     delta = squares / (count - 1)
-    center, spread = gamma.mean(), gamma.var()
-    m, s2 = delta.mean(), delta.var()
-    # All features equally wide: the prior is a point.
-    if float(s2) == 0:
-        return gamma, delta
-    shape, rate = (2 * s2 + m.square()) / s2, (m * s2 + m**3) / s2
+    prior_mean, prior_variance = gamma.mean(), gamma.var()
+    mean, variance = delta.mean(), delta.var()
+
+    def shrink_shifts(delta: Tensor) -> Tensor:
+        precision = count * prior_variance + delta
+        # Equal shifts of an input that is constant at this site: the weights of both means are 0.
+        return torch.where(precision > 0, (count * prior_variance * gamma + delta * prior_mean) / precision, prior_mean)
+
+    # All squared scales are equal: their prior is a point, and only the shifts shrink.
+    if float(variance) == 0:
+        return shrink_shifts(delta), delta
+    shape, rate = (2 * variance + mean.square()) / variance, (mean * variance + mean**3) / variance
     old_gamma, old_delta = gamma, delta
     for _ in range(MOST_ITERATIONS):
-        precision = count * spread + old_delta
-        # Equal shifts of an input that is constant at this site: the weights of both means are 0.
-        new_gamma = torch.where(precision > 0, (count * spread * gamma + old_delta * center) / precision, center)
+        new_gamma = shrink_shifts(old_delta)
         deviations = squares + count * (gamma - new_gamma).square()
         new_delta = (0.5 * deviations + rate) / (count / 2 + shape - 1)
-        # 0 / 0 would hide from the comparison below that a shift of 0 has not changed.
+        # The bound keeps the change of a shift of 0 from being 0 / 0, which no comparison finds small.
         changes = (
             (new_gamma - old_gamma).abs() / old_gamma.abs().clamp_min(1e-12),
             (new_delta - old_delta).abs() / old_delta,

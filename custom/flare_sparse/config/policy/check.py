@@ -100,6 +100,21 @@ def iterate_conflicts(
     uploads = [line for line in messages if line.direction == "up"]
     if policy.methods is not None and method not in policy.methods:
         yield f"methods: {method} may not run at this site; allowed: {', '.join(policy.methods)}"
+    yield from _iterate_conflicts_of_messages(policy, method, uploads, layout)
+    for site, site_usages in sorted(usages.items()):
+        # The usages of a site are in the order of its uploads.
+        contents = [line.content for line in uploads if line.site == site]
+        shortfalls = (
+            policy.find_shortfalls(content, usage) for content, usage in zip(contents, site_usages, strict=True)
+        )
+        for reason in dict.fromkeys(chain.from_iterable(shortfalls)):
+            yield f"{reason} ({site}); add data, or let the method read more of it (scores: saliency_batches)"
+
+
+def _iterate_conflicts_of_messages(
+    policy: Policy, method: str, uploads: Sequence[LedgerLine], layout: Layout
+) -> Iterator[str]:
+    """Yield the conflicts with contents, sizes, protection and tensors of uploads."""
     for content in sorted({line.content for line in uploads} - set(policy.contents)):
         yield f"contents: {method} sends {content}, which may not leave; choose other settings or another method"
     with_values = [line for line in uploads if line.content != "metrics"]
@@ -117,10 +132,3 @@ def iterate_conflicts(
     withheld = [spec.name for spec in layout.tensors if not policy.allows_tensor(spec)]
     if withheld and any(line.scalars_sent == line.scalars_total for line in with_values):
         yield f"tensors: {withheld[0]} may not leave, and a message has all tensors of the model"
-    for site, site_usages in sorted(usages.items()):
-        contents = [line.content for line in uploads if line.site == site]
-        shortfalls = (
-            policy.find_shortfalls(content, usage) for content, usage in zip(contents, site_usages, strict=True)
-        )
-        for reason in dict.fromkeys(chain.from_iterable(shortfalls)):
-            yield f"{reason} ({site}); add data, or let the method read more of it (scores: saliency_batches)"

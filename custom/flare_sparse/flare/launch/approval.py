@@ -55,10 +55,10 @@ def _build_approval(
     signature: str, note: str, job_id: str, meta: dict[str, Any], fingerprint: str = "",
     signer: dict[str, str] | None = None,
 ) -> Approval:  # fmt: skip
-    stated = {part: str(meta.get(f"submitter_{part}", "unknown")) for part in ("name", "org", "role")}
+    claimed = {part: str(meta.get(f"submitter_{part}", "unknown")) for part in ("name", "org", "role")}
     deployed = tuple(map(str, meta.get("job_deploy_detail") or []))
     return Approval(
-        signature, note, job_id, signer or stated, str(meta.get("submit_time_iso", "")), deployed, fingerprint
+        signature, note, job_id, signer or claimed, str(meta.get("submit_time_iso", "")), deployed, fingerprint
     )
 
 

@@ -202,7 +202,7 @@ def _update_variance(before: Tensor, delta: Tensor, optimizer: ServerOptimizer) 
 
 
 def update_model_average(
-    memory: ServerMemory, weights: Tensor, live: Mask, average: ModelAverage, t: int, rounds: int
+    memory: ServerMemory, weights: Tensor, live: Mask, averaging: ModelAverage, t: int, rounds: int
 ) -> ServerMemory:
     """Return the memory with the average of the models up to that of round ``t``.
 
@@ -210,16 +210,16 @@ def update_model_average(
         memory: the server's memory.
         weights: ``(P,)`` the model after the round's step and pruning.
         live: entries of the model that are on.
-        average: which models are averaged.
+        averaging: which models are averaged.
         t: the round, 1-based.
         rounds: rounds of the run.
 
     Raises:
         OverflowError: the average would not be finite.
     """
-    weight = average.compute_weight(t, rounds)
+    weight = averaging.compute_weight(t, rounds)
     if weight == 0:
         return memory
-    before = weights if memory.average is None else memory.average
-    # An entry that a later round switched off would come back with a fraction of its earlier value.
-    return replace(memory, average=_require_finite(torch.lerp(before, weights, weight) * live.bits))
+    previous = weights if memory.average is None else memory.average
+    # The average has the mask of the newest model: a pruned entry must not keep a fraction of its earlier value.
+    return replace(memory, average=_require_finite(torch.lerp(previous, weights, weight) * live.bits))

@@ -164,7 +164,7 @@ class PrivacyAccount:
         Raises:
             BudgetSpent: it would exceed a budget, or the ledger cannot be written.
         """
-        with self._open() as ledger:
+        with self._lock_and_update() as ledger:
             known = {(known.run, known.question, known.answer) for known in ledger.entries}
             if (entry.run, entry.question, entry.answer) in known:
                 return
@@ -186,8 +186,8 @@ class PrivacyAccount:
                 )
 
     @contextmanager
-    def _open(self) -> Iterator[PrivacyLedger]:
-        """Yield the ledger and write it back; a file is locked meanwhile, since jobs of a site run side by side."""
+    def _lock_and_update(self) -> Iterator[PrivacyLedger]:
+        """Yield the ledger under a lock, since jobs of a site run side by side; without an error, write it back."""
         if self.folder is None:
             yield self._memory
             return
@@ -198,7 +198,7 @@ class PrivacyAccount:
                 yield ledger
                 write_json(self.folder / LEDGER_FILE, ledger.model_dump())
         except OSError as error:
-            raise BudgetSpent(f"{self.folder}: the privacy ledger cannot be written: {error}") from error
+            raise BudgetSpent(f"{self.folder}: the privacy ledger cannot be read or written: {error}") from error
 
 
 def build_entry(run: str, job: str, t: int, question: str, answer: str, charge: Charge, part: str = TRAIN) -> Entry:

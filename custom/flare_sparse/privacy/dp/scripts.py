@@ -42,7 +42,7 @@ class ScriptBudget:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> ScriptBudget:
-        """Return the budget that the site has named.
+        """Read the budget from the file that the site names in ``$FLARE_SPARSE_PRIVACY``.
 
         Raises:
             ConfigError: there is none, or its file cannot be read.

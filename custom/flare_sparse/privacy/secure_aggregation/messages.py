@@ -120,7 +120,7 @@ def pack_boxes(boxes: Mapping[str, bytes]) -> bytes:
 
 
 def unpack_boxes(payload: bytes) -> dict[str, bytes]:
-    """Return the boxes for this site, by sender.
+    """Return the boxes for this site, each an encrypted share of a secret, by sender.
 
     Raises:
         RejectedMessage: the payload is malformed.
@@ -130,6 +130,7 @@ def unpack_boxes(payload: bytes) -> dict[str, bytes]:
     while reader.has_more:
         name = reader.read_name()
         if name in boxes:
+            # The server has put the payload together.
             raise RejectedMessage("E_CANON", "boxes", "one of each sender", "two of one", "server")
         boxes[name] = reader.read(BOX_BYTES)
         _check_count(len(boxes))

@@ -132,10 +132,11 @@ def _write_docx(title: str, sections: Sequence[Section], file: Path) -> None:
         for paragraph in section.paragraphs:
             document.add_paragraph(paragraph)
         if section.columns:
-            table = document.add_table(1, len(section.columns), style="Light Grid Accent 1")
-            for row in (section.columns, *section.rows):
-                cells = table.rows[0].cells if row is section.columns else table.add_row().cells
-                for cell, value in zip(cells, row, strict=True):
+            rows = [section.columns, *section.rows]
+            table = document.add_table(len(rows), len(section.columns), style="Light Grid Accent 1")
+            for cells, row in zip(table.rows, rows, strict=True):
+                for cell, value in zip(cells.cells, row, strict=True):
+                    # Without the marks of code in Markdown.
                     cell.text = str(value).replace("`", "")
     document.save(str(file))
 

@@ -56,7 +56,7 @@ def build_contributions(runs: Sequence[RunResult]) -> ReportTable:
     """Return in how many rounds each site contributed."""
     sites = sorted({site for run in runs for site in run.contributions})
     rows = [[site, *(_format_part(run.contributions.get(site)) for run in runs)] for site in sites]
-    note = "Rounds in which a site's update counted, of those that it was to contribute to; evaluations do not count."
+    note = "Rounds in which a site's update was used, of those in which it was asked; evaluations are not counted."
     return ReportTable("Who contributed", ["site", *(run.label for run in runs)], rows, note)
 
 

@@ -69,6 +69,10 @@ def describe_groups(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
 
 
 def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
+    """Return the figures of a run, with its differences to the baselines if its predictions are there.
+
+    ``note`` says why a comparison lacks something; ``notes`` does so by baseline.
+    """
     summary, predictions = run.summary, run.predictions
     description = {
         "label": run.label,
@@ -97,8 +101,8 @@ def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
         description["pooled"] = predictions.pooled | describe_predictor(predictions, RUN)
         description["baselines"] = {name: describe_predictor(predictions, name) for name in predictions.baselines}
         description["differences"] = {name: compare_with_baseline(predictions, name) for name in predictions.baselines}
-        lacks = {name: explain_lacks(predictions, name, own) for name, own in description["differences"].items()}
-        description["notes"] = {name: text for name, text in lacks.items() if text}
+        reasons = {name: explain_lacks(predictions, name, found) for name, found in description["differences"].items()}
+        description["notes"] = {name: reason for name, reason in reasons.items() if reason}
     return description
 
 

@@ -286,12 +286,16 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+DENSE_TOLERANCE = 0.05
+"""Largest difference from 1 of the reduction in bytes of a run that counts as dense: headers are a part of it."""
+
+
 def find_dense_run(run: RunResult, runs: list[RunResult]) -> RunResult | None:
-    """Return the run of dense FedAvg with the seed and fold of ``run``, which has the same initial weights and split.
+    """Return the dense FedAvg run with the seed and fold of ``run``: it has the same initial weights and split.
 
     None if there is no such run, or if ``run`` is dense FedAvg itself.
     """
-    dense = [other for other in runs if other.summary["method"] == "fedavg" and abs(other.reduction - 1) < 0.05]
+    dense = [other for other in runs if other.summary["method"] == "fedavg" and abs(other.reduction - 1) < DENSE_TOLERANCE]
     return None if run in dense else _find_same_split(run, dense)
 
 

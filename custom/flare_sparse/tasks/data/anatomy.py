@@ -20,6 +20,9 @@ VOXEL_MM = 3.0
 CSF, GREY, WHITE = 0.18, 0.62, 1.0
 TISSUES = {"grey_matter": 1, "white_matter": 2, "ventricles": 3}
 """Values of a label map by name of the tissue."""
+AGE_SPREAD_YEARS = (12.0, 12.0, 16.0, 2.0)
+"""Standard deviation of the apparent ages of ventricles, cortex, contrast and texture."""
+MEAN_RADIUS = {"M": 1.025, "F": 0.975}
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,11 @@ class Person:
     @classmethod
     def sample(cls, age: float, sex: str, rng: np.random.Generator) -> Person:
         """Sample a person of ``age`` years and ``sex`` ``"M"`` or ``"F"``."""
-        ventricles, cortex, contrast, texture = age + rng.normal(0.0, (12.0, 12.0, 16.0, 2.0))
-        radius = (1.025 if sex == "M" else 0.975) + rng.normal(0.0, 0.02)
-        stretch, phase, spots = rng.normal(1.0, 0.01, 3), rng.uniform(-0.6, 0.6, 3), rng.uniform(-np.pi, np.pi, 3)
+        ventricles, cortex, contrast, texture = age + rng.normal(0.0, AGE_SPREAD_YEARS)
+        radius = MEAN_RADIUS[sex] + rng.normal(0.0, 0.02)
+        stretch = rng.normal(1.0, 0.01, 3)
+        phase = rng.uniform(-0.6, 0.6, 3)
+        spots = rng.uniform(-np.pi, np.pi, 3)
         return cls(ventricles, cortex, contrast, texture, radius, stretch, phase, spots)
 
 

@@ -130,8 +130,8 @@ def add_gates(network: nn.Module, config: GateConfig) -> nn.Module:
     """Add gates to the layers ``config.layers`` of a network, in place; the weights of the backbone do not change.
 
     Raises:
-        ConfigError: a layer does not exist, does not begin with its only convolution, contains a module that cannot be
-            gated, or is followed by a norm.
+        ConfigError: a layer is named twice, does not exist, does not begin with its only convolution, contains a module
+            that cannot be gated, or is followed by a norm.
     """
     if repeated := [name for name in config.layers if config.layers.count(name) > 1]:
         raise ConfigError(f"gates.layers: {repeated[0]!r} is named twice; name a layer once")

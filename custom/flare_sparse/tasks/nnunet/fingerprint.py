@@ -197,16 +197,20 @@ class _Samples:
         self._histogram: dict[float, int] = {}
         self._totals: list[float] = []
         self._squares: list[float] = []
-        self._ends: list[float] = []
+        self._extremes: list[float] = []
 
     def add(self, values: np.ndarray) -> None:
-        """Add the samples of one case; a case without foreground has none."""
+        """Add the samples of one case; a case without foreground has none.
+
+        Sums are kept by case and added exactly at the end, so that they do not depend on the cases' order. The
+        histogram counts rounded values.
+        """
         if not values.size:
             return
         exact = values.astype(np.float64)
         self._totals.append(float(exact.sum()))
         self._squares.append(float(np.square(exact).sum()))
-        self._ends += [float(values.min()), float(values.max())]
+        self._extremes += [float(values.min()), float(values.max())]
         bins, counts = np.unique(round_intensities(values), return_counts=True)
         _add_counts(self._histogram, bins.tolist(), counts.tolist())
 
@@ -216,17 +220,17 @@ class _Samples:
         Raises:
             DataError: no case has a foreground.
         """
-        if not self._ends:
+        if not self._extremes:
             raise DataError("no label map has a voxel other than background")
-        return _build_intensities(self._totals, self._squares, self._ends, self._histogram)
+        return _build_intensities(self._totals, self._squares, self._extremes, self._histogram)
 
 
 def _merge_intensities(parts: Sequence[Intensities]) -> Intensities:
     histogram: dict[float, int] = {}
     for part in parts:
         _add_counts(histogram, part.values, part.counts)
-    ends = [value for part in parts for value in (part.minimum, part.maximum)]
-    return _build_intensities([part.total for part in parts], [part.squares for part in parts], ends, histogram)
+    extremes = [value for part in parts for value in (part.minimum, part.maximum)]
+    return _build_intensities([part.total for part in parts], [part.squares for part in parts], extremes, histogram)
 
 
 def _build_intensities(
@@ -252,8 +256,8 @@ def _add_counts(histogram: dict[float, int], values: Iterable[float], counts: It
 def _summarize(part: Intensities) -> dict[str, float]:
     """Return nnU-Net's intensity properties of a channel."""
     counts = np.array(part.counts, dtype=np.int64)
-    number = int(counts.sum())
-    mean = part.total / number
+    count = int(counts.sum())
+    mean = part.total / count
     percentiles = {name: _find_percentile(part.values, counts, q) for name, q in _PERCENTILES.items()}
     return {
         "max": part.maximum,
@@ -262,7 +266,7 @@ def _summarize(part: Intensities) -> dict[str, float]:
         "min": part.minimum,
         "percentile_00_5": percentiles["percentile_00_5"],
         "percentile_99_5": percentiles["percentile_99_5"],
-        "std": math.sqrt(max(part.squares / number - mean**2, 0.0)),
+        "std": math.sqrt(max(part.squares / count - mean**2, 0.0)),
     }
 
 

@@ -60,7 +60,7 @@ def build_plan(
     """
     dataset = {key: value for key, value in fingerprint.dataset.items() if key in _DATASET_KEYS}
     dataset["numTraining"] = fingerprint.cases
-    with tempfile.TemporaryDirectory() as folder, _place_nnunet(Path(folder)), redirect_stdout(StringIO()):
+    with tempfile.TemporaryDirectory() as folder, _redirect_nnunet_paths(Path(folder)), redirect_stdout(StringIO()):
         raw, preprocessed = (Path(folder, kind, name) for kind in ("raw", "preprocessed"))
         # The planner lists the cases only to find an image that shows how files are read, which the sites have done.
         _write_json(raw / DATASET, {**dataset, "dataset": {}})
@@ -144,8 +144,8 @@ def _get_planner(name: Planner) -> Any:
 
 
 @contextmanager
-def _place_nnunet(folder: Path) -> Iterator[None]:
-    """Let nnU-Net read and write in a folder; its paths are environment variables."""
+def _redirect_nnunet_paths(folder: Path) -> Iterator[None]:
+    """Point nnU-Net's path variables at parts of a folder; restore them on exit."""
     names = {f"nnUNet_{kind}": str(folder / kind) for kind in ("raw", "preprocessed", "results")}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)

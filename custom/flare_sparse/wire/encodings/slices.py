@@ -13,7 +13,7 @@ from ...core.params import Layout, TensorSpec
 from .encoding import Encoding
 
 _NONE, _ALL, _ROWS, _COLUMNS = range(4)
-_MODE = struct.Struct("<BI")
+_MODE_AND_COUNT = struct.Struct("<BI")
 
 
 class Slices(Encoding):
@@ -69,7 +69,7 @@ def _encode_tensor(bits: np.ndarray, tensor: TensorSpec) -> bytes | None:
         selected = np.asarray(grid.any((0, 2)))
         if np.array_equal(grid, np.broadcast_to(selected[None, :, None], shape)):
             indices = np.flatnonzero(selected).astype("<u4")
-            return _MODE.pack(mode, indices.size) + indices.tobytes()
+            return _MODE_AND_COUNT.pack(mode, indices.size) + indices.tobytes()
     return None
 
 
@@ -87,16 +87,16 @@ def _decode_tensor(data: bytes, offset: int, tensor: TensorSpec, bits: np.ndarra
         return offset + 1
     if mode not in shapes:
         raise RejectedMessage("E_CANON", field, "a mode that this tensor has", mode)
-    indices_start = offset + _MODE.size
+    indices_start = offset + _MODE_AND_COUNT.size
     if indices_start > len(data):
         raise RejectedMessage("E_LEN", field, "a count", "the end")
-    count = int(_MODE.unpack_from(data, offset)[1])
-    width = shapes[mode][1]
-    # Checked before the indices are read, because the sender chose the count. 0 and all slices have other modes.
-    if not 0 < count < width or indices_start + 4 * count > len(data):
-        raise RejectedMessage("E_LEN", field, f"1 to {width - 1} indices", count)
+    count = int(_MODE_AND_COUNT.unpack_from(data, offset)[1])
+    num_slices = shapes[mode][1]
+    # Checked before the indices are read, because the sender chose the count. No slice and all slices have own modes.
+    if not 0 < count < num_slices or indices_start + 4 * count > len(data):
+        raise RejectedMessage("E_LEN", field, f"1 to {num_slices - 1} indices", count)
     indices = np.frombuffer(data, "<u4", count, indices_start).astype(np.int64)
-    if indices[-1] >= width or (np.diff(indices) <= 0).any():
-        raise RejectedMessage("E_INDEX", field, f"ascending in 0..{width - 1}", "other indices")
+    if indices[-1] >= num_slices or (np.diff(indices) <= 0).any():
+        raise RejectedMessage("E_INDEX", field, f"ascending in 0..{num_slices - 1}", "other indices")
     bits.reshape(shapes[mode])[:, indices] = True
     return indices_start + 4 * count
