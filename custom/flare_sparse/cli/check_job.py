@@ -18,6 +18,7 @@ from ..core.params import Layout
 from ..core.seeds import limit_threads
 from ..methods.method import Method
 from ..privacy.dp.forecast import Forecast
+from ..tasks.adaptation import AdaptableTask
 from ..tasks.script import ScriptTask
 from ..tasks.task import SiteData, Task
 from ..training.compute import can_use_kernels, explain_missing_kernels
@@ -110,6 +111,8 @@ def _check_settings(report: Report, settings: RunConfig, file: Path, site_policy
     if settings.task.key != "name":
         report.attempt("own code", lambda: list_user_code(settings, file.parent), _describe_code)
     layout = report.attempt("model", lambda: _build_layout(task), lambda layout: f"{layout.size:,} scalars")
+    if layout is not None and isinstance(task, AdaptableTask) and (base := task.describe_base()):
+        report.attempt("base model", lambda: base, str)
     with tempfile.TemporaryDirectory() as folder:
         data = _locate_sites(report, settings, task, Path(folder))
         if layout is not None:

@@ -10,15 +10,17 @@ from pydantic import Field
 from torch import nn
 
 from .models.adapters import AdapterConfig, add_adapters
-from .models.base import BaseName, find_base_folder, load_base, seed_initialization
+from .models.base import Base, find_base_folder, load_base, seed_initialization
 from .task import Task, TaskConfig
 
 
 class AdaptedTaskConfig(TaskConfig):
     """Base model and adapters of a task."""
 
-    base: BaseName | None = Field(
-        None, description="folder of the base model in $FLARE_SPARSE_MODELS; null: randomly initialised"
+    base: Base | None = Field(
+        None,
+        description="folder of the base model in $FLARE_SPARSE_MODELS, or its folder, file and new tensors; null: "
+        "randomly initialised",
     )
     base_seed: int = Field(
         0,
@@ -51,8 +53,17 @@ class AdaptableTask(Task, ABC):
         with seed_initialization(self.config.base_seed):
             network = self.build_network()
         if self.config.base is not None:
-            load_base(network, find_base_folder(self.config.base))
+            load_base(network, find_base_folder(self.config.base.folder), self.config.base)
         return network
+
+    def describe_base(self) -> str:
+        """Return which tensors the base model has from its file, as one line; empty without a file.
+
+        Raises:
+            ConfigError: as :meth:`build_base`.
+        """
+        base = self.config.base
+        return load_base(self.build_network(), find_base_folder(base.folder), base) if base else ""
 
     def model(self) -> nn.Module:
         """Return the network to train; without base and adapter, torch's global generator initialises it."""
@@ -67,4 +78,4 @@ class AdaptableTask(Task, ABC):
             super().save(model, folder)
         else:
             adapted: Any = model
-            adapted.save_pretrained(folder)
+            adapted.save_pretrained(folder, selected_adapters=["default"])

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -19,7 +19,7 @@ from ..core.needs import Needs
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .classes import check_class_weights, compute_cross_entropy, list_weight_needs
 from .data.tables import read_table
-from .models.base import find_base_folder, seed_initialization
+from .models.base import Base, find_base_folder, seed_initialization
 from .models.text import Architecture, build_text_classifier, tokenize
 from .task import Cohort, Examples, Metric, SiteData, build_examples
 
@@ -38,6 +38,13 @@ class TextConfig(AdaptedTaskConfig):
     text: str = Field("text", description="column of the texts")
     label: str = Field("label", description="column of the classes, whole numbers from 0")
     every: int = Field(1, ge=1, description="use only every n-th row of the table")
+
+    @field_validator("base")
+    @classmethod
+    def _check_base(cls, base: Base | None) -> Base | None:
+        if base is not None and not base.has_only_name:
+            raise ValueError("texts need a tokenizer; give the name of a folder of transformers")
+        return base
 
     @model_validator(mode="after")
     def _check_class_weights(self) -> TextConfig:
@@ -63,13 +70,17 @@ class TextClassification(AdaptableTask):
 
     def build_network(self) -> nn.Module:
         """Return the encoder with a new head; the encoder is pre-trained if ``base`` is set."""
-        folder = find_base_folder(self.config.base) if self.config.base else None
+        folder = find_base_folder(self.config.base.folder) if self.config.base else None
         return build_text_classifier(folder, self.config.architecture, self.config.classes)
 
     def build_base(self) -> nn.Module:
         """Return the pre-trained encoder with a head initialised from ``base_seed``."""
         with seed_initialization(self.config.base_seed):
             return self.build_network()
+
+    def describe_base(self) -> str:
+        """Return nothing: transformers reads the encoder."""
+        return ""
 
     def cohort(self, path: Path) -> Cohort:
         """Return the rows with their classes in the column ``label``."""
@@ -99,7 +110,7 @@ class TextClassification(AdaptableTask):
         assert self.config.base is not None
         rows = [int(name) for name in ids]
         token_ids, attention_mask = tokenize(
-            find_base_folder(self.config.base), [str(texts[row]) for row in rows], self.config.max_length
+            find_base_folder(self.config.base.folder), [str(texts[row]) for row in rows], self.config.max_length
         )
         return TensorDataset(token_ids, attention_mask, torch.from_numpy(labels[rows].astype(np.int64)))
 

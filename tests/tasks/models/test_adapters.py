@@ -16,6 +16,7 @@ from flare_sparse.methods.scores.ranks import Slots
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters, list_adaptable_modules
 from flare_sparse.tasks.models.base import seed_initialization
+from flare_sparse.training.personal import select_personal
 
 
 def brain() -> nn.Module:
@@ -110,6 +111,25 @@ def test_peft_loads_saved_adapters_with_equal_outputs(make: object, head: str, t
     side = 16 if make is vit else 26
     x = torch.randn(2, 1, side, 32 if make is brain else side, side, generator=torch.Generator().manual_seed(2))
     assert torch.equal(output(opened, x), output(adapted, x))
+
+
+def test_adapter_of_the_site_adds_to_the_shared_one_and_stays_there(tmp_path: Path) -> None:
+    adapted = add_adapters(brain(), AdapterConfig(rank=3, site_rank=2, head="trained"))
+    x = torch.randn(2, 1, 26, 32, 26, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(output(adapted, x), output(brain(), x))
+    layout = Layout.from_module(adapted)
+    own = select_personal(layout, "site")
+    assert own == tuple(spec.name for spec in layout.tensors if ".site." in spec.name)
+    assert len(own) == 12
+    perturb_trainable(adapted)
+    both = output(adapted, x)
+    for name, parameter in adapted.named_parameters():
+        if name in own:
+            parameter.data.zero_()
+    shared = output(adapted, x)
+    assert not torch.allclose(both, shared)
+    adapted.save_pretrained(str(tmp_path), selected_adapters=["default"])
+    assert torch.equal(output(PeftModel.from_pretrained(brain(), str(tmp_path)), x), shared)
 
 
 def test_trained_head_is_the_rest_of_the_layout() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.tasks.models.base import find_base_folder, load_base, seed_initialization
+from flare_sparse.tasks.models.base import Base, find_base_folder, load_base, seed_initialization
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import Task
 
@@ -39,17 +43,77 @@ def test_load_base_restores_weights_and_rejects_another_network(tmp_path: Path) 
     network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     folder = save_to(network, tmp_path / "net")
     restored = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    load_base(restored, folder)
+    load_base(restored, folder, Base(folder="net"))
     assert all(
         torch.equal(a, b) for a, b in zip(network.state_dict().values(), restored.state_dict().values(), strict=True)
     )
-    with pytest.raises(ConfigError, match="another network"):
-        load_base(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), folder)
-    with pytest.raises(ConfigError, match="another network"):
-        load_base(nn.Sequential(nn.Linear(3, 4)), folder)
+    with pytest.raises(ConfigError, match="6 of 6 tensors are not in"):
+        load_base(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), folder, Base(folder="net"))
+    assert load_base(nn.Sequential(nn.Linear(3, 4)), folder, Base(folder="net")).endswith("1.weight")
     (folder / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_base(restored, folder)
+        load_base(restored, folder, Base(folder="net"))
+
+
+class Encoder(nn.Module):
+    def __init__(self, outputs: int):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv3d(1, 3, 3), nn.BatchNorm3d(3))
+        self.out = nn.Linear(3, outputs)
+
+
+@pytest.mark.parametrize(
+    ("file", "wrap"),
+    [
+        ("model.safetensors", lambda state: state),
+        ("models/model.pt", lambda state: state),
+        ("model.pt", lambda state: {f"module.{name}": value for name, value in state.items()}),
+        ("model.pt", lambda state: {n.removeprefix("body."): v for n, v in state.items() if n.startswith("body.")}),
+        (
+            "model.pt",
+            lambda state: {
+                "epoch": 3,
+                "network": {"state_dict": {f"net.{name}": value for name, value in state.items()}},
+                "optimizer": {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"lr": 0.1}]},
+            },
+        ),
+    ],
+    ids=["safetensors", "bundle", "module", "encoder alone", "checkpoint"],
+)
+def test_encoder_of_another_training_keeps_its_tensors_beside_a_new_head(
+    file: str, wrap: Callable[[dict[str, torch.Tensor]], dict[str, Any]], tmp_path: Path
+) -> None:
+    source, network = Encoder(5), Encoder(2)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    state = wrap({name: value for name, value in source.state_dict().items() if value.is_floating_point()})
+    (safetensors.torch.save_file if file.endswith("safetensors") else torch.save)(state, tmp_path / file)
+    head = network.out.weight.clone()
+    report = load_base(network, tmp_path, Base(folder="base", new=("out.*",)))
+    found = network.body.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in source.body.state_dict().items())
+    assert torch.equal(network.out.weight, head)
+    assert report.startswith("6 of 8 tensors")
+    with pytest.raises(ConfigError, match=r"2 of 8 tensors are not in .*: out.weight, out.bias"):
+        load_base(network, tmp_path, Base(folder="base"))
+    with pytest.raises(ConfigError, match=r"task.base.new: 'head.\*' matches no tensor"):
+        load_base(network, tmp_path, Base(folder="base", new=("head.*",)))
+
+
+def test_file_of_a_base_model_runs_no_code(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    torch.save({"state_dict": Harmful()}, tmp_path / "model.pt")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_base(Encoder(2), tmp_path, Base(folder="base"))
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("file", ["../model.pt", "/model.pt", "models/../../model.pt", "model.py"])
+def test_file_of_a_base_model_is_in_its_folder(file: str) -> None:
+    with pytest.raises(ValueError, match="file"):
+        Base(folder="base", file=file)
 
 
 def test_seed_initialization_restores_the_generator() -> None:

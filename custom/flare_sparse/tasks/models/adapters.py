@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 from torch import nn
 
 from ...core.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+
+SITE_ADAPTER = "site"
+"""Name of the adapters that stay at a site."""
 
 
 class AdapterConfig(BaseModel):
@@ -23,12 +27,24 @@ class AdapterConfig(BaseModel):
     init: Literal["kaiming", "gaussian"] = Field(
         "kaiming", description="initialisation of A: peft's default, or N(0, 1/r)"
     )
+    site_rank: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="rank of a second adapter beside each one, which stays at the site (dual LoRA); needs "
+        "method.personal: site; 0: none",
+    )
     targets: tuple[str, ...] = Field(
         (), description="last parts of the names of the modules to adapt, such as query; none: all but the head"
     )
     head: Literal["frozen", "trained"] = Field(
         "frozen", description="the last layer: frozen (FFA-LoRA, LoRA-A2), or trained and sent in full"
     )
+
+    @model_serializer(mode="wrap")
+    def _omit_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit ``site_rank`` without a second adapter, so that the run id of such jobs stays as it was."""
+        return {key: value for key, value in dump(self).items() if (key, value) != ("site_rank", 0)}
 
 
 def list_adaptable_modules(network: nn.Module) -> list[str]:
@@ -59,13 +75,19 @@ def add_adapters(network: nn.Module, config: AdapterConfig) -> PeftModel:
     if not targets:
         raise ConfigError("task.adapter: the network has no linear layer or 3D convolution beside its head to adapt")
     settings: dict[str, Any] = {
-        "r": config.rank,
         "lora_alpha": config.alpha,
         "target_modules": targets,
         "init_lora_weights": "gaussian" if config.init == "gaussian" else True,
-        "modules_to_save": [head] if config.head == "trained" else None,
     }
-    adapted: PeftModel = peft.get_peft_model(network, peft.LoraConfig(**settings))
+    saved = [head] if config.head == "trained" else None
+    adapted: PeftModel = peft.get_peft_model(network, peft.LoraConfig(r=config.rank, modules_to_save=saved, **settings))
+    if config.site_rank:
+        adapted.add_adapter(SITE_ADAPTER, peft.LoraConfig(r=config.site_rank, **settings))
+        # Both add to the output of a layer; peft's own method for a whole model activates one.
+        adapted.base_model.set_adapter(["default", SITE_ADAPTER])
+        for part in adapted.modules():
+            if isinstance(part, peft.tuners.lora.LoraLayer):
+                part.site_tensors = tuple(f"lora_{factor}.{SITE_ADAPTER}.weight" for factor in "AB")
     return adapted
 
 

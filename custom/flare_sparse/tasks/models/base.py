@@ -1,5 +1,8 @@
 """Pre-trained base models, by name, in a folder that each site chooses.
 
+A base model is what ``flare-sparse save`` writes, or weights of another training: a bundle of MONAI, a file of torch or
+safetensors. A job names the tensors of its network that start anew, such as a head.
+
 A job gives the name of a base model and never a path, so it cannot make a site open files of the job's choice. All
 endpoints must have the same base model: its digest is part of the layout's fingerprint, which every message carries.
 """
@@ -7,24 +10,68 @@ endpoints must have the same base model: its digest is part of the layout's fing
 from __future__ import annotations
 
 import os
+import pickle
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import safetensors.torch
 import torch
-from pydantic import Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from ...core.errors import ConfigError, suggest
 
 MODELS_VARIABLE = "FLARE_SPARSE_MODELS"
 WEIGHTS = "model.safetensors"
+FILES = (WEIGHTS, "models/model.safetensors", "models/model.pt", "model.pt")
+"""Where weights are, in this order: of ``flare-sparse save``, of bundles of MONAI, others."""
 
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 """Name of a folder, not a path."""
+
+
+class Base(BaseModel):
+    """Weights that a network starts from; the name of a folder stands for one without further settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: BaseName = Field(description="name of a folder in $FLARE_SPARSE_MODELS, not a path")
+    file: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*\.(safetensors|pt|pth|ckpt)$",
+        description="file in the folder, ending in .safetensors, .pt, .pth or .ckpt; null: model.safetensors, model.pt "
+        "or models/model.pt",
+    )
+    new: tuple[str, ...] = Field(
+        (), description="patterns of tensors of the network that start anew, such as out.*; all others must be there"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_name(cls, value: Any) -> Any:
+        return {"folder": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _shorten(self, dump: SerializerFunctionWrapHandler) -> Any:
+        """Return the name alone where it says all, so that the run id of such jobs stays as it was."""
+        return self.folder if self.has_only_name else dump(self)
+
+    @property
+    def has_only_name(self) -> bool:
+        """Whether only the folder is given."""
+        return self.file is None and not self.new
 
 
 def find_base_folder(name: str, environment: Mapping[str, str] = os.environ) -> Path:
@@ -50,28 +97,101 @@ def find_base_folder(name: str, environment: Mapping[str, str] = os.environ) -> 
     return folder
 
 
-def load_base(network: nn.Module, folder: Path) -> None:
-    """Load weights that ``flare-sparse save`` wrote into a network, in place.
+def load_base(network: nn.Module, folder: Path, base: Base) -> str:
+    """Load the tensors of a file into a network, in place, and return what matched, as one line.
+
+    Names of the file may have a prefix that those of the network lack, such as ``module.`` or ``net.``, or lack one.
+    Files of torch are read without running code.
 
     Raises:
-        ConfigError: the file is missing, malformed, or belongs to another network.
+        ConfigError: the file is missing or malformed, a tensor of the network is neither in it nor named as new, or a
+            pattern matches no tensor.
     """
-    file = folder / WEIGHTS
-    try:
-        tensors = safetensors.torch.load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"task.base: {file} cannot be read: {error}") from error
-    expected = {name: tuple(value.shape) for name, value in network.state_dict().items() if value.is_floating_point()}
-    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-    differences = sorted(set(expected.items()) ^ set(shapes.items()))
-    if differences:
-        name, shape = differences[0]
-        owner = "the file" if name in shapes and shapes[name] == shape else "the network"
+    files = (base.file,) if base.file else FILES
+    file = next((folder / name for name in files if (folder / name).is_file()), None)
+    if file is None:
+        raise ConfigError(f"task.base: {folder} has no {' or '.join(files)}; name the file as task.base.file")
+    tensors, expected = _read_tensors(file), _list_shapes(network)
+    for pattern in base.new:
+        if not any(fnmatchcase(name, pattern) for name in expected):
+            raise ConfigError(f"task.base.new: {pattern!r} matches no tensor of the network: {_abbreviate(expected)}")
+    wanted = {n: s for n, s in expected.items() if not any(fnmatchcase(n, pattern) for pattern in base.new)}
+    sources = _match_names(wanted, {name: tuple(value.shape) for name, value in tensors.items()})
+    if missing := [name for name in wanted if name not in sources]:
         raise ConfigError(
-            f"task.base: {file} belongs to another network: {name} {list(shape)} is only in "
-            f"{owner}; give task.model the settings that the base model was trained with"
+            f"task.base: {len(missing)} of {len(wanted)} tensors are not in {file} with their shape: "
+            f"{_abbreviate(missing)}; it has {_abbreviate(tensors)}. Give task.model the settings that the weights "
+            "were trained with, or list what starts anew in task.base.new"
         )
-    network.load_state_dict(tensors, strict=False)
+    network.load_state_dict({name: tensors[source] for name, source in sources.items()}, strict=False)
+    unused = [name for name in tensors if name not in sources.values()]
+    report = f"{len(sources)} of {len(expected)} tensors are from {folder.name}/{file.relative_to(folder)}"
+    new = f"; new: {_abbreviate(n for n in expected if n not in sources)}" if len(sources) < len(expected) else ""
+    return report + new + (f"; not used: {_abbreviate(unused)}" if unused else "")
+
+
+def _list_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in network.state_dict().items() if value.is_floating_point()}
+
+
+def _match_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the name in the file of each wanted tensor that is there with its shape.
+
+    One prefix, which the names of the file have more or less than those of the network, applies to all of them: the
+    one with which most tensors match, the shortest of several.
+    """
+    ends: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, shape in found.items():
+        parts = name.split(".")
+        for start in range(len(parts)):
+            ends.setdefault((".".join(parts[start:]), shape), []).append(name)
+    prefixes: Counter[tuple[str, str]] = Counter()
+    for name, shape in wanted.items():
+        parts = name.split(".")
+        for start in range(len(parts)):
+            for source in ends.get((".".join(parts[start:]), shape), ()):
+                short, full = ".".join(parts[start:]), source
+                # Either the file's name or the network's has a prefix, never both.
+                if start == 0:
+                    prefixes["", full[: len(full) - len(short)]] += 1
+                elif full == short:
+                    prefixes[name[: len(name) - len(short)], ""] += 1
+    if not prefixes:
+        return {}
+    own, other = min(prefixes, key=lambda pair: (-prefixes[pair], len(pair[0]) + len(pair[1]), pair))
+    sources = {name: other + name.removeprefix(own) for name in wanted if name.startswith(own)}
+    return {name: source for name, source in sources.items() if found.get(source) == wanted[name]}
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name; in a file of torch, those of the one state that it holds."""
+    try:
+        if file.suffix == ".safetensors":
+            tensors: dict[str, Tensor] = safetensors.torch.load_file(file)
+            return tensors
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"task.base: {file} cannot be read: {error}") from error
+    states = _list_states(content)
+    if len(states) != 1:
+        raise ConfigError(f"task.base: {file} holds {len(states)} states of networks; expected one")
+    return states[0]
+
+
+def _list_states(content: Any) -> list[dict[str, Tensor]]:
+    """Return the dictionaries of tensors in a checkpoint, which may hold them beside other things."""
+    if not isinstance(content, Mapping):
+        return []
+    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    if tensors and len(tensors) == len(content):
+        return [{str(name): value for name, value in tensors.items() if value.is_floating_point()}]
+    # An optimizer's state is a dictionary of dictionaries by number.
+    return [state for name, value in content.items() if isinstance(name, str) for state in _list_states(value)]
+
+
+def _abbreviate(names: Any, limit: int = 5) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 @contextmanager
