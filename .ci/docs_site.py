@@ -87,9 +87,10 @@ def find_title(page: Path) -> str:
 
 
 def format_table(rows: list[list[str]]) -> str:
-    """Return a Markdown table whose first row is its head."""
+    """Return a Markdown table whose first row is its head: names of settings may be broken there, after their dots."""
     lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+    head = [re.sub(r"\.(?=\w)", ".<wbr>", cell) for cell in lines[0]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *lines[1:]])
 
 
 def format_api() -> str:
