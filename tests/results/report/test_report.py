@@ -89,7 +89,7 @@ def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finis
         "Compared with trivial baselines",
         "Runs on the same test subjects",
         "All metrics",
-        "Who contributed",
+        "Contributions",
         "Quality",
         "Bytes",
         "Sites",

@@ -1,4 +1,4 @@
-"""Tables of the report and the model card: who contributed, all metrics, models by site, averages over seeds."""
+"""Tables of the report and the model card: contributions, all metrics, models by site, averages over seeds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def build_contributions(runs: Sequence[RunResult]) -> ReportTable:
     sites = sorted({site for run in runs for site in run.contributions})
     rows = [[site, *(_format_part(run.contributions.get(site)) for run in runs)] for site in sites]
     note = "Rounds in which a site's update was used, of those in which it was asked; evaluations are not counted."
-    return ReportTable("Who contributed", ["site", *(run.label for run in runs)], rows, note)
+    return ReportTable("Contributions", ["site", *(run.label for run in runs)], rows, note)
 
 
 def _format_part(part: Contributions | None) -> str:
