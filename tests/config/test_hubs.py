@@ -56,10 +56,10 @@ def test_sums_in_fixed_point_have_no_pads_and_need_no_minimum_of_sites(file: Pat
         ((HUBS,), "wire.aggregation: plain: ", "set wire.aggregation to fixed_point or masked"),
         (
             (*FIXED, "federation.hubs={a: {sites: [x, y]}, b: {sites: [y]}}"),
-            "hubs.a: y is listed twice",
+            "hubs.a: y is listed more than once",
             "a site has one hub",
         ),
-        ((*FIXED, "federation.hubs={a: {sites: [x, x]}}"), "hubs.a: x is listed twice", "a site has one hub"),
+        ((*FIXED, "federation.hubs={a: {sites: [x, x]}}"), "hubs.a: x is listed more than once", "a site has one hub"),
         (
             (*FIXED, "federation.hubs={a: {sites: [b]}, b: {sites: [x]}}"),
             "hubs.b: a hub needs a name of its own",
