@@ -178,3 +178,29 @@ def test_bound_of_canaries_is_below_the_epsilon_that_is_charged(
     claimed.history = [(4.0, charge.sample_rate, 4 * charge.steps)]
     assert 0 < bound.epsilon < budget.compute_spent()
     assert not is_exceeded or bound.epsilon > claimed.get_epsilon(DELTA)
+
+
+def test_step_with_a_closure_is_charged_and_noised_as_lightning_takes_it(open_budget: Any) -> None:
+    """Lightning takes an iterator that it does not use, and gives the backward pass to ``optimizer.step``."""
+    budget = open_budget(noise_multiplier=1.5)
+    net, optimizer, loader = build_loop()
+    iter(loader)
+    assert not budget.account.read().entries
+    before = net.weight.detach().clone()
+
+    def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(inputs), targets)
+        loss.backward()
+        return loss
+
+    steps = 0
+    for inputs, targets in loader:
+        optimizer.step(lambda inputs=inputs, targets=targets: train(inputs, targets))
+        steps += 1
+    (entry,) = budget.account.read().entries
+    assert entry.charge.steps == steps == 5
+    assert optimizer.counter.left == 0
+    assert not torch.equal(net.weight, before)
+    with pytest.raises(ConfigError, match="a step beyond those of the epoch"):
+        optimizer.step(lambda: train(inputs, targets))

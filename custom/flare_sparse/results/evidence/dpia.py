@@ -10,6 +10,7 @@ from typing import Any
 from ...core.errors import ConfigError
 from ...rounds.endpoints.egress import LOG_FILE, find_logs, read_log, sum_lines
 from ..report.attacks import describe_attacks
+from ..report.subgroups import build_subgroups, describe_gap
 from ..report.tables import format_markdown
 from ..runs.results import RunResult
 
@@ -82,7 +83,7 @@ def build_dpia(run: RunResult, facts: dict[str, Any], logs: Mapping[str, Path]) 
         logs: by site, the folder of its egress log, as far as it is here.
     """
     made = {str(attack["attack"]) for attack in run.audit.get("attacks", [])}
-    not_made = [f"Not tried: {name} ({what})." for name, what in ATTACKS.items() if name not in made]
+    not_made = "; ".join(f"{name} ({what})" for name, what in ATTACKS.items() if name not in made)
     recorded = "recorded", "source"
     return [
         Section("About this annex", [_ABOUT.format(run=facts["run"]), _MISSING]),
@@ -101,13 +102,25 @@ def build_dpia(run: RunResult, facts: dict[str, Any], logs: Mapping[str, Path]) 
         ),
         Section("Measures", (), ("measure", *recorded), _list_measures(run, facts)),
         Section("Privacy budget, in the terms of NIST SP 800-226", (), ("term", *recorded), _list_budget(facts)),
+        *_build_subgroups(run),
         Section("Retention", (), ("what", *recorded), _list_retention(run, facts)),
-        Section("Attacks", [*describe_attacks(run), *not_made, _QUERIES]),
+        Section("Attacks", [*describe_attacks(run), f"Not tried: {not_made or 'none of those known'}.", _QUERIES]),
         Section(
             "Deviations",
             [f"{len(facts['deviations'])} deviations of rounds and sites (rounds.jsonl, listed in evidence.json)."],
         ),
     ]
+
+
+def _build_subgroups(run: RunResult) -> list[Section]:
+    """Return the part with the metrics by subgroup and the largest gap; none without them."""
+    gap, table = describe_gap(run), build_subgroups([run])
+    if table is None:
+        return [Section("Subgroups", [gap])] if gap else []
+    # The column with the label of the only run says nothing here.
+    columns, *rows = ([row[0], *row[2:]] for row in (table.columns, *table.rows))
+    rows = [[*row, "`summary.json`"] for row in rows]
+    return [Section("Subgroups", [gap, table.note], [*columns, "source"], rows)]
 
 
 def format_dpia(title: str, sections: Sequence[Section]) -> str:
@@ -165,8 +178,8 @@ def _read_lines(run: RunResult, folder: Path) -> list[dict[str, Any]]:
 
 
 def _compare_logs(run: RunResult, logs: Mapping[str, Path]) -> list[str]:
-    """Return for each site's log its length, and whether its messages are those that the server received."""
-    texts = []
+    """Return the length of the sites' logs, and whether their messages are those that the server received."""
+    texts: dict[str, list[str]] = {}
     for site, folder in logs.items():
         whole, lines = len(read_log(folder)), [line for line in _read_lines(run, folder) if line["run"]]
         received = [m for m in run.messages if m["direction"] == "up" and m["site"] == site]
@@ -176,8 +189,8 @@ def _compare_logs(run: RunResult, logs: Mapping[str, Path]) -> list[str]:
         if sent != got:
             totals = [f"{len(part)} messages, {sum(size for *_, size in part)} bytes" for part in (sent, got)]
             verdict = f"{totals[0]}, and the server's ledger {totals[1]}: see rejected messages among the deviations"
-        texts.append(f"Egress log of {site}: {whole} lines of all jobs, chain intact; of this run it has {verdict}.")
-    return texts
+        texts.setdefault(f"{whole} lines of all jobs, chain intact; of this run it has {verdict}.", []).append(site)
+    return [f"Egress log of {', '.join(sites)}: {text}" for text, sites in texts.items()]
 
 
 def _list_processing(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, ...]]:
