@@ -24,7 +24,7 @@ import torch
 
 from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.tasks.data.partition import partition_iid
 from flare_sparse.tasks.models.base import MODELS_VARIABLE
 from flare_sparse.tasks.registry import TASKS
@@ -73,7 +73,7 @@ def run(task: Task, name: str, settings: dict[str, Any], folder: Path, sites: in
     }
     # Top-k keeps what it rounds off; the other methods send what their papers send.
     values: ValueType = "int4" if name == "topk_ef" else "float32"
-    return *run_locally(method, weights, site_by_name, task.metric, values=values), layout
+    return *run_locally(method, weights, site_by_name, task.metric, transport=Transport(values=values)), layout
 
 
 def train_base(name: str, data: Path, models: Path, rounds: int, seed: int) -> float:
