@@ -20,9 +20,9 @@ from flare_sparse.results.runs.bootstrap import (
     PairedMetric,
     build_auc,
     build_c_index,
-    compute_c_index_influences,
     compare_predictors,
     compare_scores,
+    compute_c_index_influences,
     compute_r2_within_sites,
     iterate_resamples,
     select_metrics,
@@ -46,10 +46,10 @@ def test_interval_of_a_mean_is_that_of_the_formula_within_sites() -> None:
     change = first - second
     assert result.value == pytest.approx(change.mean())
     # A resample keeps the sites' sizes, so only the variance within sites counts.
-    variance = sum(change[SITES == site].var(ddof=1) * (SITES == site).sum() for site in ("a", "b")) / 50**2
+    variance = sum(change[site == SITES].var(ddof=1) * (site == SITES).sum() for site in ("a", "b")) / 50**2
     assert (result.high - result.low) / 2 == pytest.approx(1.96 * np.sqrt(variance), rel=0.05)
     assert result.by_site == {
-        site: pytest.approx(change[SITES == site].mean()) for site in ("a", "b")
+        site: pytest.approx(change[site == SITES].mean()) for site in ("a", "b")
     }  # fmt: skip
 
 
@@ -84,9 +84,7 @@ def test_equal_predictors_are_called_different_in_one_case_of_twenty(sites: int,
     """The type I error for normal differences; with three sites of two, every difference is undecided."""
     names, changes = np.repeat(np.arange(sites), per), draw(5, 600 * sites * per).reshape(600, -1)
     zeros = np.zeros(sites * per)
-    verdicts = [
-        compare_scores(change, zeros, names, is_lower_better=True, resamples=500).verdict for change in changes
-    ]
+    verdicts = [compare_scores(change, zeros, names, is_lower_better=True, resamples=500).verdict for change in changes]
     # Three standard deviations of a share of 600.
     assert np.mean([verdict != "undecided" for verdict in verdicts]) == pytest.approx(expected, abs=0.027)
 
@@ -279,7 +277,7 @@ def test_c_index_of_several_runs_compares_pairs_within_each() -> None:
 
 def test_mean_of_each_site_explains_nothing_within_sites() -> None:
     targets = (draw(7) + np.where(SITES == "a", 0.0, 30.0))[:, None]
-    means = np.array([targets[SITES == site].mean() for site in SITES])[:, None]
+    means = np.array([targets[site == SITES].mean() for site in SITES])[:, None]
     assert compute_r2_within_sites(means, targets, SITES) == pytest.approx(0)
     assert compute_r2_within_sites(targets, targets, SITES) == 1
     assert compute_r2_within_sites(targets[:1], targets[:1], SITES[:1]) is None

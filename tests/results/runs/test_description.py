@@ -26,8 +26,10 @@ def test_site_with_one_class_and_scanners_that_differ_are_named() -> None:
     }
     assert find_warnings(columns, ["A", "B", "C"]) == [
         "sick: C has 1 alone; at all sites it is 0 or 1. A model can learn the site in its place",
-        "scanner: A has Prisma alone, B has Prisma alone, C has Aera alone; at all sites it is Aera or Prisma. A model "
-        "can learn the site in its place",
+        (
+            "scanner: A has Prisma alone, B has Prisma alone, C has Aera alone; at all sites it is Aera or Prisma. A "
+            "model can learn the site in its place"
+        ),
     ]
 
 
@@ -40,7 +42,10 @@ def test_uneven_labels_and_missing_values_are_named() -> None:
     }
     assert find_warnings(columns, ["A", "B"]) == [
         "stage is I in 20% of the rows of B and in 80% of A: a common model may learn the site in its place",
-        "dose has no value in few or none of the rows of B and in 50% of A: a common model may learn the site in its place",
+        (
+            "dose has no value in few or none of the rows of B and in 50% of A: a common model may learn the site in "
+            "its place"
+        ),
     ]
 
 

@@ -43,7 +43,7 @@ def test_run_in_the_folder_is_replaced_only_on_request(tmp_path: Path) -> None:
     finish(str(tmp_path / "out"))
     (tmp_path / "out" / "evaluations").mkdir()
     folder = RunFolder(tmp_path / "out")
-    with pytest.raises(ConfigError, match="holds a finished run, which would be lost(.|\n)*type this: --overwrite"):
+    with pytest.raises(ConfigError, match=r"holds a finished run, which would be lost(.|\n)*type this: --overwrite"):
         folder.prepare(advise=lambda flag: f"type this: {flag}")
     assert folder.is_finished
     folder.prepare(overwrite=True)

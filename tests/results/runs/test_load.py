@@ -13,12 +13,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from flare_sparse import load_model
-from flare_sparse.cli import app
 from flare_sparse.api.local import run as run_in_process
+from flare_sparse.cli import app
 from flare_sparse.config.study import Study
-from flare_sparse.results.runs.folder import RunFolder
-from flare_sparse.config.loading import load_config
 from flare_sparse.core.errors import ConfigError
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.onnx_export import export_onnx
 
 

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from flare_sparse.api.local import run as run_in_process
-from flare_sparse.config.study import Study
-from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.api.report import ensure_predictions
-from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
 from flare_sparse.results.report.comparisons import build_comparisons
 from flare_sparse.results.runs.bootstrap import _stretch
 from flare_sparse.results.runs.comparison import compare_with_baseline, describe_groups, describe_runs
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.predictions import RUN, Predictions
 from flare_sparse.results.runs.results import RunResult, read_runs
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.results.runs.record import LAYER_COMPUTE, write_layer_compute
 from flare_sparse.results.runs.model_files import read_model, save_model
+from flare_sparse.results.runs.record import LAYER_COMPUTE, write_layer_compute
 
 LAYOUT = Layout((TensorSpec("b", (3,)), TensorSpec("a", (2, 2))))
 
@@ -24,7 +24,7 @@ def test_saved_model_is_read_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_equal_models_make_equal_files(tmp_path: Path) -> None:
-    """safetensors orders the metadata by a hash that differs from one call to the next."""
+    """Safetensors orders the metadata by a hash that differs from one call to the next."""
     weights = torch.arange(LAYOUT.size).float()
     for number in range(20):
         save_model(tmp_path / f"{number}.safetensors", LAYOUT, weights)

@@ -127,7 +127,7 @@ def test_policy_and_setting_keep_small_subgroups_at_the_site(run: Run, tmp_path:
 
 def test_jobs_without_subgroups_keep_their_run_id_and_wrong_columns_are_refused(run: Run, tmp_path: Path) -> None:
     file = write_study(tmp_path, subgroups=["scanner"])
+    study = Study.load(file)
     with pytest.raises(DataError, match="there is no column 'scanner'; the columns are subject, hospital, sex"):
-        study = Study.load(file)
         load_examples(study.load_task(), study.prepare_sites(tmp_path)["A"], 2)
     assert "subgroups" not in run.study.config.task.config.model_copy(update={"subgroups": ()}).model_dump()

@@ -59,9 +59,7 @@ def describe_runs(runs: Sequence[RunResult], notes: Mapping[str, str]) -> dict[s
 def describe_groups(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
     """Return the figures of runs that differ by seed and fold only, and their differences from the other groups."""
     groups = group_by_seed(list(runs))
-    labelled = [
-        (label, ExampleTests.collect(group)) for label, group in zip(label_groups(groups), groups, strict=True)
-    ]
+    labelled = [(label, ExampleTests.collect(group)) for label, group in zip(label_groups(groups), groups, strict=True)]
     return [
         _describe_group(label, group, tests, [*labelled[:number], *labelled[number + 1 :]])
         for number, ((label, tests), group) in enumerate(zip(labelled, groups, strict=True))

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...config.study import Study
-from ...core.checkpoint.store import Store, iterate_differences
-from ...config.schema import JobConfig, RunConfig
 from ...config.loading import serialize_job
 from ...config.needs import CONTINUATION, find_conflicts
-from ...rounds.endpoints.server import SERVER
+from ...config.schema import JobConfig, RunConfig
+from ...config.study import Study
+from ...core.checkpoint.store import Store, iterate_differences
 from ...core.errors import ConfigError
-from .record import SUMMARY
+from ...rounds.endpoints.server import SERVER
 from .load import load_study
+from .record import SUMMARY
 
 UNFINISHED = "checkpoints"
 """Folder in the result folder with the checkpoints of an unfinished run."""

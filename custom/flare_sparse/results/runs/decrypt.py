@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ...config.assemble import Assembly
 from ...core.checkpoint.writing import write_json
-from ...privacy.encryption import SiteCipher
 from ...core.errors import RejectedMessage
 from ...core.exchange import Patch
 from ...core.params import compute_digest
+from ...privacy.encryption import SiteCipher
 from ...wire.ciphertexts import measure_ciphertexts
-from .record import SUMMARY
 from .model_files import ENCRYPTED, read_encrypted, read_mask, save_model
+from .record import SUMMARY
 
 
 def decrypt_run(run: Path, assembly: Assembly, context: bytes) -> list[Path]:

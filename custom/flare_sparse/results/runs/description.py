@@ -46,10 +46,9 @@ def _compare_labels(columns: Mapping[str, Sites], sites: Sequence[str]) -> Itera
                 "its place"
             )
             continue
-        if labels == ["missing"]:
-            # A site without it has few missing values or none.
-            known = {site: known.get(site, {}) for site in sites}
-        spans = {label: sorted((own.get(label, 0.0), site) for site, own in known.items()) for label in labels}
+        # A site without a share of missing values has few of them or none.
+        by_site = {site: known.get(site, {}) for site in sites} if labels == ["missing"] else known
+        spans = {label: sorted((own.get(label, 0.0), site) for site, own in by_site.items()) for label in labels}
         label = max(labels, key=lambda each: spans[each][-1][0] - spans[each][0][0])
         (low, first), (high, last) = spans[label][0], spans[label][-1]
         if high - low >= UNEVEN:

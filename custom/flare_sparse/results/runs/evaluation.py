@@ -21,7 +21,7 @@ from ...core.seeds import make_generator
 from ...core.split import Part
 from ...methods.method import Method, describe_site_model
 from ...tasks.task import TEST_EXAMPLES, Examples, SiteData, Task
-from ...training import LocalTask, Site, build_site
+from ...training import LocalTask, build_site
 from .models import list_run_models, read_run_model
 from .results import CROSS_SITE_FILE, EVALUATIONS
 
@@ -152,9 +152,7 @@ def choose_evaluation_file(run: Path, cohort: str, model: str, *, overwrite: boo
     return file
 
 
-def evaluate_cohort(
-    run: Path, study: Study, data: SiteData, split: Part, model: str, resamples: int
-) -> dict[str, Any]:
+def evaluate_cohort(run: Path, study: Study, data: SiteData, split: Part, model: str, resamples: int) -> dict[str, Any]:
     """Evaluate one model of a run on one cohort and return the record.
 
     Raises:

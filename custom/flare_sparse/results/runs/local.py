@@ -27,8 +27,8 @@ def run_assembly(
 ) -> tuple[Outcome, Ledger]:
     """Run the rounds of a configuration in this process, over the real messages and with its numbers of threads.
 
-    Args and returned values are those of :func:`flare_sparse.rounds.local.run.run_locally`; run id, rules and threads of
-    ``course`` are those of the configuration.
+    Arguments and returned values are those of :func:`flare_sparse.rounds.local.run.run_locally`; run id, rules and
+    threads of ``course`` are those of the configuration.
     """
     transport = Transport(config.wire.values, contexts, config.sum_rules, config.hubs, config.builds_initial)
     course = replace(course, run=assembly.run_id, rules=build_rules(config), threads=config.torch_threads)

@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from ...config.assemble import Assembly
-from ...methods.method import describe_site_model, has_common_model
 from ...core.errors import ConfigError, suggest
+from ...methods.method import describe_site_model, has_common_model
 from .model_files import ENCRYPTED, list_site_models, read_model
 
 FILES = {"final": "model.safetensors", "best": "best_model.safetensors"}
@@ -39,8 +39,8 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
     if not has_common_model(assembly.method.config):
         raise ConfigError(
             f"{run}: {assembly.method.name} trains no common model: each site's model is "
-            f"{describe_site_model(assembly.method.config)}. flare-sparse evaluate and predict use a site's model with --site-model "
-            "SITE; evaluate --matrix evaluates every site's model at every other site"
+            f"{describe_site_model(assembly.method.config)}. flare-sparse evaluate and predict use a site's model with "
+            "--site-model SITE; evaluate --matrix evaluates every site's model at every other site"
         )
     file = run / FILES[name]
     if not file.is_file() and not (run / f"{ENCRYPTED}{file.name}").is_file():
@@ -55,5 +55,7 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
 
 def list_run_models(run: Path, assembly: Assembly) -> list[str]:
     """Return the names of the models in a result folder, as :func:`read_run_model` accepts them."""
-    names = [name for name, file in FILES.items() if has_common_model(assembly.method.config) and (run / file).is_file()]
+    names = [
+        name for name, file in FILES.items() if has_common_model(assembly.method.config) and (run / file).is_file()
+    ]
     return [*names, *list_site_models(run)]

@@ -59,7 +59,9 @@ def compute_pictures(
     for site in sorted(set(predictions.sites.tolist())):
         rows = predictions.sites == site
         values = _measure_cases(assembly, predictions.values[RUN][rows], predictions.targets[rows])
-        weights = read_run_model(run, assembly, site if describe_site_model(assembly.method.config) and site in own else "final")
+        weights = read_run_model(
+            run, assembly, site if describe_site_model(assembly.method.config) and site in own else "final"
+        )
         model = assembly.build_network(weights)
         test = load_examples(task, sites[site], assembly.method.seed).test
         for rank, index in zip(RANKS, _select_ranks(values, higher_is_better=task.metric.mode == "max"), strict=True):

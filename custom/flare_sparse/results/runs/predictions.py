@@ -22,7 +22,6 @@ from torch import Tensor
 from ...config.assemble import Assembly
 from ...core.checkpoint.writing import write_json
 from ...core.errors import DataError
-from ...core.params import Layout
 from ...methods.method import describe_site_model
 from ...tasks.task import Examples, Kind, SiteData, Task, load_examples
 from .baselines import BaselineData, SiteRows, fit_baselines

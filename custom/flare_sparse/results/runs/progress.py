@@ -114,7 +114,7 @@ class Printer(Observer):
     def __init__(
         self,
         show: Callable[[str], Any] = print,
-        show_problem: Callable[[str], Any] = lambda text: print(text, file=sys.stderr),
+        show_problem: Callable[[str], Any] = lambda text: print(text, file=sys.stderr),  # noqa: T201 - what it is for
     ):
         self._show, self._show_problem, self._formatter = show, show_problem, ProgressFormatter()
 

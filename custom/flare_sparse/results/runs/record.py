@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import time
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from ...config.assemble import Assembly
-from ...core.checkpoint.writing import replace_atomically, sync_to_disk, write_json
-from ...config.schema import JobConfig
 from ...config.loading import dump_config
+from ...config.schema import JobConfig
+from ...core.checkpoint.writing import replace_atomically, sync_to_disk, write_json
 from ...core.exchange import Contribution, EncryptedValues
-from ...rounds.federation import Evaluation, HubRules, Outcome, RoundRecord
+from ...core.mask import Mask
+from ...core.params import compute_digest
+from ...core.version import VERSION
+from ...privacy.dp.config import PrivacyConfig
+from ...rounds.federation import Evaluation, Outcome, RoundRecord
 from ...rounds.federation.events import STEPPED_BACK
 from ...rounds.federation.tree import sum_link_bytes
-from ...core.mask import Mask
-from ...core.params import Layout, compute_digest
-from ...privacy.dp.config import PrivacyConfig
-from ...tasks.task import Metric
-from ...core.version import VERSION
 from ...wire.ledger import Ledger
-from .updates import UPDATES, write_updates
 from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, save_model
+from .updates import UPDATES, write_updates
 
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
 """Files that every commit appends to."""

@@ -13,16 +13,15 @@ import safetensors
 import yaml
 from pydantic import ValidationError
 
-from .record import CONFIG
-from ...tasks.task import TEST_EXAMPLES, VALIDATION
 from ...core.errors import ConfigError
 from ...core.subgroups import split_metric
 from ...methods.method import describe_site_model
 from ...methods.registry import METHODS
+from ...tasks.task import TEST_EXAMPLES, VALIDATION
 from .contributions import Contributions, read_contributions
 from .pictures import PICTURES_FILE, CasePicture, read_pictures
 from .predictions import PREDICTIONS_FILE, Predictions
-
+from .record import CONFIG
 
 EVALUATIONS = "evaluations"
 """Folder of the evaluations of a run's models, in the result folder."""
@@ -295,7 +294,9 @@ def find_dense_run(run: RunResult, runs: list[RunResult]) -> RunResult | None:
 
     None if there is no such run, or if ``run`` is dense FedAvg itself.
     """
-    dense = [other for other in runs if other.summary["method"] == "fedavg" and abs(other.reduction - 1) < DENSE_TOLERANCE]
+    dense = [
+        other for other in runs if other.summary["method"] == "fedavg" and abs(other.reduction - 1) < DENSE_TOLERANCE
+    ]
     return None if run in dense else _find_same_split(run, dense)
 
 

@@ -108,7 +108,9 @@ def _pool(cell: str, parts: Sequence[tuple[float, dict[str, float]]]) -> Subgrou
     column, _, label = cell.partition("=")
     metrics = {}
     for name in dict.fromkeys(name for _, values in parts for name in values if not name.startswith(ERROR)):
-        known = [(n, values[name], values[ERROR + name]) for n, values in parts if {name, ERROR + name} <= values.keys()]
+        known = [
+            (n, values[name], values[ERROR + name]) for n, values in parts if {name, ERROR + name} <= values.keys()
+        ]
         if total := sum(n for n, _, _ in known):
             mean = sum(n * value for n, value, _ in known) / total
             metrics[name] = mean, sqrt(sum((n * error) ** 2 for n, _, error in known)) / total

@@ -107,10 +107,13 @@ class Search:
             raise ConfigError("--grid seed: use --seeds N, which runs every setting with the same N seeds")
         if split := [key for key in keys if f"{key}.".startswith("task.split.")]:
             raise ConfigError(
-                f"--grid {split[0]}: settings are compared on the same validation subjects; set it for all runs by --set"
+                f"--grid {split[0]}: settings are compared on the same validation subjects; set it for all "
+                "runs by --set"
             )
         if len(set(keys)) < len(keys):
-            raise ConfigError(f"--grid: {next(key for key in keys if keys.count(key) > 1)} is named twice; give it once")
+            raise ConfigError(
+                f"--grid: {next(key for key in keys if keys.count(key) > 1)} is named twice; give it once"
+            )
         try:
             import optuna
         except ImportError as error:
@@ -187,8 +190,8 @@ class Search:
             return getattr(self._optuna.distributions, f"{kind}Distribution")(*ends, log=len(values) > 1)
         except ValueError as error:
             raise ConfigError(
-                f"--grid {key}={','.join(values)}: expected LOW..HIGH or LOW..HIGH,log, with LOW below HIGH (above 0 for "
-                "log), and --trials N"
+                f"--grid {key}={','.join(values)}: expected LOW..HIGH or LOW..HIGH,log, with LOW below HIGH (above 0 "
+                "for log), and --trials N"
             ) from error
 
 
