@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
 from flare_sparse.results.report.comparisons import build_group_comparisons
+from flare_sparse.results.report.findings import describe_findings
 from flare_sparse.results.runs.comparison import describe_runs
 from flare_sparse.results.runs.predictions import RUN, Predictions
 from flare_sparse.results.runs.results import RunResult, read_runs
@@ -163,6 +164,18 @@ def build_run(
         dict(zip("abc", digests, strict=False)), ("ridge_local",),
     )  # fmt: skip
     return run
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(1.0, "run is ahead of site_mean"), (4.0, "run is behind site_mean"), (3.1, "run cannot be told from site_mean")],
+)
+def test_findings_compare_with_the_best_trivial_baseline(error: float, words: str) -> None:
+    """The site's mean is wrong by 3 for each of twelve subjects."""
+    run = build_run("run", "fedavg", 1, 1, [error + (-1) ** i for i in range(12)], list(range(12)))
+    (sentence,) = [line for line in describe_findings([run]) if "baseline" in line]
+    assert sentence.startswith(words)
+    assert f" by {error - 3:+.2g} " in sentence
 
 
 def test_folds_and_seeds_of_a_method_are_taken_together_subject_by_subject() -> None:

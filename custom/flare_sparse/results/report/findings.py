@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import mean, median
 
+from ..runs.comparison import compare_with_baseline
 from ..runs.contributions import describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed, label_groups
@@ -11,8 +12,9 @@ from .subgroups import describe_gap
 
 
 def describe_findings(runs: list[RunResult]) -> list[str]:
-    """Return the findings, one sentence each: gap between subgroups, traffic, dense FedAvg, worst site, gains."""
+    """Return the findings, one sentence each: gap between subgroups, baselines, traffic, FedAvg, worst site, gains."""
     sentences = [*(describe_gap(run) for run in runs), *(_describe_absent(run) for run in runs)]
+    sentences += [_compare_with_baselines(run) for run in runs]
     groups = group_by_seed(runs)
     sentences += [_describe_traffic(*pair) for pair in zip(label_groups(groups), groups, strict=True)]
     sentences += [_compare_with_dense(run, dense) for run in runs if (dense := find_dense_run(run, runs))]
@@ -52,6 +54,25 @@ def _describe_absent(run: RunResult) -> str:
     reasons = {site: describe_missed(run.contributions[site]) for site in absent}
     listed = ", ".join(f"{site} ({reason})" if reason else site for site, reason in reasons.items())
     return f"{run.label} learned nothing from {listed}, which contributed to no round."
+
+
+def _compare_with_baselines(run: RunResult) -> str:
+    """Return how a run compares with the best of its trivial baselines; empty without predictions."""
+    if (predictions := run.predictions) is None:
+        return ""
+    differences = {
+        name: by_metric[run.metric]
+        for name in predictions.baselines
+        if run.metric in (by_metric := compare_with_baseline(predictions, name))
+    }
+    if not differences:
+        return ""
+    choose_best = min if run.lower_is_better else max
+    name = choose_best(differences, key=lambda baseline: differences[baseline]["second"])
+    best, unit = differences[name], f" {run.summary['metric']['unit']}".rstrip()
+    difference = f"{best['value']:+.2g}{unit} (95 % interval {best['low']:+.2g} to {best['high']:+.2g})"
+    verdict = {"ahead": "is ahead of", "behind": "is behind"}.get(best["verdict"], "cannot be told from")
+    return f"{run.label} {verdict} {name}, the best trivial baseline: {run.metric} differs by {difference}."
 
 
 def _describe_traffic(label: str, group: list[RunResult]) -> str:
