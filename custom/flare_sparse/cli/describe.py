@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ..api.describe import describe_study
-from ..config.study import Study
 from .console import err
 from .console import out as console
 from .screen import Screen
@@ -39,6 +37,9 @@ def describe(
     [dim]flare-sparse describe study.yaml --least 20[/]
     [dim]flare-sparse describe study.yaml --kit kits/lead@our.org[/]
     """
+    from ..api.describe import describe_study
+    from ..config.study import Study
+
     study = Study.load(config)
     folder = out or Path("runs") / f"{study.config.name}-description"
     record = describe_study(study, folder, least=least, kit=kit, observer=Screen(err))

@@ -92,7 +92,7 @@ def test_kernels_that_a_job_demands_and_the_site_lacks_are_reported(
 @pytest.mark.parametrize(
     ("listed", "mode", "verdict", "detail"),
     [
-        ([*CLASSES], "enforce", "PASS", "the 11 classes"),
+        ([*CLASSES], "enforce", "PASS", f"the {len(CLASSES)} classes"),
         ([*CLASSES[1:]], "enforce", "FAIL", f"{CLASSES[0]} not in class_allow_list: the site refuses jobs"),
         ([*CLASSES, "flare_sparse.flare."], "enforce", "FAIL", "flare_sparse.flare. in class_allow_list"),
         (["flare_sparse.flare."], "warn", "FAIL", "jobs can call every function below it"),
