@@ -122,13 +122,19 @@ def test_server_and_sites_follow_a_policy_file(tmp_path: Path, monkeypatch: pyte
         simulate(file, tmp_path / "out")
 
 
+def write_brains(folder: Path, method: str, subjects: int) -> Path:
+    """Write a configuration of one round over phantoms at two sites."""
+    file = folder / "brains.yaml"
+    file.write_text(
+        f"name: brains\nseed: 1\nmethod: {{{method}, rounds: 1}}\ntask: {{name: brain_age, downsample: 4}}\n"
+        f"simulator: {{sites: 2, data: {{phantom: {{subjects: {subjects}}}}}}}\n"
+    )
+    return file
+
+
 @pytest.mark.long
 def test_sites_are_described_before_training(tmp_path: Path) -> None:
-    file = tmp_path / "brains.yaml"
-    file.write_text(
-        "name: brains\nseed: 1\nmethod: {name: fedavg, rounds: 1}\n"
-        "task: {name: brain_age, downsample: 4}\nsimulator: {sites: 2, data: {phantom: {subjects: 24}}}\n"
-    )
+    file = write_brains(tmp_path, "name: fedavg", subjects=24)
     result = CliRunner().invoke(app, ["describe", str(file), "--out", str(tmp_path / "out"), "--least", "5", "--json"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
@@ -139,11 +145,7 @@ def test_sites_are_described_before_training(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_simulation_records_which_layers_were_computed_sparsely(tmp_path: Path) -> None:
-    file = tmp_path / "brains.yaml"
-    file.write_text(
-        "name: brains\nseed: 1\nmethod: {name: neurosfl, sparsity: 0.95, rounds: 1}\n"
-        "task: {name: brain_age, downsample: 4}\nsimulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
-    )
+    file = write_brains(tmp_path, "name: neurosfl, sparsity: 0.95", subjects=10)
     simulate(file, tmp_path / "sim")
     run_in_process(Study.load(file), RunFolder(tmp_path / "local"))
     simulated, local = (json.loads((tmp_path / run / "layer_compute.json").read_text()) for run in ("sim", "local"))

@@ -13,7 +13,7 @@ from .run import Run, complete_run
 def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
     """Submit the job to a running federation and wait for its result; each site reads its own data.
 
-    With ``folder.resume`` the job that was last submitted from the folder is resumed if the server still runs it.
+    With ``folder.resume`` the job that was last submitted from the folder is waited for if the server still runs it.
 
     Raises:
         ConfigError: there is no startup kit of an admin, or the login at the server failed.

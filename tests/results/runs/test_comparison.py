@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flare_sparse.results.runs.comparison import compare_with_baseline, describe_predictor
+from flare_sparse.results.runs.comparison import describe_predictor
 from flare_sparse.results.runs.predictions import RUN, Predictions
 from flare_sparse.tasks.task import Kind
 
@@ -31,7 +31,7 @@ def predict(kind: Kind) -> Predictions:
 def test_predictors_have_the_metrics_of_their_differences(kind: Kind, expected: dict[str, set[str]]) -> None:
     predictions = predict(kind)
     for name, metrics in expected.items():
-        differences, described = compare_with_baseline(predictions, name), describe_predictor(predictions, name)
+        differences, described = predictions.differences[name], describe_predictor(predictions, name)
         assert differences.keys() == metrics
         for metric, difference in differences.items():
             assert described[metric] == pytest.approx(difference["second"])

@@ -12,7 +12,7 @@ from flare_sparse.api.report import ensure_predictions
 from flare_sparse.config.study import Study
 from flare_sparse.results.report.comparisons import build_comparisons
 from flare_sparse.results.runs.bootstrap import _stretch
-from flare_sparse.results.runs.comparison import compare_with_baseline, describe_groups, describe_runs
+from flare_sparse.results.runs.comparison import describe_groups, describe_runs
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.predictions import RUN, Predictions
 from flare_sparse.results.runs.results import RunResult, read_runs
@@ -83,7 +83,7 @@ def test_rows_of_one_subject_have_its_rank_and_count_once(visits: Path) -> None:
         for name in (RUN, "ridge_pooled")
     }
     change = (errors[RUN] - errors["ridge_pooled"]).reshape(2, 2)
-    for difference in (group["differences"]["ridge_pooled"], compare_with_baseline(predictions, "ridge_pooled")):
+    for difference in (group["differences"]["ridge_pooled"], predictions.differences["ridge_pooled"]):
         bounds = difference["mae"]["low"], difference["mae"]["high"]
         quantiles = np.array([change.min(axis=1).mean(), change.max(axis=1).mean()])
         assert bounds == pytest.approx(change.mean() + _stretch(2) * (quantiles - change.mean()))
@@ -114,10 +114,12 @@ def test_survival_runs_are_compared_across_sites_unless_a_model_is_a_sites_own(
         "local_only": ["c_index_within_sites"],
     }
     run = RunResult.read(paths[0])
-    assert compare_with_baseline(read_predictions(run), "cox_local").keys() == {"c_index_within_sites"}
+    assert read_predictions(run).differences["cox_local"].keys() == {"c_index_within_sites"}
     assert fedavg["c_index"] == pytest.approx(read_predictions(run).pooled["c_index"])
     assert "c_index" not in local_only
     monkeypatch.setattr("flare_sparse.results.runs.bootstrap.MOST_PAIRED", 3)
+    # Read again: a run keeps its differences.
+    run = RunResult.read(paths[0])
     too_many = describe_groups([run])[0]
     assert (too_many["c_index"], too_many["differences"]) == (None, {})
     expected = "no c_index: it compares all pairs of at most"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
@@ -58,6 +56,7 @@ class PrivacyConfig(BaseModel):
     # Not in the text that names a question, so that training has the same noise with and without it.
     metric_bounds: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
         None,
+        exclude_if=lambda value: value is None,
         repr=False,
         description="with metrics: noised, the metrics that leave, and the largest value of each for one subject, such "
         "as {mae: 20}; a larger one is clipped. Only means over subjects: a mean of AUCs of single subjects is none",
@@ -81,8 +80,3 @@ class PrivacyConfig(BaseModel):
             return self.noise_multiplier
         assert self.epsilon is not None, "one of the two is set"
         return solve(self.epsilon, self.delta)
-
-    @model_serializer(mode="wrap")
-    def _omit_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit ``metric_bounds`` where there are none, so that the field does not enter the run id of such jobs."""
-        return {key: value for key, value in dump(self).items() if key != "metric_bounds" or value is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..runs.comparison import compare_with_baseline, describe_groups, explain_lacks
+from ..runs.comparison import describe_groups, explain_lacks
 from ..runs.results import RunResult
 from .tables import ReportTable, format_metric
 
@@ -17,7 +17,7 @@ def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
         predictions = run.predictions
         if predictions is None:
             continue
-        differences = {name: compare_with_baseline(predictions, name) for name in predictions.baselines}
+        differences = predictions.differences
         for name, by_metric in differences.items():
             if text := explain_lacks(predictions, name, by_metric):
                 lacks.append(f"{run.label} against {name}: {text}.")

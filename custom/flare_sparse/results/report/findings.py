@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from statistics import mean, median
 
-from ..runs.comparison import compare_with_baseline
 from ..runs.contributions import describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed, label_groups
@@ -61,9 +60,7 @@ def _compare_with_baselines(run: RunResult) -> str:
     if (predictions := run.predictions) is None:
         return ""
     differences = {
-        name: by_metric[run.metric]
-        for name in predictions.baselines
-        if run.metric in (by_metric := compare_with_baseline(predictions, name))
+        name: by_metric[run.metric] for name, by_metric in predictions.differences.items() if run.metric in by_metric
     }
     if not differences:
         return ""

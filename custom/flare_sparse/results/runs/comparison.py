@@ -98,35 +98,16 @@ def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
     if predictions is not None:
         description["pooled"] = predictions.pooled | describe_predictor(predictions, RUN)
         description["baselines"] = {name: describe_predictor(predictions, name) for name in predictions.baselines}
-        description["differences"] = {name: compare_with_baseline(predictions, name) for name in predictions.baselines}
+        description["differences"] = predictions.differences
         reasons = {name: explain_lacks(predictions, name, found) for name, found in description["differences"].items()}
         description["notes"] = {name: reason for name, reason in reasons.items() if reason}
     return description
 
 
-def compare_with_baseline(predictions: Predictions, baseline: str) -> dict[str, Any]:
-    """Return the differences between a run and a baseline, by metric."""
-    values, subjects, differences = predictions.values, predictions.number_subjects(), {}
-    for metric in _select_metrics(predictions, baseline):
-        own, other = (metric.score(values[name], predictions.targets) for name in (RUN, baseline))
-        difference = compare_predictors(metric, own, other, predictions.targets, predictions.sites, subjects)
-        if difference is not None:
-            differences[metric.name] = difference.to_dict()
-    return differences
-
-
 def explain_lacks(predictions: Predictions, baseline: str, differences: Mapping[str, Any]) -> str:
     """Return why a comparison with a baseline lacks a metric; empty if it has all."""
-    metrics = _select_metrics(predictions, baseline)
+    metrics = predictions.select_metrics(baseline)
     return "; ".join(_explain_lack(m, len(predictions.sites)) for m in metrics if m.name not in differences)
-
-
-def _select_metrics(predictions: Predictions, baseline: str) -> tuple[PairedMetric, ...]:
-    """Return the metrics by which a run is compared with a baseline."""
-    if predictions.kind is None:
-        return ()
-    has_site_models = not {RUN, baseline}.isdisjoint(predictions.site_models)
-    return select_metrics(predictions.kind, has_site_models=has_site_models)
 
 
 def _explain_lack(metric: PairedMetric, examples: int) -> str:

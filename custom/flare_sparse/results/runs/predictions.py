@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ...core.errors import DataError
 from ...methods.method import describe_site_model
 from ...tasks.task import Examples, Kind, SiteData, Task, load_examples
 from .baselines import BaselineData, SiteRows, fit_baselines
+from .bootstrap import PairedMetric, compare_predictors, select_metrics
 from .model_files import list_site_models
 from .models import read_run_model
 
@@ -68,6 +70,29 @@ class Predictions:
     def baselines(self) -> list[str]:
         """Names of the baselines."""
         return [name for name in self.values if name != RUN]
+
+    @cached_property
+    def differences(self) -> dict[str, dict[str, Any]]:
+        """Differences between the run and each baseline, by baseline and metric.
+
+        Kept, because each interval takes thousands of resamples.
+        """
+        return {name: self._compare_with(name) for name in self.baselines}
+
+    def select_metrics(self, baseline: str) -> tuple[PairedMetric, ...]:
+        """Return the metrics by which the run is compared with a baseline."""
+        if self.kind is None:
+            return ()
+        return select_metrics(self.kind, has_site_models=not {RUN, baseline}.isdisjoint(self.site_models))
+
+    def _compare_with(self, baseline: str) -> dict[str, Any]:
+        subjects, differences = self.number_subjects(), {}
+        for metric in self.select_metrics(baseline):
+            own, other = (metric.score(self.values[name], self.targets) for name in (RUN, baseline))
+            difference = compare_predictors(metric, own, other, self.targets, self.sites, subjects)
+            if difference is not None:
+                differences[metric.name] = difference.to_dict()
+        return differences
 
     def number_subjects(self) -> np.ndarray:
         """Return the number ``(n,)`` of each example's subject, from 0; one of its own where the subject is unknown."""

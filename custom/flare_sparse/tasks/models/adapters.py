@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from ...core.errors import ConfigError, suggest
@@ -31,6 +31,7 @@ class AdapterConfig(BaseModel):
         0,
         ge=0,
         le=4096,
+        exclude_if=lambda value: not value,  # the run id of jobs without a second adapter stays as it was
         description="rank of a second adapter beside each one, which stays at the site (dual LoRA); needs "
         "method.personal: site; 0: none",
     )
@@ -40,11 +41,6 @@ class AdapterConfig(BaseModel):
     head: Literal["frozen", "trained"] = Field(
         "frozen", description="the last layer: frozen (FFA-LoRA, LoRA-A2), or trained and sent in full"
     )
-
-    @model_serializer(mode="wrap")
-    def _omit_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit ``site_rank`` without a second adapter, so that the run id of such jobs stays as it was."""
-        return {key: value for key, value in dump(self).items() if (key, value) != ("site_rank", 0)}
 
 
 def list_adaptable_modules(network: nn.Module) -> list[str]:
