@@ -98,6 +98,7 @@ def _parse_attackers(text: str) -> list[Attacker]:
 
 def _show(record: dict[str, Any]) -> None:
     from ..results.report.attacks import describe_result
+    from ..results.report.tables import format_metric
 
     counts = f"{record['members']} members, {record['non_members']} non-members"
     table = Table(title=f"{record['run']}: attacks; {counts}", title_justify="left")
@@ -106,12 +107,8 @@ def _show(record: dict[str, Any]) -> None:
     for attack in record["attacks"]:
         bounds = attack["interval"]
         interval = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"
-        figures = [_format_figure(attack[name]) for name in ("auc", "tpr_at_1_percent_fpr")]
+        figures = [format_metric(attack[name]) for name in ("auc", "tpr_at_1_percent_fpr")]
         table.add_row(attack["attacker"], attack["attack"], figures[0], interval, figures[1], describe_result(attack))
     console.print(table)
     for attack in record["skipped"]:
         console.print(f"{attack['attacker']}, {attack['attack']}: not made: {attack['reason']}", markup=False)
-
-
-def _format_figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

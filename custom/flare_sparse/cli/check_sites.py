@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ..config.schema import RunConfig
-from ..core.errors import ConfigError, DataError, FlareSparseError, TaskFailed
+from ..core.errors import ConfigError, DataError, FlareSparseError, TaskFailed, list_first
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..core.seeds import seed_torch
@@ -178,13 +178,12 @@ def describe_non_finite_examples(task: Task, examples: Examples, data: SiteData)
 
 def _describe_rows(problem: NonFinite, part: str, start: int, ids: Sequence[str], columns: Sequence[str]) -> str:
     rows = [start + row for row in problem.rows]
-    names = [str(ids[row]) if row < len(ids) else str(row) for row in rows[:_MAX_LISTED]]
-    more = f" and {len(rows) - _MAX_LISTED} more" if len(rows) > _MAX_LISTED else ""
+    names = [str(ids[row]) if row < len(ids) else str(row) for row in rows]
     # The columns are those of the inputs, by convention the first part of a batch.
     is_input = problem.tensor in ("batch", "batch[0]")
     where = [columns[c] if is_input and c < len(columns) else f"column {c}" for c in problem.columns[:_MAX_LISTED]]
     return (
-        f"{problem.kind} in {problem.tensor} of {part} examples {', '.join(names)}{more}"
+        f"{problem.kind} in {problem.tensor} of {part} examples {list_first(names, _MAX_LISTED)}"
         f"{' (' + ', '.join(where) + ')' if where else ''}"
     )
 

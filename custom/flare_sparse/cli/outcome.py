@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import typer
-from rich.console import Console
 
 from ..api.deployment import Env
 from ..core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError, OutOfMemory
@@ -134,15 +133,12 @@ def watch_signals() -> Iterator[Interruption]:
 
 
 @contextmanager
-def explain_outcome(
-    command: RunCommand, env: Env, *, console: Console = err, restarts: bool = False
-) -> Iterator[RunProgress]:
+def explain_outcome(command: RunCommand, env: Env, *, restarts: bool = False) -> Iterator[RunProgress]:
     """Turn an interruption or an error of a run into what happened, what is safe and what to type.
 
     Args:
         command: the user's command.
         env: environment of the run.
-        console: receives the text on an interruption.
         restarts: the run cannot be resumed, only started again.
 
     Yields:
@@ -163,7 +159,7 @@ def explain_outcome(
                 end_processes(interruption.processes)
                 number = interruption.number or signal.SIGINT
                 for line in describe_interruption(command, env, progress, number, restarts=restarts):
-                    console.print(line, markup=False)
+                    err.print(line, markup=False)
                 raise typer.Exit(128 + number) from None
             failure = find_full_disk(error, command.out) or find_lack_of_memory(error) or error
             if isinstance(failure, (ConfigError, CheckpointError)):

@@ -129,18 +129,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_settings(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a file with settings, of which at most ``max_bytes`` are read.
+def read_settings(path: Path) -> str:
+    """Return the text of a file with settings.
 
     Raises:
         OSError: the file cannot be read.
         UnicodeDecodeError: it is not UTF-8.
-        yaml.YAMLError: it is larger than ``max_bytes``.
+        yaml.YAMLError: it is larger than ``MAX_BYTES``.
     """
     with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise yaml.YAMLError(f"the file has more than {max_bytes} bytes")
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise yaml.YAMLError(f"the file has more than {MAX_BYTES} bytes")
     return content.decode("utf-8")
 
 

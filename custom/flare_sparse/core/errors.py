@@ -212,6 +212,16 @@ def suggest(name: str, valid: Iterable[str]) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
+def list_first(names: Iterable[str], most: int = 12) -> str:
+    """Return the first names as text, with the number of the others.
+
+    >>> list_first(["age", "sex", "site"], most=2)
+    'age, sex and 1 more'
+    """
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def find_user_line(error: BaseException) -> traceback.FrameSummary | None:
     """Return the deepest line of the traceback that lies neither in a library nor in this package; None if none does.
 

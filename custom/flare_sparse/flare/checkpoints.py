@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,9 +24,7 @@ KEPT_DAYS = 90
 """Days after which a site deletes the checkpoints of a job that was interrupted and never submitted again."""
 
 
-def find_checkpoint_folder(
-    workspace: Workspace, participant: str, environment: Mapping[str, str] = os.environ
-) -> Path | None:
+def find_checkpoint_folder(workspace: Workspace, participant: str) -> Path | None:
     """Return the checkpoint folder of the server or a site; None when checkpoints are turned off.
 
     The first of these decides: the variable ``FLARE_SPARSE_CHECKPOINTS``; ``checkpoints`` in the site file or in the
@@ -38,9 +35,9 @@ def find_checkpoint_folder(
         ConfigError: the file names something other than a path.
     """
     root = Path(workspace.get_root_dir())
-    site_file = environment.get(SITE_FILE_VARIABLE, "").replace("{site}", participant)
+    site_file = os.environ.get(SITE_FILE_VARIABLE, "").replace("{site}", participant)
     file = Path(site_file) if site_file else Path(workspace.get_site_config_dir()) / LOCAL_FILE
-    setting = environment.get(CHECKPOINTS_VARIABLE) or _read_local_setting(file)
+    setting = os.environ.get(CHECKPOINTS_VARIABLE) or _read_local_setting(file)
     return None if setting == OFF else (root / Path(setting or "checkpoints").expanduser()).absolute()
 
 

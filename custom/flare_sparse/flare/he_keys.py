@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from nvflare.apis.fl_constant import FLContextKey
@@ -35,9 +34,9 @@ def load_site_cipher(fl_ctx: FLContext) -> SiteCipher:
     return SiteCipher(_load_context(CLIENT_FILE, fl_ctx))
 
 
-def _load_context(name: str, fl_ctx: FLContext, environment: Mapping[str, str] = os.environ) -> bytes:
+def _load_context(name: str, fl_ctx: FLContext) -> bytes:
     secure = bool(fl_ctx.get_prop(FLContextKey.SECURE_MODE, True))
-    folder = environment.get(KEYS_VARIABLE)
+    folder = os.environ.get(KEYS_VARIABLE)
     # The variable counts only outside secure mode: otherwise a site's environment could replace its keys.
     if folder and not secure:
         return (Path(folder) / name).read_bytes()

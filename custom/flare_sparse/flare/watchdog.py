@@ -14,6 +14,8 @@ COMMAND_VARIABLE = "FLARE_SPARSE_COMMAND"
 """Names the process of the command to the processes that FLARE's simulator starts: its id and its start time."""
 
 CHECK_S = 1.0
+TERMINATION_S = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
 EXIT_CODE = 143
 """As after SIGTERM."""
 
@@ -58,14 +60,14 @@ def _exit_with(command: str) -> None:
     os._exit(EXIT_CODE)
 
 
-def end_processes(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
+def end_processes(processes: list[psutil.Process]) -> None:
     """End processes: SIGTERM, then SIGKILL for those that are left."""
     for process in processes:
         _send(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(processes, timeout=patience_s)
+    _, alive = psutil.wait_procs(processes, timeout=TERMINATION_S)
     for process in alive:
         _send(process, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=patience_s)
+    psutil.wait_procs(alive, timeout=TERMINATION_S)
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..compute.structure.harmonization import Harmonizer
 from ..compute.structure.scaling import InputScaler, StatisticsLayer
-from ..core.errors import ConfigError, DataError, suggest
+from ..core.errors import ConfigError, DataError, list_first, suggest
 from ..core.needs import Need, Needs
 from .classes import check_class_weights, list_weight_needs
 from .data.atlases import ATLASES
@@ -113,8 +113,7 @@ def match_columns(pattern: str, columns: Sequence[str]) -> list[str]:
     """
     expression = re.escape(pattern).replace(r"\*", ".*")
     if not (found := [name for name in columns if name == pattern or re.fullmatch(expression, name)]):
-        shown = ", ".join(columns[:12]) + (f" and {len(columns) - 12} more" if len(columns) > 12 else "")
-        raise ValueError(f"no column {pattern!r}.{suggest(pattern, columns)} Found: {shown}")
+        raise ValueError(f"no column {pattern!r}.{suggest(pattern, columns)} Found: {list_first(columns)}")
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compute.structure.scaling import find_site_tensors
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, list_first
 from ..core.params import Layout
 from .flat import FlatModel
 from .trainer import Trainer, Training, Wrapper
@@ -59,7 +59,9 @@ def select_personal(layout: Layout, personal: Personal) -> tuple[str, ...]:
     unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if unmatched or not selected:
         choice = unmatched[0] if unmatched else personal
-        raise ConfigError(f"method.personal: {choice!r} matches no tensor of the network, which has {_list(names)}")
+        raise ConfigError(
+            f"method.personal: {choice!r} matches no tensor of the network, which has {list_first(names)}"
+        )
     if all(spec.name in selected for spec in layout.tensors if spec.role != "buffer"):
         raise ConfigError("method.personal: every parameter would stay at the sites; use method local_only instead")
     return tuple(name for name in names if name in selected)
@@ -67,10 +69,6 @@ def select_personal(layout: Layout, personal: Personal) -> tuple[str, ...]:
 
 def _get_module(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _list(names: Sequence[str], limit: int = 12) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 class PersonalTrainer(Wrapper):

@@ -28,7 +28,6 @@ def test_every_end_of_a_job_has_a_sentence_and_a_remedy(
     assert str(error).startswith(f"job J ended as FINISHED:{status}")
     assert happened in str(error)
     assert remedy in error.remedy
-    assert error.is_at_server
     assert ("refused" in str(error)) == (status == "FAILED_TO_RUN" or (status == "ABNORMAL" and not options))
 
 

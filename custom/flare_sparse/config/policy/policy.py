@@ -314,9 +314,7 @@ class Policy(BaseModel):
         """Whether the tensor's name matches one of ``tensors``."""
         return any(fnmatchcase(spec.name, pattern) for pattern in self.tensors)
 
-    def sanitize_values(
-        self, content: Content, patch: Patch, layout: Layout, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def sanitize_values(self, content: Content, patch: Patch, layout: Layout) -> Tensor:
         """Return the values ``(count,)`` that may leave in place of a patch's: coarse scores, clipped and noisy deltas.
 
         Where no term applies, the very object ``patch.values`` is returned.
@@ -325,7 +323,6 @@ class Policy(BaseModel):
             content: content of the update.
             patch: its values; for weights, less the weights that the site received.
             layout: layout of the model.
-            generator: source of the noise; None: one seeded by the operating system.
         """
         values = patch.values
         if content == STATISTICS:
@@ -336,7 +333,7 @@ class Policy(BaseModel):
         if self.clip_norm is not None and (norm := compute_norm(values)) > self.clip_norm:
             values = values * (self.clip_norm / norm)
         if self.noise and self.clip_norm is not None:
-            noise = torch.randn(values.shape, generator=generator or _build_secret_generator())
+            noise = torch.randn(values.shape, generator=_build_secret_generator())
             values = values + self.noise * self.clip_norm * noise
         return values
 

@@ -160,7 +160,7 @@ class _Stored:
         return self._sparse[bits, values, shape]
 
 
-def unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str = "content") -> Any:
+def unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that :func:`pack` received, of type ``kind``.
 
     Args:
@@ -168,12 +168,11 @@ def unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str = "c
         kind: a dataclass, ``Tensor``, ``Mask``, a plain type, ``tuple[X, ...]``, ``list[X]``, ``dict[str, X]``, or the
             union of one of these with None.
         tensors: by name.
-        path: path of the value, for error messages.
 
     Raises:
         CheckpointError: the value is not of the declared type.
     """
-    return _unpack_checked(packed, kind, _Stored(tensors), path)
+    return _unpack_checked(packed, kind, _Stored(tensors), "content")
 
 
 def _unpack_checked(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:

@@ -271,7 +271,9 @@ class Store:
         try:
             manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
             sha256 = manifest.pop("sha256")
-            is_intact = sha256 == _compute_digest(manifest) and manifest["tensors"] == _compute_sha256(folder / TENSORS)
+            is_intact = sha256 == _compute_digest(manifest) and manifest["tensors"] == compute_file_digest(
+                folder / TENSORS
+            )
             return manifest if is_intact else None
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError, SafetensorError):
             return None
@@ -320,6 +322,7 @@ def _compute_digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _compute_sha256(path: Path) -> str:
+def compute_file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,14 +16,13 @@ class JobFailed(FlareSparseError):
     Args:
         happened: one sentence: what happened, and the first error of the logs.
         remedy: what to do before the job is run again; empty: nothing.
-        is_at_server: whether the server keeps the committed rounds, or is still running the job.
     """
 
     code = "E_JOB"
 
-    def __init__(self, happened: str, *, remedy: str = "", is_at_server: bool = False):
+    def __init__(self, happened: str, *, remedy: str = ""):
         super().__init__(happened)
-        self.remedy, self.is_at_server = remedy, is_at_server
+        self.remedy = remedy
 
 
 def find_reason(log: str) -> str:
@@ -70,29 +69,24 @@ def describe_end(
     else:
         happened = f"{ended}, and the server's log holds no error: a participant left the job"
         remedy = "Look for the reason in KIT/JOB_ID/log.txt at each site."
-    return _build(happened, remedy)
+    return JobFailed(happened, remedy=remedy)
 
 
 def describe_silent_server(address: str, waited_s: float) -> JobFailed:
     """Return the error of a server that does not reply any more."""
-    return _build(
+    return JobFailed(
         f"the server at {address} has not replied for {waited_s:.0f} s",
-        "Start the server if it does not run: startup/start.sh in its kit.",
+        remedy="Start the server if it does not run: startup/start.sh in its kit.",
     )
 
 
 def describe_lost_job(job: str) -> JobFailed:
     """Return the error of a job whose server was restarted meanwhile."""
-    return _build(
-        f"the server was restarted, and job {job} died with it; FLARE lists it as RUNNING for good, which does no harm",
-        "",
+    return JobFailed(
+        f"the server was restarted, and job {job} died with it; FLARE lists it as RUNNING for good, which does no harm"
     )
 
 
 def describe_timeout(job: str, status: str, timeout_s: float) -> JobFailed:
     """Return the error of a job that is not finished when the time to wait for it is over."""
-    return _build(f"job {job} is {status.lower()} after {timeout_s:.0f} s and continues at the server", "")
-
-
-def _build(happened: str, remedy: str) -> JobFailed:
-    return JobFailed(happened, remedy=remedy, is_at_server=True)
+    return JobFailed(f"job {job} is {status.lower()} after {timeout_s:.0f} s and continues at the server")

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,6 @@ def start_poc(
     workspace: Path,
     sites: Mapping[str, SiteData],
     checkpoints: Path,
-    allowed_classes: Sequence[str] = (),
     *,
     encrypted: bool = False,
 ) -> Iterator[Path]:
@@ -40,7 +39,6 @@ def start_poc(
         workspace: folder of the federation; an older one is replaced.
         sites: data of each site, by name.
         checkpoints: folder of the checkpoints; outside the workspace, which is removed before the next run.
-        allowed_classes: further class paths that the sites allow.
         encrypted: let FLARE put CKKS key contexts into the kits.
 
     Yields:
@@ -61,7 +59,7 @@ def start_poc(
     for kit in kits.values():
         # Admins build no components and have no allow-list.
         if not (kit / "startup" / "fed_admin.json").is_file():
-            allow_classes(kit, allowed_classes)
+            allow_classes(kit)
     for name, data in sites.items():
         (kits[name] / "local" / LOCAL_FILE).write_text(format_site_file(data), encoding="utf-8")
     try:

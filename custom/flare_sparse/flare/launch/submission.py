@@ -187,7 +187,7 @@ def _submit(connection: ServerConnection, recipe: Recipe) -> str:
             raise describe_silent_server(connection.address, 0.0) from error
         # FLARE has a class for each reason: no right to submit, an invalid job, an error inside the server.
         except Exception as error:
-            raise JobFailed(f"the server did not take the job: {error}", is_at_server=True) from error
+            raise JobFailed(f"the server did not take the job: {error}") from error
 
 
 def _find_job(
@@ -229,11 +229,7 @@ def _abort(connection: ServerConnection, job: str) -> None:
     deadline = time.monotonic() + ABORT_S
     while not connection.ask(lambda session: str(session.get_job_status(job))).startswith("FINISHED"):
         if time.monotonic() > deadline:
-            raise JobFailed(
-                f"job {job} was aborted {ABORT_S:.0f} s ago and has not ended",
-                remedy="Wait for its end.",
-                is_at_server=True,
-            )
+            raise JobFailed(f"job {job} was aborted {ABORT_S:.0f} s ago and has not ended", remedy="Wait for its end.")
         time.sleep(POLL_S)
 
 

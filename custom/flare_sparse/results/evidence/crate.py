@@ -6,7 +6,6 @@ https://esciencelab.org.uk/federated-learning-ro-crate-profile/federated-learnin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from datetime import UTC, datetime, timedelta
@@ -19,6 +18,7 @@ from rocrate.model.contextentity import ContextEntity
 from rocrate.model.entity import Entity
 from rocrate.rocrate import ROCrate
 
+from ...core.checkpoint.store import compute_file_digest
 from ...core.version import VERSION
 from ..runs.results import RunResult
 from .facts import find_crate_files
@@ -92,12 +92,6 @@ def write_crate(run: RunResult, facts: dict[str, Any], policies: dict[str, Path]
         else:
             crate.write(out)
     return out
-
-
-def compute_file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_generated(run: RunResult, facts: dict[str, Any], folder: Path) -> list[Path]:

@@ -56,19 +56,18 @@ def keep_final_checkpoints(checkpoints: Path, *, has_history: bool = False) -> N
         shutil.rmtree(checkpoints, ignore_errors=True)
 
 
-def expire_checkpoints(run: Path, days: int | None, now: float | None = None) -> bool:
+def expire_checkpoints(run: Path, days: int | None) -> bool:
     """Delete the checkpoints in a result folder whose time is over, and return whether there were any.
 
     Args:
         run: result folder.
         days: days since the newest checkpoint was written; None: no limit. An interrupted run has one day at least.
-        now: Unix time; None: the current one.
     """
     is_expired = False
     for name, least in () if days is None else ((FINAL, 0), (UNFINISHED, 1)):
         root = run / name
         written = [path.stat().st_mtime for path in root.glob("*/*/[0-9]*")]
-        if written and (time.time() if now is None else now) - max(written) >= max(days or 0, least) * 86_400:
+        if written and time.time() - max(written) >= max(days or 0, least) * 86_400:
             shutil.rmtree(root)
             is_expired = True
     return is_expired

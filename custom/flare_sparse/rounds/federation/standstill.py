@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...core.errors import list_first
 from ...core.mask import Mask
 from ...core.params import Layout
 from .evaluation import Evaluation
@@ -21,8 +22,9 @@ def describe_cut_tensors(layout: Layout, before: Mask, after: Mask) -> str:
     cut = [name for name in weights if live[0][name].any() and not live[1][name].any()]
     if not cut:
         return ""
-    names = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
-    return f"no entry is live any more of {len(cut)} of {len(weights)} weights: {names}; lower the sparsity"
+    return (
+        f"no entry is live any more of {len(cut)} of {len(weights)} weights: {list_first(cut, 3)}; lower the sparsity"
+    )
 
 
 def describe_constant_metrics(evaluations: Sequence[Evaluation]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from ...core.errors import DataError, suggest
+from ...core.errors import DataError, list_first, suggest
 from ..task import Cohort
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
@@ -47,16 +47,14 @@ class Table:
             DataError: there is no such column.
         """
         if name not in self.columns:
-            hint = suggest(name, self.columns)
             names = list(self.columns)
-            more = f" and {len(names) - 12} more" if len(names) > 12 else ""
             # A CSV file of a spreadsheet in a country with decimal commas.
             if len(names) == 1 and (found := [mark for mark in ";\t|" if mark in names[0]]):
                 raise DataError(
                     f"{self.source}: one column, {names[0]!r}: the fields are separated by {found[0]!r}. Save the file "
                     "with commas between the fields and decimal points"
                 )
-            raise DataError(f"{self.source}: no column {name!r}.{hint} Found: {', '.join(names[:12])}{more}")
+            raise DataError(f"{self.source}: no column {name!r}.{suggest(name, names)} Found: {list_first(names)}")
         return self.columns[name]
 
     def get_numbers(self, name: str) -> np.ndarray:

@@ -31,7 +31,7 @@ from pydantic import (
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ...core.errors import ConfigError, suggest
+from ...core.errors import ConfigError, list_first, suggest
 
 MODELS_VARIABLE = "FLARE_SPARSE_MODELS"
 WEIGHTS = "model.safetensors"
@@ -114,20 +114,20 @@ def load_base(network: nn.Module, folder: Path, base: Base) -> str:
     tensors, expected = _read_tensors(file), _list_shapes(network)
     for pattern in base.new:
         if not any(fnmatchcase(name, pattern) for name in expected):
-            raise ConfigError(f"task.base.new: {pattern!r} matches no tensor of the network: {_abbreviate(expected)}")
+            raise ConfigError(f"task.base.new: {pattern!r} matches no tensor of the network: {list_first(expected, 5)}")
     wanted = {n: s for n, s in expected.items() if not any(fnmatchcase(n, pattern) for pattern in base.new)}
     sources = _match_names(wanted, {name: tuple(value.shape) for name, value in tensors.items()})
     if missing := [name for name in wanted if name not in sources]:
         raise ConfigError(
             f"task.base: {len(missing)} of {len(wanted)} tensors are not in {file} with their shape: "
-            f"{_abbreviate(missing)}; it has {_abbreviate(tensors)}. Give task.model the settings that the weights "
+            f"{list_first(missing, 5)}; it has {list_first(tensors, 5)}. Give task.model the settings that the weights "
             "were trained with, or list what starts anew in task.base.new"
         )
     network.load_state_dict({name: tensors[source] for name, source in sources.items()}, strict=False)
     unused = [name for name in tensors if name not in sources.values()]
     report = f"{len(sources)} of {len(expected)} tensors are from {folder.name}/{file.relative_to(folder)}"
-    new = f"; new: {_abbreviate(n for n in expected if n not in sources)}" if len(sources) < len(expected) else ""
-    return report + new + (f"; not used: {_abbreviate(unused)}" if unused else "")
+    new = f"; new: {list_first((n for n in expected if n not in sources), 5)}" if len(sources) < len(expected) else ""
+    return report + new + (f"; not used: {list_first(unused, 5)}" if unused else "")
 
 
 def _list_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -187,11 +187,6 @@ def _list_states(content: Any) -> list[dict[str, Tensor]]:
         return [{str(name): value for name, value in tensors.items() if value.is_floating_point()}]
     # An optimizer's state is a dictionary of dictionaries by number.
     return [state for name, value in content.items() if isinstance(name, str) for state in _list_states(value)]
-
-
-def _abbreviate(names: Any, limit: int = 5) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 @contextmanager

@@ -89,19 +89,17 @@ def round_intensities(values: np.ndarray) -> np.ndarray:
     return rounded.astype(np.int32).view(np.float32) + np.float32(0)
 
 
-def compute_fingerprint(folder: Path, samples_per_case: int, names: Sequence[str] | None = None) -> Fingerprint:
+def compute_fingerprint(folder: Path, samples_per_case: int) -> Fingerprint:
     """Compute the fingerprint of a raw data set with nnU-Net's own analysis of each case.
 
     Args:
         folder: data in nnU-Net's raw layout.
         samples_per_case: foreground voxels drawn from each case.
-        names: cases to analyse; None: all.
 
     Raises:
         DataError: the data is missing or unusable.
     """
-    dataset, found = read_dataset(folder), find_raw_cases(folder)
-    cases = [found[name] for name in (found if names is None else names)]
+    dataset, cases = read_dataset(folder), list(find_raw_cases(folder).values())
     reader = find_reader(dataset, cases[0].images[0])
     analyze = _get_analysis(reader, samples_per_case)
     geometry, sizes = [], []
