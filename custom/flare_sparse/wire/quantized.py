@@ -13,6 +13,7 @@ that value rounded up to bfloat16, at most ``1 + 2^-7`` times as large. The roun
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,7 @@ is 2.4 standard deviations, that of 1,024 values 3.2, which would cost nearly ha
 LARGEST = 1e38
 """Largest magnitude that a sender accepts: the sum of two such values is still a finite number."""
 
+_PART = 1024 * BLOCK
 _COUNT_BYTES = 8
 _INFINITE_SCALE = 0x7F80
 # Below this, scale / M could be subnormal, and a division by it could overflow. The value goes into the residual.
@@ -97,24 +99,26 @@ def write_quantized(
     Raises:
         RejectedMessage: a value is NaN or infinite, or above ``LARGEST``.
     """
-    is_rounded = None if not is_exact.any() else ~is_exact
-    rounded = differences if is_rounded is None else differences[is_rounded]
     exact = exact_values[is_exact].astype("<f4")
-    blocks = _pad_blocks(rounded)
-    # The maximum of a block with NaN is NaN, which compares as false. numpy takes five times as long along rows.
-    largest = torch.from_numpy(blocks).abs().amax(1).numpy()
-    if not (np.isfinite(exact).all() and (largest <= LARGEST).all()):
-        raise RejectedMessage("E_FINITE", f"values as {value_type}", f"numbers up to {LARGEST:g}", "others")
+    if not np.isfinite(exact).all():
+        raise _refuse_values(value_type)
+    rounded, base = (differences, reference) if not exact.size else (differences[~is_exact], reference[~is_exact])
     bits = FORMATS[value_type].bits
-    noise = torch.rand(rounded.size, generator=generator).numpy()
-    scales, codes = _round_blocks(blocks, largest, bits, noise)
+    scales, packed = np.empty(-(-rounded.size // BLOCK), "<u2"), np.empty(-(-rounded.size * bits // 8), np.uint8)
+    sums, noise = np.empty(rounded.size, np.float32), np.random.SFC64(_draw_seed(generator))
+    for part in _iterate_parts(rounded.size):
+        blocks = _pad_blocks(rounded[part.values])
+        # The maximum of a block with NaN is NaN, which compares as false. numpy takes five times as long along rows.
+        largest = torch.from_numpy(blocks).abs().amax(1).numpy()
+        if not (largest <= LARGEST).all():
+            raise _refuse_values(value_type)
+        scales[part.blocks], codes = _round_blocks(blocks, largest, bits, _draw_noise(noise, sums[part.values].size))
+        packed[part.bytes(bits)] = _pack_codes(codes, bits)[: packed[part.bytes(bits)].size]
+        # As the receiver computes them, so that the vectors of both ends stay equal bit for bit over all rounds.
+        _add_blocks(base[part.values], scales[part.blocks], codes, bits, out=sums[part.values])
     head = exact.size.to_bytes(_COUNT_BYTES, "little")
-    packed = _pack_codes(codes, bits)[: -(-rounded.size * bits // 8)]
-    parts = [head, exact.tobytes(), scales.astype("<u2").tobytes(), packed.tobytes()]
-    # As the receiver computes them, so that the vectors of both ends stay equal bit for bit over all rounds.
-    values = _add_blocks(reference, is_rounded, _expand_blocks(scales, codes, bits)[: rounded.size])
-    values[is_exact] = exact
-    return QuantizedValues(np.frombuffer(b"".join(parts), np.uint8), values)
+    section = np.frombuffer(b"".join([head, exact.tobytes(), scales.tobytes(), packed.tobytes()]), np.uint8)
+    return QuantizedValues(section, _merge(sums, exact, is_exact))
 
 
 def read_quantized(
@@ -143,14 +147,70 @@ def read_quantized(
     # Copied, because the parts need not start at a multiple of their width.
     scales = np.frombuffer(section[exact_end:scales_end].tobytes(), "<u2")
     _check_scales(scales)
-    codes = _unpack_codes(section[scales_end:], rounded, bits)
-    # A block of zeros has one form; other codes would carry data that no check of the values sees.
-    if codes[scales == 0].any():
-        raise RejectedMessage("E_CANON", "codes", "zeros in a block with scale 0", "others")
+    packed = section[scales_end:]
+    base, sums = reference if not count else reference[~is_exact], np.empty(rounded, np.float32)
     # Finite numbers may overflow in the sum; the caller checks that every value is finite.
     with np.errstate(over="ignore"):
-        values = _add_blocks(reference, ~is_exact if count else None, _expand_blocks(scales, codes, bits)[:rounded])
-    values[is_exact] = np.frombuffer(section[_COUNT_BYTES:exact_end].tobytes(), "<f4")
+        for part in _iterate_parts(rounded):
+            codes = _unpack_codes(packed[part.bytes(bits)], sums[part.values].size, bits)
+            # A block of zeros has one form; other codes would carry data that no check of the values sees.
+            if codes[scales[part.blocks] == 0].any():
+                raise RejectedMessage("E_CANON", "codes", "zeros in a block with scale 0", "others")
+            _add_blocks(base[part.values], scales[part.blocks], codes, bits, out=sums[part.values])
+    return _merge(sums, np.frombuffer(section[_COUNT_BYTES:exact_end].tobytes(), "<f4"), is_exact)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A range of blocks that the processor's cache holds with all that is computed from it.
+
+    Passes over the whole vector would wait for memory: they take twice as long.
+    """
+
+    start: int
+
+    @property
+    def values(self) -> slice:
+        return slice(self.start, self.start + _PART)
+
+    @property
+    def blocks(self) -> slice:
+        return slice(self.start // BLOCK, (self.start + _PART) // BLOCK)
+
+    def bytes(self, bits: int) -> slice:
+        return slice(self.start * bits // 8, (self.start + _PART) * bits // 8)
+
+
+def _iterate_parts(count: int) -> Iterator[_Part]:
+    return (_Part(start) for start in range(0, count, _PART))
+
+
+def _draw_seed(generator: torch.Generator) -> int:
+    return int(torch.randint(2**63 - 1, (), generator=generator))
+
+
+def _draw_noise(source: np.random.SFC64, count: int) -> np.ndarray:
+    """Return float32 ``(count,)``, uniform in (0, 1): the middles of ``2^16`` steps, so that their mean is 1/2.
+
+    Raw words, because numpy may change how it makes numbers of them. Finer steps would be lost in a code of 8 bits.
+    """
+    words: np.ndarray = source.random_raw(-(-count // 4))
+    noise = words.astype("<u8").view("<u2")[:count].astype(np.float32)
+    noise += np.float32(0.5)
+    noise *= np.float32(2.0**-16)
+    return noise
+
+
+def _refuse_values(value_type: ValueType) -> RejectedMessage:
+    return RejectedMessage("E_FINITE", f"values as {value_type}", f"numbers up to {LARGEST:g}", "others")
+
+
+def _merge(sums: np.ndarray, exact: np.ndarray, is_exact: np.ndarray) -> np.ndarray:
+    """Return the values ``(k,)`` of both kinds in their order."""
+    if not exact.size:
+        return sums
+    values = np.empty(is_exact.size, np.float32)
+    values[is_exact], values[~is_exact] = exact, sums
     return values
 
 
@@ -184,14 +244,11 @@ def _round_blocks(
     largest_code, size = np.float32(2**bits - 1), noise.size
     # Rounded up to bfloat16: a scale below the largest value would clip it, and the rounding would be biased.
     scales = ((largest.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
-    scales[_widen(scales) < _SMALLEST_SCALE] = 0
-    steps = _widen(scales) / largest_code
-    # A division by 0 would make the codes NaN.
-    is_zero = steps == 0
-    steps[is_zero] = 1
-    position /= steps[:, None]
-    position += largest_code
-    position /= 2
+    widened = _widen(scales)
+    is_zero = widened < _SMALLEST_SCALE
+    scales[is_zero] = 0
+    position *= np.divide(largest_code / 2, widened, out=np.zeros_like(widened), where=~is_zero)[:, None]
+    position += largest_code / 2
     # The next lower code, or with the probability of the fraction the next higher one: right on average.
     position.reshape(-1)[:size] += noise
     np.floor(position, out=position)
@@ -202,8 +259,8 @@ def _round_blocks(
     return scales, codes
 
 
-def _expand_blocks(scales: np.ndarray, codes: np.ndarray, bits: int) -> np.ndarray:
-    """Return the values of codes ``(blocks, BLOCK)``, float32 ``(blocks * BLOCK,)``.
+def _add_blocks(base: np.ndarray, scales: np.ndarray, codes: np.ndarray, bits: int, *, out: np.ndarray) -> None:
+    """Write ``base`` and the values of codes ``(blocks, BLOCK)`` to ``out``, float32 ``(n,)`` without the padding.
 
     They have the same bits at both ends, which add them to one vector.
     """
@@ -212,17 +269,7 @@ def _expand_blocks(scales: np.ndarray, codes: np.ndarray, bits: int) -> np.ndarr
     values *= 2
     values -= largest_code
     values *= (_widen(scales) / largest_code)[:, None]
-    return values.reshape(-1)
-
-
-def _add_blocks(reference: np.ndarray, is_rounded: np.ndarray | None, values: np.ndarray) -> np.ndarray:
-    """Return ``reference + values``, where ``is_rounded`` or, if that is None, everywhere; may overwrite ``values``."""
-    if is_rounded is None:
-        values += reference
-        return values
-    added = reference.copy()
-    added[is_rounded] += values
-    return added
+    np.add(values.reshape(-1)[: out.size], base, out=out)
 
 
 def _widen(scales: np.ndarray) -> np.ndarray:
@@ -232,11 +279,12 @@ def _widen(scales: np.ndarray) -> np.ndarray:
 
 def _pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     """Return codes ``(blocks, BLOCK)`` as bytes, the first one in the lowest bits."""
-    parts = codes.reshape(-1, 8 // bits)
-    packed = parts[:, 0].copy()
-    for place in range(1, parts.shape[1]):
-        packed |= parts[:, place] << np.uint8(bits * place)
-    return packed
+    # All codes of a byte in one word: one pass over bytes that follow each other.
+    words = codes.reshape(-1).view(f"<u{8 // bits}")
+    packed = words.copy()
+    for place in range(1, 8 // bits):
+        packed |= words >> ((8 - bits) * place)
+    return packed.astype(np.uint8)
 
 
 def _unpack_codes(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
@@ -246,11 +294,11 @@ def _unpack_codes(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
         RejectedMessage: a padding bit of the last byte is set.
     """
     codes = np.zeros((-(-count // BLOCK), BLOCK), np.uint8)
-    flat, per_byte = codes.reshape(-1), 8 // bits
-    for place in range(per_byte):
-        part = packed >> np.uint8(bits * place)
-        part &= np.uint8(2**bits - 1)
-        flat[place : packed.size * per_byte : per_byte] = part
-    if flat[count:].any():
+    words = codes.reshape(-1).view(f"<u{8 // bits}")[: packed.size]
+    words |= packed
+    for place in range(1, 8 // bits):
+        words |= packed.astype(words.dtype) << ((8 - bits) * place)
+    codes &= np.uint8(2**bits - 1)
+    if codes.reshape(-1)[count:].any():
         raise RejectedMessage("E_CANON", "padding of the codes", "zero bits", "other bits")
     return codes
