@@ -43,8 +43,9 @@ from flare_sparse.training.subject_metrics import SilentTrainer
 from flare_sparse.wire.ledger import Ledger
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "fedavg_hippocampus.yaml"
-SPARSE = ("neurosfl", "fedsparsify", "topk_ef")
+SPARSE = ("neurosfl", "fedsparsify", "topk_ef", "topk_both")
 DENSE = ("pooled", "fedavg", "local_only")
+DECAY = 0.9
 LINE = "line.json"
 """File of a finished run with its settings and the metrics of each case."""
 
@@ -54,7 +55,7 @@ class Setting:
     """One run.
 
     Attributes:
-        row: method, or ``pooled``.
+        row: method, or ``pooled``, or ``topk_both`` for ``topk_ef`` at both ends with values of 2 bits.
         sparsity: share of the entries that is off, or, for ``topk_ef``, that is not sent.
         seed: seed of the run.
         fold: fold for testing, from 1.
@@ -83,15 +84,18 @@ class Setting:
         """
         base = load_config(CONFIG, list(self.overrides))
         method: dict[str, Any] = {
-            "name": "fedavg" if self.row in DENSE else self.row,
+            "name": {"topk_both": "topk_ef"}.get(self.row, "fedavg" if self.row in DENSE else self.row),
             "rounds": base.method.config.rounds,
             "training": base.method.config.training.model_dump(mode="json"),
         }
         if self.row in ("neurosfl", "fedsparsify"):
             method["sparsity"] = self.sparsity
-        elif self.row == "topk_ef":
+        elif self.row.startswith("topk"):
             method["fraction"] = round(1 - self.sparsity, 6)
         overrides = [*self.overrides, f"method={json.dumps(method)}", f"seed={self.seed}", "task.hd95=true"]
+        if self.row == "topk_both":
+            overrides += [f"method.down={method['fraction']}", f"method.decay={DECAY}"]
+            overrides += ["wire.values=int2", "wire.initial_model=built"]
         overrides += [f"simulator.data.path={data.resolve()}", f"task.split.validation={self.validation}"]
         if self.folds > 1:
             overrides += [f"task.split.folds={self.folds}", f"task.split.fold={self.fold}"]
