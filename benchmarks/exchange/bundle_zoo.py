@@ -24,6 +24,26 @@ import yaml
 from scipy.ndimage import gaussian_filter
 
 SITES, ROUNDS = 2, 2
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "ventricular_short_axis_3label": {"im_shape": [64, 64]},
+    "pediatric_abdominal_ct_segmentation": {
+        # Code of the bundle's own: names of the labels for other metrics, which are not read.
+        "train::deterministic_transforms::4::_disabled_": True,
+        "train::postprocessing::transforms::2::_disabled_": True,
+        # Eight patches need more memory than this test may take.
+        "train::random_transforms::0::num_samples": 1,
+    },
+    "renalStructures_CECT_segmentation": {
+        # Three images of a case are read as one with three channels, not put together by code of the bundle's own.
+        **{f"train::deterministic_transforms::{index}::keys": ["image", "label"] for index in (0, 1, 3, 4)},
+        "train::deterministic_transforms::4::mode": ["bilinear", "nearest"],
+        "train::deterministic_transforms::5::keys": "image",
+        "train::deterministic_transforms::6::_disabled_": True,
+        "validate::postprocessing::transforms::0::_disabled_": True,
+        "train::random_transforms::6::num_samples": 1,
+    },
+}
+"""Items that the job sets instead of a bundle's (``task.override``)."""
 COLUMNS = ("bundle", "verdict", "kilobytes", "dense_kilobytes", "losses", "seconds", "monai", "sentence")
 
 
@@ -56,15 +76,20 @@ def main() -> None:
         writer.writerows(rows)
 
 
+def describe_bundle(bundle: Path) -> dict[str, Any]:
+    """Return the section ``task`` that names a bundle."""
+    return {"bundle": str(bundle.resolve()), "override": OVERRIDES.get(bundle.name, {})}
+
+
 def explain_refusal(bundle: Path) -> dict[str, Any] | None:
     """Return the row of a bundle that is not read; None: it is read."""
     from flare_sparse.config.bundles import insert_bundle
     from flare_sparse.core.errors import ConfigError
 
     try:
-        insert_bundle({"task": {"bundle": str(bundle)}, "method": {"name": "neurosfl"}})
+        insert_bundle({"task": describe_bundle(bundle), "method": {"name": "neurosfl"}})
     except ConfigError as error:
-        text = str(error).replace(f"{bundle}/", "").replace("\n ", "")
+        text = str(error).replace(f"{bundle.resolve()}/", "").replace("\n ", "")
         is_other = "neither segments" in text or "nothing to train" in text
         return {"verdict": "another purpose" if is_other else "refused", "sentence": text}
     return None
@@ -75,7 +100,7 @@ def try_bundle(bundle: Path, out: Path, *, tiny: bool) -> dict[str, Any]:
     from flare_sparse.config.bundles import insert_bundle
     from flare_sparse.tasks.bundles.task import read_configs
 
-    task: dict[str, Any] = {"bundle": str(bundle.resolve()), "split": {"test": 0.5}}
+    task: dict[str, Any] = {**describe_bundle(bundle), "split": {"test": 0.5}}
     settings = insert_bundle({"task": task})
     declaration = read_configs(settings["task"]["configs"])
     for number in range(1, SITES + 1):

@@ -17,9 +17,11 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.bundles.task import read_configs
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.task import SiteData
 
+CROP = "RandCropByPosNegLabeld"
 PAGE = Path(__file__).parents[2] / "docs" / "bundles.md"
 TRAIN: str = PAGE.read_text().partition("```json\n")[2].partition("```")[0]
 
@@ -67,6 +69,22 @@ def test_settings_of_the_method_go_before_the_bundle(study: Path) -> None:
     assert (training.optimizer, training.lr) == ("adamw", 0.5)
     training = load_config(study, ["method.training.optimizer=sgd"]).method.config.training
     assert (training.optimizer, training.lr, training.batch_size) == ("sgd", 1e-3, 2)
+
+
+def test_override_of_the_job_replaces_and_disables_items_of_the_bundle(study: Path) -> None:
+    own = {"_target_": "scripts.Own", "keys": "image"}
+    text = TRAIN.replace('{"_target_": "NormalizeIntensityd", "keys": "image"}', json.dumps(own))
+    (study.parent / "unet/configs/train.json").write_text(text)
+    override = {"train::fixed::2::_disabled_": True, "train#dataloader#batch_size": 1}
+    config = load_config(write_study(study.parent, {"bundle": "unet", "override": override}))
+    expected = json.loads(text)
+    expected["train"]["fixed"][2]["_disabled_"], expected["train"]["dataloader"]["batch_size"] = True, 1
+    assert config.task.config.configs["train.json"] == expected
+    assert config.method.config.training.batch_size == 1
+    paths = [transform.path for transform in read_configs(config.task.config.configs).preprocessing]
+    assert paths == ["monai.transforms." + name for name in ("LoadImaged", "EnsureChannelFirstd", CROP)]
+    with pytest.raises(ConfigError, match=r"task.override: the bundle has no item train::fixed::9::keys"):
+        load_config(write_study(study.parent, {"bundle": "unet", "override": {"train::fixed::9::keys": "image"}}))
 
 
 def test_bundle_of_an_override_is_relative_to_the_working_directory(

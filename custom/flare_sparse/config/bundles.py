@@ -1,6 +1,7 @@
 """``task: {bundle: DIR}``: the configurations of a MONAI bundle become the settings of the task ``bundle``.
 
-A job thus carries all of a bundle that its sites need, as plain settings: no file and no code.
+A job thus carries all of a bundle that its sites need, as plain settings: no file and no code. ``task.override``
+replaces items of the training configuration by their ids, as ``--override`` of ``monai.bundle run`` does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
     folder = Path(str(task["bundle"]))
     configs = _read_folder(folder)
     name = find_training_file(configs)
-    settings = {key: value for key, value in task.items() if key != "bundle"}
+    override_items(configs[name], task.get("override", {}))
+    settings = {key: value for key, value in task.items() if key not in ("bundle", "override")}
     result = {**data, "task": {"name": "bundle", **settings, "configs": configs}}
     method = data.get("method")
     training = method.get("training", {}) if isinstance(method, Mapping) else None
@@ -50,6 +52,27 @@ def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(method, Mapping) and isinstance(training, Mapping):
         result["method"] = {**method, "training": {**declared, **training}}
     return result
+
+
+def override_items(content: dict[str, Any], items: Any) -> None:
+    """Set items of a training configuration in place, by ids such as ``train::dataloader::batch_size``.
+
+    Raises:
+        ConfigError: an item has nothing to stand in.
+    """
+    if not isinstance(items, Mapping):
+        raise ConfigError(f"task.override: expected a section of items by their ids, found {items!r}")
+    for name, value in items.items():
+        section: Any = content
+        *parents, last = re.split("::|#", str(name))
+        try:
+            for part in parents:
+                section = section[int(part) if isinstance(section, list) else part]
+            section[int(last) if isinstance(section, list) else last] = value
+        except (LookupError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"task.override: the bundle has no item {name}; expected ids such as train::dataloader::batch_size"
+            ) from error
 
 
 def _read_folder(folder: Path) -> dict[str, dict[str, Any]]:

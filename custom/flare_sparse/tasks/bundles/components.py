@@ -71,6 +71,8 @@ OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Novograd": "novog
 """Optimiser of the package for each that a bundle may name."""
 _READERS = (None, "NibabelReader", "ITKReader")
 """Readers of LoadImaged, all of them nibabel here; MONAI imports any other name, and NumPy's reader unpickles."""
+_READER_ARGUMENTS = ("as_closest_canonical", "squeeze_non_spatial_dims")
+"""Arguments of nibabel's reader that LoadImaged passes on."""
 _FUNCTIONS = ("func", "select_fn", "other", "other_act", "norm_layer")
 """Arguments that MONAI calls."""
 _PACKAGES = ("", "monai", "torch")
@@ -210,6 +212,7 @@ def parse_component(references: References, value: Any, name: str, kind: Kind) -
     known = list(list_parameters(path))
     # What else RandZoomd is given goes to NumPy's padding; the readers of LoadImaged open files.
     is_open = short == "RandZoomd"
+    known += _READER_ARGUMENTS if short == "LoadImaged" else ()
     for key, part in args.items():
         with references.collect():
             if _has_component(part):
@@ -224,6 +227,9 @@ def parse_component(references: References, value: Any, name: str, kind: Kind) -
     reader = args.pop("reader", None)
     if _shorten(str(reader)) not in map(str, _READERS):
         raise references.refuse(f"{name}::reader", f"found {reader!r}; expected NibabelReader, or leave it out")
+    if set(args) & set(_READER_ARGUMENTS):
+        # MONAI would try the arguments with each of its readers.
+        args["reader"] = "NibabelReader"
     return Component(path, args, f"{references.source}: {name}")
 
 

@@ -200,8 +200,8 @@ class References:
 
     def _resolve_mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
         target = value.get("_target_")
-        if isinstance(target, str) and not self._is_known(target) and not is_disabled(value):
-            return {"_target_": target}
+        if is_disabled(value) or (isinstance(target, str) and not self._is_known(target)):
+            return {key: value[key] for key in ("_target_", "_disabled_") if key in value}
         result: dict[str, Any] = {}
         for key, part in value.items():
             if target is not None and key in DROPPED:
