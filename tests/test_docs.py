@@ -379,11 +379,30 @@ def test_federation_of_the_page_on_nnunet_is_planned_trained_and_saved(
     assert checkpoint["init_args"]["configuration"] == "3d_fullres"
 
 
-@pytest.mark.parametrize("page", ["table-task.md", "segmentation.md"])
-def test_configuration_of_the_page_is_complete(tmp_path: Path, page: str) -> None:
+def test_configuration_of_the_page_is_complete(tmp_path: Path) -> None:
     file = tmp_path / "study.yaml"
-    file.write_text(find_fenced_blocks(page, "yaml")[0])
+    file.write_text(find_fenced_blocks("segmentation.md", "yaml")[0])
     assert load_config(file).simulator is not None
+
+
+@pytest.mark.slow
+def test_study_of_the_page_on_tables_finds_the_risk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(1)
+    age, stage = rng.normal(60, 10, 240), rng.integers(3, size=240)
+    times = rng.exponential(np.exp((60 - age) / 20 - stage / 2)) * 40
+    table = {"patient": np.arange(240), "age": age, "sex": rng.choice(["F", "M"], 240), "marker": rng.random(240)}
+    table |= {"stage": np.array(["I", "II", "III"])[stage], "months": times.clip(0.1, 60), "died": times < 60}
+    rows = zip(*table.values(), rng.choice(["A", "B", "C"], 240), strict=True)
+    lines = [",".join(str(int(v) if isinstance(v, np.bool_) else v) for v in row) for row in rows]
+    Path("patients.csv").write_text("\n".join([",".join([*table, "hospital"]), *lines]))
+    Path("study.yaml").write_text(find_fenced_blocks("table-task.md", "yaml")[0])
+    for line in find_fenced_blocks("table-task.md", "bash")[0].splitlines():
+        words = shlex.split(line, comments=True)[1:]
+        words += ["--env", "local", "--set", "method.evaluate_every=60"] if words[0] == "run" else []
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+    assert json.loads(Path("runs/study/summary.json").read_text())["final"]["metrics"]["c_index"] > 0.6
 
 
 def test_settings_of_the_page_on_training_are_accepted(tmp_path: Path) -> None:
