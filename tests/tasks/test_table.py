@@ -170,7 +170,7 @@ def test_labels_are_merged_and_codes_are_missing_values(tmp_path: Path) -> None:
     }  # fmt: skip
     described = {column.name: column for column in task.describe_columns(data)}
     assert (described["thal"].missing, described["thal"].numbers.tolist()) == (2, [6, 3])
-    assert described["grade"].labels == {"0": 1, "1": 1, "2": 1}
+    assert described["grade"].labels == {"none": 1, "disease": 2}
 
 
 @pytest.mark.parametrize(("transform", "function"), [("log", np.log), ("log1p", np.log1p)])

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..core.errors import DataError
 from .classes import compute_binary_metrics, compute_cross_entropy
-from .data.features import Labels, format_labels, number_labels, read_labels
+from .data.features import Labels, format_labels, name_labels, number_labels, read_labels
 from .data.tables import Table
 from .task import Kind, Metric
 
@@ -126,10 +126,13 @@ class ClassOutcome(TableOutcome):
         found = sorted({label for label in labels if label})
         if set(found) - set(position):
             shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
+            is_merged = len(position) > len(self._labels)
+            classes = ", ".join(f"{name}: [...]" for name in name_labels(self._labels))
+            remedy = f"{{{classes}}}" if is_merged else format_labels(found)
             raise DataError(
                 f"{table.source}: column {self._target!r} has the labels {shown}, but the job knows "
-                f"{', '.join(position)}. Set task.classes: {format_labels(found)} with the labels of all sites, in "
-                "the same order at every site; of two, the second is class 1"
+                f"{', '.join(position)}. Set task.classes: {remedy} with the labels of all sites, in the same order "
+                "at every site; of two, the second is class 1"
             )
         return np.array([[position.get(label, np.nan)] for label in labels])
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from ..compute.structure.scaling import TargetScaler
 from ..core.errors import DataError
 from ..core.split import Split
-from .data.features import Features, compute_scale, encode_features, number_labels, read_labels
+from .data.features import Features, compute_scale, encode_features, name_labels, number_labels, read_labels
 from .data.screening import screen_subjects
 from .data.tables import Table, read_table
 from .outcomes import NumberOutcome
@@ -94,8 +94,10 @@ class TableTask(Task):
                 present = column[np.isfinite(column)]
                 described.append(Column(name, kinds[name], len(rows) - len(present), present))
                 continue
-            every = read_labels(table, name, number_labels(labelled))
-            labels = Counter(label for label in (every[row] for row in rows) if label)
+            position, titles = number_labels(labelled), name_labels(labelled)
+            every = read_labels(table, name, position)
+            present_labels = [every[row] for row in rows if every[row]]
+            labels = Counter(titles[position[label]] if label in position else label for label in present_labels)
             kind = "text" if kinds[name] == "number" else kinds[name]
             described.append(Column(name, kind, len(rows) - sum(labels.values()), empty, labels))
         return described

@@ -9,6 +9,8 @@ from typing import TypeVar
 from ...core.errors import DataError
 
 T = TypeVar("T")
+MOST_LISTED = 30
+"""Most unusable subjects that an error lists: a table may have thousands of rows with the same problem."""
 
 SEX_VALUES = "F or 0 (female), M or 1 (male)"
 _SEX = {"f": 0.0, "female": 0.0, "0": 0.0, "m": 1.0, "male": 1.0, "1": 1.0}
@@ -38,8 +40,8 @@ def screen_subjects(
         The results of ``read`` by subject, and the number of skipped subjects.
 
     Raises:
-        DataError: a subject is unusable and may not be skipped, or no usable subject remains. The text lists every
-            unusable subject by identifier.
+        DataError: a subject is unusable and may not be skipped, or no usable subject remains. The text lists
+            the unusable subjects by identifier.
     """
     usable: dict[str, T] = {}
     problems: list[str] = []
@@ -51,7 +53,9 @@ def screen_subjects(
     if problems and (not skip_bad_subjects or not usable):
         count = f"{len(problems)} of {len(problems) + len(usable)} subjects cannot be used"
         remedy = "Repair or remove them" + ("." if skip_bad_subjects else ", or set task.skip_bad_subjects: true.")
-        raise DataError("\n  ".join([f"{source}: {count}:", *problems]) + f"\n{remedy}")
+        listed = problems[:MOST_LISTED]
+        more = [f"and {len(problems) - MOST_LISTED} more"] * (len(problems) > MOST_LISTED)
+        raise DataError("\n  ".join([f"{source}: {count}:", *listed, *more]) + f"\n{remedy}")
     if not usable:
         raise DataError(f"{source}: there are no subjects; expected at least one")
     return usable, len(problems)
