@@ -2,12 +2,12 @@
 
     pip install lifelines scikit-survival     # for the survival cohorts; scikit-survival is under the GPL
     python benchmarks/experiments/tables.py ../shared/data [--only lung] [--seeds 1 2 3] [--out runs/tables]
-    python benchmarks/experiments/tables.py --report [--out runs/tables]
+    python benchmarks/experiments/tables.py --report [--picture FILE] [--out runs/tables]
 
 Seven cohorts, five folds that test every subject once per seed. Network, training and scaling are the same for all
 cohorts; only the scale of a numeric target is the cohort's. Common models take one step a round (``STEP``), which was
 chosen by validation error with seed 11; personalised ones train for two epochs (``EPOCHS``). A finished run is not
-repeated. ``--report`` writes OUT/tables.csv.
+repeated. ``--report`` writes OUT/tables.csv, and ``--picture`` draws the differences in it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import yaml
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from runs import claim
 
 from flare_sparse.api.report import read_with_predictions
 from flare_sparse.api.start import run
 from flare_sparse.core.observer import SILENT
+from flare_sparse.results.report.figures import render_png
 from flare_sparse.results.runs.baselines import NAMES
 from flare_sparse.results.runs.comparison import ExampleTests
 from flare_sparse.results.runs.predictions import RUN
@@ -199,6 +202,31 @@ def write_report(folder: Path, names: Iterable[str]) -> None:
         writer.writerows(rows)
 
 
+def draw_differences(rows: list[dict[str, str]]) -> Figure:
+    """Draw the differences from the pooled linear model with their intervals; to the right of 0, a method is ahead."""
+    rows = [row for row in rows if row["minus pooled"]]
+    panels = [[row for row in rows if (row["metric"] == "mae") is is_error] for is_error in (True, False)]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    for axis, part, unit in zip(axes, panels, ("error, years less", "AUC or C-index more"), strict=True):
+        cohorts = list(dict.fromkeys(row["cohort"] for row in part))
+        for number, arm in enumerate(ARMS):
+            for row in (row for row in part if row["method"] == arm):
+                found = re.match(r"(\S+) \((\S+) to (\S+)\)", row["minus pooled"])
+                assert found, "write_report writes all three"
+                value, *ends = (float(text) * (-1 if row["metric"] == "mae" else 1) for text in found.groups())
+                height = cohorts.index(row["cohort"]) + (number - (len(ARMS) - 1) / 2) * 0.14
+                axis.plot(sorted(ends), [height] * 2, color=f"C{number}")
+                label = arm if row["cohort"] == cohorts[0] else None
+                axis.plot(value, height, "o", color=f"C{number}", markersize=4, label=label)
+        axis.axvline(0, color="0.4", linewidth=0.8)
+        axis.set_yticks(range(len(cohorts)), cohorts)
+        axis.invert_yaxis()
+        axis.set_xlabel(f"{unit} than pooled")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3)
+    return figure
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, nargs="?", help="folder with brain_morphometry/ and eicu_demo/")
@@ -207,9 +235,14 @@ def main() -> int:
     parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS))
     parser.add_argument("--out", type=Path, default=Path("runs/tables"))
     parser.add_argument("--report", action="store_true", help="write OUT/tables.csv from the finished runs")
+    parser.add_argument("--picture", type=Path, help="PNG of the differences in OUT/tables.csv")
     arguments = parser.parse_args()
     if arguments.report:
         write_report(arguments.out, arguments.only)
+    if arguments.picture:
+        with (arguments.out / "tables.csv").open(newline="", encoding="utf-8") as stream:
+            arguments.picture.write_bytes(render_png(draw_differences, list(csv.DictReader(stream))))
+    if arguments.report or arguments.picture:
         return 0
     for seed, name in product(arguments.seeds, arguments.only):
         (arguments.out / name).mkdir(parents=True, exist_ok=True)
