@@ -12,11 +12,12 @@ import argparse
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, reduce
 from itertools import combinations, count, product
 from math import comb
+from operator import or_
 
 from flare_sparse.privacy.secure_aggregation.limits import (
     RevealedSum,
@@ -33,6 +34,10 @@ CHOICES = {"attempts": ((0, 0, False), (0, 1, False)), "jobs": ((0, 0, False), (
 """Job, variant of the model and weighting that the server may choose for an attempt."""
 Lists = dict[int, frozenset[int]]
 """Survivors that each site that reveals shares has been told."""
+Row = tuple[int, ...]
+"""Factor of each site in a sum that the server has read."""
+Record = tuple[int, int, int, bool, tuple[int, ...], frozenset[int]]
+"""A site, and what the sum that it records depends on: job, variant, weighting, members and survivors."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,17 @@ class Ask:
             shares={str(member): self.weigh(member) / total for member in self.members},
             survivors=sorted(map(str, self.lists[site])),
         )
+
+    @cached_property
+    def records(self) -> list[Record]:
+        """What these sums depend on, each with its site."""
+        return [
+            (site, self.job, self.variant, self.by_examples, self.members, told) for site, told in self.lists.items()
+        ]
+
+    def build_row(self, opened: Collection[int], sites: int) -> Row:
+        """Return the factor of each of ``sites`` sites in the sum over those that are opened."""
+        return tuple(self.weigh(site) if site in opened else 0 for site in range(sites))
 
     def weigh(self, site: int) -> int:
         """Return the factor of a site in the sum."""
@@ -143,26 +159,10 @@ class Federation:
                 if new not in self.records[site]:
                     self.records[site].append(new)
         opened = read_sum(ask.members, given, self.rules.compute_threshold(len(ask.members), self.min_sites))
-        row = tuple(ask.weigh(site) if opened and site in opened else 0 for site in range(self.sites))
-        if not opened or row in self.rows:
+        if not opened or (row := ask.build_row(opened, self.sites)) in self.rows:
             return False
         self.rows.append(row)
         return True
-
-    def copy(self) -> Federation:
-        """Return a copy that the server can go on with otherwise."""
-        records: dict[int, list[RevealedSum]] = defaultdict(list)
-        records.update({site: list(known) for site, known in self.records.items()})
-        return Federation(self.sites, self.min_sites, self.rules, records, list(self.rows))
-
-
-def iterate_lists(members: Sequence[int], min_sites: int, rules: Rules) -> Iterator[Lists]:
-    """Yield every choice of survivors, told to all alike, and of just enough of them that reveal shares."""
-    threshold = rules.compute_threshold(len(members), min_sites)
-    for size in range(rules.count_needed(len(members), min_sites), len(members) + 1):
-        for survivors in combinations(members, size):
-            for asked in combinations(survivors, threshold):
-                yield dict.fromkeys(asked, frozenset(survivors))
 
 
 def iterate_lies(members: Sequence[int], min_sites: int, rules: Rules) -> Iterator[Lists]:
@@ -176,49 +176,85 @@ def iterate_lies(members: Sequence[int], min_sites: int, rules: Rules) -> Iterat
         yield {site: told for site, told in zip(members, choice, strict=True) if told is not None}
 
 
-def search_lies(sites: int, min_sites: int, rules: Rules, counts: Counter[str]) -> Lists:
-    """Return lists for one sum that break what limits.py proves of them; empty if there are none."""
-    members, threshold = range(sites), rules.compute_threshold(sites, min_sites)
-    for lists in iterate_lies(members, min_sites, rules):
-        counts["attempts"] += 1
-        opened = read_sum(members, lists, threshold)
-        if opened is None:
-            continue
-        counts["sums read"] += 1
-        counts["combinations"] += 1
-        own = opened & lists.keys()
-        if len(opened) < min_sites or 2 * (2 * len(own) - len(opened)) < min_sites:
-            counts["isolated"] += 1
-            return lists
-    return {}
+def iterate_asks(
+    sites: int, min_sites: int, choices: str, rules: Rules, counts: Counter[str]
+) -> Iterator[tuple[Ask, Row]]:
+    """Yield every attempt that opens a sum if no site refuses, and the sum; ``counts`` has how many were tried."""
+    for size in range(min_sites, sites + 1):
+        threshold = rules.compute_threshold(size, min_sites)
+        for members in combinations(range(sites), size):
+            for lists in iterate_lies(members, min_sites, rules):
+                counts["attempts"] += len(CHOICES[choices])
+                if opened := read_sum(members, lists, threshold):
+                    for choice in CHOICES[choices]:
+                        ask = Ask(*choice, members, lists)
+                        yield ask, ask.build_row(opened, sites)
 
 
-def search_all(sites: int, min_sites: int, choices: str, depth: int, rules: Rules, counts: Counter[str]) -> list[Ask]:
-    """Return attempts after which few sites are isolated, of all sequences of ``depth``; empty if there are none."""
-    asks = [
-        Ask(job, variant, by_examples, members, lists)
-        for size in range(min_sites, sites + 1)
-        for members in combinations(range(sites), size)
-        for lists in iterate_lists(members, min_sites, rules)
-        for job, variant, by_examples in CHOICES[choices]
-    ]
+def is_first_alike(members: Collection[int], sites: int, *, by_examples: bool) -> bool:
+    """Return whether, of all members that relabelling sites of equal weight makes of these, these come first."""
+    alike: dict[int, list[bool]] = defaultdict(list)
+    for site in range(sites):
+        alike[EXAMPLES[site] if by_examples else 1].append(site in members)
+    return all(chosen == sorted(chosen, reverse=True) for chosen in alike.values())
 
-    def extend(federation: Federation, chosen: list[Ask]) -> list[Ask]:
-        for ask in asks:
-            following = federation.copy()
-            counts["attempts"] += 1
-            if not following.ask(ask):
+
+def search_all(sites: int, min_sites: int, choices: str, rules: Rules, counts: Counter[str]) -> list[Ask]:
+    """Return attempts after which few sites are isolated, of all sequences of any length; empty if there are none.
+
+    A site refuses by its own record alone, and no less with a longer one: attempts that a site refuses, or whose sum
+    has been read, help the server in nothing, and the order of the others does not matter.
+    """
+    asks, rows = zip(*iterate_asks(sites, min_sites, choices, rules, counts), strict=True)
+    # A set of attempts is a number: bit i is attempt i.
+    leaving: dict[Record, int] = defaultdict(int)
+    reading: dict[Row, int] = defaultdict(int)
+    sums: dict[Record, RevealedSum] = {}
+    firsts = 0
+    weighs = any(by_examples for _, _, by_examples in CHOICES[choices])
+    for number, (ask, row) in enumerate(zip(asks, rows, strict=True)):
+        reading[row] |= 1 << number
+        firsts |= is_first_alike(ask.members, sites, by_examples=weighs) << number
+        for record in ask.records:
+            leaving[record] |= 1 << number
+            sums.setdefault(record, ask.sums[record[0]])
+
+    @cache
+    def find_refused(site: int, known: frozenset[Record]) -> int:
+        """Return the attempts that a site with these records refuses."""
+        earlier = [sums[record] for record in known]
+        return join(
+            bits for new, bits in leaving.items() if new[0] == site and rules.find_violation(earlier, sums[new])
+        )
+
+    find_few = cache(lambda read: find_isolated(sorted(read), min_sites))
+    visited: set[tuple[frozenset[Record], frozenset[Row]]] = set()
+
+    def extend(known: frozenset[Record], read: frozenset[Row], left: int) -> list[Ask]:
+        while left:
+            number = left.bit_length() - 1
+            left ^= 1 << number
+            state = known.union(asks[number].records), read | {rows[number]}
+            if state in visited:
                 continue
-            counts["sums read"] += 1
+            visited.add(state)
+            counts["sequences"] += 1
             counts["combinations"] += comb(sites, min_sites - 1)
-            if find_isolated(following.rows, min_sites):
+            if find_few(state[1]):
                 counts["isolated"] += 1
-                return [*chosen, ask]
-            if len(chosen) + 1 < depth and (found := extend(following, [*chosen, ask])):
-                return found
+                return [asks[number]]
+            refused = join(reading[row] for row in state[1]) | join(
+                find_refused(site, frozenset(record for record in state[0] if record[0] == site))
+                for site in range(sites)
+            )
+            if found := extend(*state, ((1 << len(asks)) - 1) & ~refused):
+                return [asks[number], *found]
         return []
 
-    return extend(Federation(sites, min_sites, rules), [])
+    def join(sets: Iterable[int]) -> int:
+        return reduce(or_, sets, 0)
+
+    return extend(frozenset(), frozenset(), firsts)
 
 
 def draw_ask(generator: random.Random, federation: Federation, choices: str) -> Ask:
@@ -252,7 +288,7 @@ def search_at_random(
         for _ in range(4 * sites):
             counts["attempts"] += 1
             if federation.ask(draw_ask(generator, federation, choices)):
-                counts["sums read"] += 1
+                counts["sequences"] += 1
                 counts["combinations"] += comb(sites, min_sites - 1)
                 if find_isolated(federation.rows, min_sites):
                     counts["isolated"] += 1
@@ -265,21 +301,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--minutes", type=float, default=5, help="time of the random search")
     minutes = parser.parse_args().minutes
-    print("| search | sites | minimum | attempts | sums read | combinations | isolated |")
+    print("| search | sites | minimum | attempts | sequences | combinations | isolated |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
 
     def show(name: str, sites: int, min_sites: int, counts: Counter[str]) -> None:
-        cells = (f"{counts[key]:,}" for key in ("attempts", "sums read", "combinations", "isolated"))
+        cells = (f"{counts[key]:,}" for key in ("attempts", "sequences", "combinations", "isolated"))
         print(f"| {name} | {sites} | {min_sites} | {' | '.join(cells)} |", flush=True)
 
     for sites in range(3, 7):
         for min_sites in range(3, sites + 1):
-            counts: Counter[str] = Counter()
-            search_lies(sites, min_sites, Rules(), counts)
-            show("lies in one sum", sites, min_sites, counts)
             for choices in CHOICES:
-                counts = Counter()
-                search_all(sites, min_sites, choices, 4, Rules(), counts)
+                counts: Counter[str] = Counter()
+                search_all(sites, min_sites, choices, Rules(), counts)
                 show(f"all, {choices}", sites, min_sites, counts)
     sizes = [(sites, min_sites) for sites in range(5, 13) for min_sites in range(3, min(sites, 8) + 1)]
     for sites, min_sites in sizes:
