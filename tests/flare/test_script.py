@@ -44,6 +44,8 @@ if "end" in sys.argv:
     sys.exit(0)
 if "status" in sys.argv:
     sys.exit(2)
+if "file" in sys.argv:
+    Path("table.csv").read_text()
 if "import" in sys.argv:
     import helper_missing
 log = SummaryWriter()
@@ -145,7 +147,7 @@ def fail(process: ScriptProcess) -> ScriptFailed:
 @pytest.mark.parametrize(
     ("args", "first", "last"),
     [
-        ("fail", "KeyError: 'subject 4711'", "KeyError: 'subject 4711'"),
+        ("file", "FileNotFoundError: [Errno 2] No such file or directory: 'table.csv'", "directory: 'table.csv'"),
         # FLARE reports no ImportError.
         ("import", "ModuleNotFoundError: No module named 'helper_missing'", "No module named 'helper_missing'"),
     ],
@@ -156,6 +158,8 @@ def test_exception_of_a_script_is_reported_with_its_line_and_its_traceback(
     lines = format_site_error(fail(start(args))).splitlines()
     assert lines[0] == f"E_SCRIPT: script client.py: {first}"
     assert lines[1].startswith(f"  at {tmp_path / 'client.py'}:")
+    if args == "file":
+        assert "flare_sparse.client.site_data().path" in lines.pop(2)
     assert lines[2] == f"its output is in {tmp_path / 'work' / '0' / 'output.log'}"
     assert lines[3] == "Traceback (most recent call last):"
     assert lines[-1].endswith(last)

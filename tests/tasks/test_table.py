@@ -298,7 +298,11 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
             ("p2", "p1"),
             "identifiers in column 'patient' occur more than once.*'p1'.*task.group: patient",
         ),
-        ({"features": ["age", "ward"]}, ("", ""), r"column 'ward' contains text such as 'A'.*\{ward: \[A, B, C\]\}"),
+        (
+            {"features": ["age", "ward", "sex"], "categories": {}},
+            ("", ""),
+            r"column 'ward' contains text such as 'A'.*\{ward: \[A, B, C\], sex: \[F, M\]\}",
+        ),
         (
             {"features": ["age", "ward"], "categories": {"ward": ["A", "B"]}},
             ("", ""),

@@ -173,10 +173,16 @@ class FlareScript:
         command = f"its command line {self._args!r} (task.args) must be one that it accepts"
         if isinstance(error, SystemExit) and error.code not in (None, 0):
             return f"it ended by sys.exit({error.code!r}): {command}"
+        if isinstance(error, FileNotFoundError) and error.filename and not Path(str(error.filename)).is_absolute():
+            # The folder in which a script runs differs by environment, as in FLARE.
+            return f"{describe_exception(error)}\na script runs in a folder of its own: read {_DATA}"
         if error is not None and not isinstance(error, SystemExit):
             return describe_exception(error)
         reason = "it ended before it sent a result: its loop must go on while flare.is_running()"
         return self._failure or (f"{reason}, and {command}" if self._launch else reason)
+
+
+_DATA = "flare_sparse.client.site_data().path, which simulator.data.path or the site file sets"
 
 
 def _check_no_script_runs() -> None:

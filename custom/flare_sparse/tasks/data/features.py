@@ -93,7 +93,7 @@ def encode_features(
             values, absent = _encode_categories(table, name, categories[name])
             names += [f"{name}={category}" for category in name_labels(categories[name])]
         else:
-            values = _get_numbers(table, name)[:, None]
+            values = _get_numbers(table, name, [other for other in columns if other not in categories])[:, None]
             absent = ~np.isfinite(values[:, 0])
             values = np.where(absent[:, None], np.nan, values)
             names.append(name)
@@ -158,14 +158,17 @@ def _encode_categories(table: Table, name: str, categories: Labels) -> tuple[np.
     return (numbers[:, None] == np.arange(len(categories))).astype(np.float64), numbers < 0
 
 
-def _get_numbers(table: Table, name: str) -> np.ndarray:
+def _get_numbers(table: Table, name: str, numeric: Sequence[str]) -> np.ndarray:
+    """Return a column of numbers; if it contains text, the error names all ``numeric`` columns that do."""
     column = table.get_column(name)
     if date := table.find_date(name):
         raise DataError(f"{table.source}: column {name!r} is among task.features, but {DATES.format(date=date)}")
     if column.dtype.kind == "f":
         return column
-    found = sorted({label for label in read_labels(table, name) if label})
+    texts = [other for other in numeric if table.get_column(other).dtype.kind != "f" and not table.find_date(other)]
+    found = {other: sorted({label for label in read_labels(table, other) if label}) for other in texts}
+    categories = ", ".join(f"{_format_label(other)}: {format_labels(labels)}" for other, labels in found.items())
     raise DataError(
-        f"{table.source}: column {name!r} contains text such as {found[0]!r}; expected numbers. If it is a category, "
-        f"set task.categories: {{{_format_label(name)}: {format_labels(found)}}} with the categories of all sites"
+        f"{table.source}: column {name!r} contains text such as {found[name][0]!r}; expected numbers. If it is a "
+        f"category, set task.categories: {{{categories}}} with the categories of all sites"
     )
