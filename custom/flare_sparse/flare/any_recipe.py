@@ -1,4 +1,4 @@
-"""Send sparse messages in any FLARE recipe: one call adds the filters to its job."""
+"""Sparse messages, or a privacy budget, in any FLARE recipe: one call adds the filters to its job."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import flare_sparse
 from ..core.errors import ConfigError
 from ..wire.formats import ValueType
 from .recipe import Packaging, check_packaging
+from .recipe_budget import RecipeBudget
 from .sparse_exchange import SparseExchange, describe_filter
 
 _CONTROLLERS = (BaseModelController, ScatterAndGather, CyclicController)
@@ -83,6 +84,57 @@ def add_sparse_exchange(
             f"{type(recipe).__name__}: its server sends no model that sites train ({types}); a sparse exchange needs a "
             "recipe such as FedAvg, FedOpt, FedProx, SCAFFOLD, cyclic or swarm"
         )
+    _set_packaging(recipe, packaging)
+
+
+def add_privacy(
+    recipe: Recipe,
+    *,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    delta: float = 1e-5,
+    clip: float = 1.0,
+    packaging: Packaging = "installed",
+) -> None:
+    """Give the job of a FLARE recipe a privacy budget, which its script's ``make_private`` charges at each site.
+
+        recipe = FedAvgRecipe(...)
+        add_privacy(recipe, epsilon=3)
+        recipe.execute(SimEnv(num_clients=2))
+
+    An update leaves a site only if the script has charged the site's ledger for it (docs/own-script.md).
+
+    Args:
+        recipe: a recipe whose sites train once a round in the task ``train``, such as FedAvg, FedOpt, FedProx, SCAFFOLD
+            or cyclic.
+        epsilon: budget of a record over the whole job; or give ``noise_multiplier``.
+        noise_multiplier: standard deviation of the noise as a multiple of ``clip``.
+        delta: probability that epsilon does not bound.
+        clip: largest L2 norm of the gradient of a record.
+        packaging: ``"installed"``: every site has installed this package; ``"byoc"``: its source travels with the job.
+
+    Raises:
+        ConfigError: a setting is invalid, or the recipe trains in another way.
+    """
+    check_packaging(packaging)
+    controllers = [entry.controller for entry in recipe._job._deploy_map["server"].app_config.workflows]
+    rounds = sum(_find_rounds(entry) for entry in controllers if isinstance(entry, _CONTROLLERS))
+    if not rounds or any(isinstance(entry, SwarmServerController) for entry in controllers):
+        raise ConfigError(
+            f"{type(recipe).__name__}: a budget needs a recipe whose sites send the server what they trained in each "
+            "round, such as FedAvg, FedOpt, FedProx, SCAFFOLD or cyclic"
+        )
+    budget = RecipeBudget(recipe._job.name, rounds, epsilon, noise_multiplier, delta, clip)
+    recipe.add_client_output_filter(budget, tasks=["train"])
+    _set_packaging(recipe, packaging)
+
+
+def _find_rounds(controller: Any) -> int:
+    """Return the number of rounds of a workflow of FLARE, 0 for one that only evaluates."""
+    return int(getattr(controller, "num_rounds", getattr(controller, "_num_rounds", 0)))
+
+
+def _set_packaging(recipe: Recipe, packaging: Packaging) -> None:
     if packaging == "byoc":
         _add_package(recipe)
     # Without this, FLARE copies those modules of the package that it finds by tracing imports, which misses some.

@@ -260,7 +260,7 @@ class SiteSession(FLComponent):
         if not isinstance(task, ScriptTask):
             # Before the data is read, and not in the first training, after scores and messages.
             check_kernels(assembly.method)
-            account = None if assembly.privacy is None else PrivacyAccount(*_describe_account(fl_ctx))
+            account = None if assembly.privacy is None else PrivacyAccount(*describe_account(fl_ctx))
             return open_site(assembly, find_site_data(name, local), account)
         # A script may know itself where its data lies, so a site need not say it.
         data = find_site_data(name, local) if has_site_data(local) else None
@@ -268,7 +268,7 @@ class SiteSession(FLComponent):
         # The name alone: a job must not name a file elsewhere on this machine, only the one that came as its code.
         script = Path(workspace.get_app_custom_dir(job_id)) / Path(task.script).name
         folder = Path(workspace.get_run_dir(job_id)) / "script"
-        budget = open_script_budget(assembly, *_describe_account(fl_ctx))
+        budget = open_script_budget(assembly, *describe_account(fl_ctx))
         if budget is not None:
             os.environ[PRIVACY_VARIABLE] = budget.write(folder / "budget.json")
         self._script = FlareScript(script, task.config.args, data, folder, task.config.launch)
@@ -301,7 +301,7 @@ def _open_request_log(fl_ctx: FLContext, job: JobConfig, assembly: Assembly) -> 
     )
 
 
-def _describe_account(fl_ctx: FLContext) -> tuple[Path, Budget | None]:
+def describe_account(fl_ctx: FLContext) -> tuple[Path, Budget | None]:
     """Return the folder of the site's secret and privacy ledger, in the startup kit for all jobs, and its limit."""
     folder = Path(get_workspace(fl_ctx).get_root_dir()) / PRIVACY_FOLDER / fl_ctx.get_identity_name()
     return folder, read_site_policy(fl_ctx).privacy_budget

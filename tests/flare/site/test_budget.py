@@ -21,7 +21,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import DecodeRequest, EncodeUpdate
 from flare_sparse.flare.payload import CODE_HEADER, get_refusal_code, message_to_shareable
-from flare_sparse.flare.session import SiteSession, _describe_account
+from flare_sparse.flare.session import SiteSession, describe_account
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.privacy.dp.account import LEDGER_FILE, PRIVACY_FOLDER, PrivacyAccount, read_ledger
 from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
@@ -63,7 +63,7 @@ class Kit:
         self.fl_ctx = FLContextManager(engine=engine, identity_name="site-1", job_id="job").new_context()
         self.fl_ctx.set_prop(FLContextKey.WORKSPACE_OBJECT, workspace, private=True, sticky=False)
         config = PrivacyConfig(noise_multiplier=4.0)
-        mechanism = SiteMechanism(config, PLAN, PrivacyAccount(*_describe_account(self.fl_ctx)), RUN, "job")
+        mechanism = SiteMechanism(config, PLAN, PrivacyAccount(*describe_account(self.fl_ctx)), RUN, "job")
         site = self.bench.site(1, privacy=SitePrivacy(mechanism))
         method = self.bench.method("fedavg", rounds=9, training={"batch_size": 64, "epochs": 1})
         session._endpoint = SiteEndpoint(site, method, RUN, "float32")

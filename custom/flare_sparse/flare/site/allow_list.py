@@ -36,7 +36,10 @@ CODE_CLASSES = ("flare_sparse.tasks.script.ScriptTask",)
 """Further classes that a job with code (BYOC) may name; no allow-list has them, so a job without code may not."""
 SERVER_CLASSES = ("flare_sparse.flare.tracking.MlflowTracker",)
 """Further classes that a job may name at the server only: no site builds an object that sends to a URI of a job."""
-EXCHANGE_CLASSES = ("flare_sparse.flare.sparse_exchange.SparseExchange",)
+RECIPE_CLASSES = (
+    "flare_sparse.flare.sparse_exchange.SparseExchange",
+    "flare_sparse.flare.recipe_budget.RecipeBudget",
+)
 """Further classes, for jobs of FLARE's own recipes without code; they are allowed by name only (``--also``)."""
 SERVER_FILE = "startup/fed_server.json"
 """File that only the startup kit of a server holds."""
@@ -85,7 +88,7 @@ def get_allow_list(resources: dict[str, Any]) -> list[str]:
 
 def find_broad_entries(entries: Sequence[str], classes: Sequence[str] = CLASSES) -> list[str]:
     """Return the entries that let a job call more of this package than ``classes``, such as the package's prefix."""
-    return [entry for entry in entries if entry.startswith(PACKAGE) and entry not in (*classes, *EXCHANGE_CLASSES)]
+    return [entry for entry in entries if entry.startswith(PACKAGE) and entry not in (*classes, *RECIPE_CLASSES)]
 
 
 def allow_classes(kit: Path, also: Sequence[str] = (), *, at_server: bool = False) -> tuple[list[str], list[str]]:
@@ -108,7 +111,7 @@ def allow_classes(kit: Path, also: Sequence[str] = (), *, at_server: bool = Fals
     if broad := find_broad_entries(also):
         raise ConfigError(
             f"--also {broad[0]}: leave it out. Of flare_sparse, jobs may name only the component classes, which are "
-            f"allowed in any case, and {EXCHANGE_CLASSES[0]}"
+            f"allowed in any case, and {' and '.join(RECIPE_CLASSES)}"
         )
     local = find_local_folder(kit)
     resources = read_resources(local)

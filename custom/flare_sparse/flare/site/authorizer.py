@@ -18,7 +18,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
 
 from ...config.policy.policy import POLICY_FILE, read_policy
-from .allow_list import CLASSES, CODE_CLASSES, PACKAGE
+from .allow_list import CLASSES, CODE_CLASSES, PACKAGE, RECIPE_CLASSES
 
 GATE = "flare_sparse.flare.site.guards.SiteLastGate"
 RESULT_POLICY = "flare_sparse.flare.site.guards.SiteResultPolicy"
@@ -66,10 +66,11 @@ class SitePlanAuthorizer(FLComponent):
                 f"E_POLICY: {location}: {path!r} is not a class of flare_sparse; this site runs no others"
                 + (_RESTART if path == _LOG_STREAMER else "")
             )
+        known = (*CLASSES, *CODE_CLASSES, *(RECIPE_CLASSES if runs_foreign_jobs else ()))
         for class_path in _iterate_class_paths(config):
             if class_path.startswith(_FLARE) and not runs_foreign_jobs:
                 raise UnsafeComponentError(f"E_POLICY: {location}: {class_path!r}: jobs name no classes of FLARE here")
-            if class_path.startswith(PACKAGE) and class_path not in (*CLASSES, *CODE_CLASSES):
+            if class_path.startswith(PACKAGE) and class_path not in known:
                 raise UnsafeComponentError(f"E_POLICY: {location}: {class_path!r} is not a class that a job may name")
         if missing := find_missing_guard(local):
             raise UnsafeComponentError(f"E_POLICY: {missing}. Run: flare-sparse site policy KIT")

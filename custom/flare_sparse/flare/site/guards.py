@@ -55,6 +55,7 @@ from ..payload import (
     update_to_dxo,
     update_to_shareable,
 )
+from ..recipe_budget import ChargeCheck
 from ..session import get_site_session, read_job, read_site_policy
 from ..workspace import find_job_file, write_site_error
 
@@ -129,10 +130,15 @@ class SiteResultPolicy(Filter):
 class SiteLastGate(FLComponent):
     """Checks a result after all filters have run; strips it to error codes unless the site approved it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._charges = ChargeCheck()
+
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         # Also in jobs of other packages, which have no session of this one.
         if event_type == EventType.START_RUN:
             install_recorder(fl_ctx)
+            self._charges.start(fl_ctx)
         if event_type == EventType.AFTER_TASK_RESULT_FILTER:
             result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
             if isinstance(result, Shareable):
@@ -168,6 +174,8 @@ class SiteLastGate(FLComponent):
                 # clear() removes keys and headers that a filter of the job added to the message.
                 result.clear()
                 result.update(rebuilt)
+            elif policy.privacy_budget is not None:
+                self._charges.check(result, fl_ctx)
         # Fail closed: a result that the gate cannot read does not leave the site.
         except Exception as error:  # noqa: BLE001
             # The result is stripped first, because writing and logging may fail, too.
