@@ -203,6 +203,7 @@ class Run:
         out: Path | None = None,
         *,
         policies: Mapping[str, str] | None = None,
+        egress: Mapping[str, Path] | None = None,
         kit: Path | None = None,
         license_: str = NO_LICENSE,
         overwrite: bool = False,
@@ -212,6 +213,7 @@ class Run:
         Args:
             out: archive that ends with .zip, or a folder; None: ``evidence.zip`` in the result folder.
             policies: policy in force at a site, its file or a preset's name, by site.
+            egress: folder of a site's egress log, as the site hands it out, by site.
             kit: startup kit of a participant, to check who signed the job; None: that of the run's POC federation.
             license_: license of the crate and its model: a URL or an SPDX identifier.
             overwrite: replace an earlier crate.
@@ -221,6 +223,7 @@ class Run:
 
         Raises:
             ConfigError: the extra evidence is not installed, ``out`` exists, or the folder was changed after the run.
+            EgressError: an egress log was changed.
         """
         try:
             from ..results.evidence.crate import write_crate
@@ -233,7 +236,7 @@ class Run:
         files = {site: find_policy_file(Path(given)) for site, given in (policies or {}).items()}
         # Written again: evaluations and audits after the run belong to the card.
         self.write_card()
-        result, facts = self._collect_facts(files, kit)
+        result, facts = self._collect_facts(files, kit, egress)
         write_crate(result, facts, files, target, license_)
         return target, facts
 
@@ -250,7 +253,7 @@ class Run:
         Args:
             out: file that ends with .md or .docx; None: ``dpia.md`` in the result folder.
             policies: as in :meth:`evidence`.
-            egress: folder of a site's egress log, as the site hands it out, by site.
+            egress: as in :meth:`evidence`.
             kit: as in :meth:`evidence`.
 
         Raises:
@@ -261,16 +264,18 @@ class Run:
 
         files = {site: find_policy_file(Path(given)) for site, given in (policies or {}).items()}
         file = out or self.path / FILE
-        write_dpia(*self._collect_facts(files, kit), egress or {}, file)
+        write_dpia(*self._collect_facts(files, kit, egress), file)
         return file
 
-    def _collect_facts(self, policies: Mapping[str, Path], kit: Path | None) -> tuple[RunResult, dict[str, Any]]:
+    def _collect_facts(
+        self, policies: Mapping[str, Path], kit: Path | None, egress: Mapping[str, Path] | None = None
+    ) -> tuple[RunResult, dict[str, Any]]:
         from ..flare.launch.approval import read_approval
         from ..results.evidence.facts import collect_facts
 
         terms = {site: read_policy(file) for site, file in policies.items()}
         result = RunResult.read(self.path)
-        return result, collect_facts(result, read_approval(self.path, kit), terms)
+        return result, collect_facts(result, read_approval(self.path, kit), terms, egress)
 
     def write_card(self) -> Path:
         """Write the model card from the record, with the evaluations and audits made so far; return the file."""

@@ -41,7 +41,7 @@ def evidence(
     ] = False,
     egress: Annotated[
         list[str] | None,
-        typer.Option(metavar="SITE=FOLDER", help="With --dpia: egress log that a site has handed out; repeatable"),
+        typer.Option(metavar="SITE=FOLDER", help="Egress log that a site has handed out; repeatable"),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier crate")] = False,
 ) -> None:
@@ -58,13 +58,13 @@ def evidence(
     """
     from ..api.run import Run
 
+    logs = {site: Path(folder) for site, folder in _parse_by_site("--egress", "FOLDER", egress or []).items()}
+    policies = _parse_by_site("--policy", "FILE", policy or [])
     if dpia:
-        logs = {site: Path(folder) for site, folder in _parse_by_site("--egress", "FOLDER", egress or []).items()}
-        policies = _parse_by_site("--policy", "FILE", policy or [])
         console.print(str(Run(run).write_dpia(out, policies=policies, egress=logs, kit=kit)), markup=False)
         return
     target, facts = Run(run).evidence(
-        out, policies=_parse_by_site("--policy", "FILE", policy or []), kit=kit, license_=license_, overwrite=overwrite
+        out, policies=policies, egress=logs, kit=kit, license_=license_, overwrite=overwrite
     )
     console.print(str(target), markup=False, soft_wrap=True)
     console.print(f"signature of the job: {facts['approval']['signature']}; deviations: {len(facts['deviations'])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -18,11 +19,12 @@ from flare_sparse.cli import app
 from flare_sparse.config.policy.policy import Policy
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.evidence.deviations import list_deviations
+from flare_sparse.results.evidence.dpia import build_dpia
 from flare_sparse.results.evidence.facts import Approval, collect_facts, find_crate_files
 from flare_sparse.results.evidence.readme import format_readme
 from flare_sparse.results.report.card import format_card
 from flare_sparse.results.runs.results import RunResult
-from flare_sparse.rounds.endpoints.egress import find_logs, read_log
+from flare_sparse.rounds.endpoints.egress import compute_head, find_logs, read_log
 
 NO_JOB = Approval("none", "one process")
 QUIET: dict[str, Any] = {
@@ -40,6 +42,10 @@ def test_cohorts_are_the_examples_of_every_part_at_every_site(phantom_run: Path)
     assert facts["privacy"] == {"budget": None, "note": "no privacy budget was computed for this run"}
     assert facts["audit"]["attacks"] is None
     assert facts["deviations"] == []
+    for site, folder in find_logs(phantom_run).items():
+        last = (folder / "egress.jsonl").read_bytes().splitlines()[-1]
+        assert facts["egress"][site]["head"] == hashlib.sha256(last).hexdigest()
+        assert facts["egress"][site]["lines"] == json.loads(last)["line"]
     assert facts["versions"]["nvflare"].startswith("2.9")
 
 
@@ -66,8 +72,10 @@ def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run:
     assert "| policy of site-2 | none in force" in text
     assert "rmia (an outsider compares the model with similar ones)" in text
     assert "| checkpoints in the result folder | until they are removed | `config.yaml` |" in text
-    assert "Egress log of site-1, site-2: " in text
-    assert "of this run it has the same messages and bytes as the server's ledger." in text
+    assert "| purpose of the processing |  |" in text
+    assert "| checkpoints of site-1 | 90 days, the default |" in text
+    head = compute_head(find_logs(run)["site-1"])
+    assert f"| {head} | the same messages and bytes as the server's ledger | egress log of the site, chain" in text
     up = RunResult.read(run).summary["traffic"]["up"]
     # One hello of each site beside the messages of the ledger.
     assert sum_egress(text, "egress log of the site") == (up["messages"] + 2, up["payload_bytes"])
@@ -79,9 +87,9 @@ def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run:
     result = CliRunner().invoke(app, ["evidence", str(run), *options])
     assert result.exit_code == 0, result.output
     document = Document(str(file))
-    sources = [row.cells[-1].text for row in document.tables[2].rows[1:]]
+    sources = [row.cells[-1].text for row in document.tables[3].rows[1:]]
     assert set(sources) == {"egress log of the site", "ledger.jsonl of the server"}
-    assert sum(int(row.cells[4].text) for row in document.tables[2].rows[1:]) == up["payload_bytes"]
+    assert sum(int(row.cells[4].text.replace(",", "")) for row in document.tables[3].rows[1:]) == up["payload_bytes"]
     with (moved / "egress.jsonl").open("a") as log:
         log.write("{}\n")
     result = CliRunner().invoke(app, ["evidence", str(run), *options])
@@ -92,7 +100,7 @@ def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run:
 def sum_egress(text: str, source: str) -> tuple[int, int]:
     """Return the messages and bytes in the rows of a source."""
     rows = [line.split(" | ") for line in text.splitlines() if line.endswith(f"| {source} |")]
-    return sum(int(row[3]) for row in rows), sum(int(row[4]) for row in rows)
+    return sum(int(row[3]) for row in rows), sum(int(row[4].replace(",", "")) for row in rows)
 
 
 @pytest.mark.slow
@@ -113,10 +121,18 @@ def test_budget_and_audit_of_a_run_are_passed_on(phantom_run: Path, tmp_path: Pa
     summary = json.loads((run / "summary.json").read_text())
     summary["privacy"] = {"epsilon": {"site-1": 2.5}, "delta": 1e-5}
     (run / "summary.json").write_text(json.dumps(summary))
-    (run / "audit.json").write_text(json.dumps({"attacks": [{"attack": "loss", "auc": 0.51}]}))
+    attack = {
+        "attacker": "server", "attack": "inversion of scores", "message": "scores", "batch_size": 1, "policy": "",
+        "psnr": None, "notes": [],
+    }  # fmt: skip
+    audit = {"model_sha256": summary["model_sha256"], "attacks": [attack], "skipped": []}
+    (run / "audit.json").write_text(json.dumps(audit))
     facts = collect_facts(RunResult.read(run), NO_JOB, {})
     assert facts["privacy"]["budget"]["epsilon"] == {"site-1": 2.5}
-    assert facts["audit"]["attacks"][0]["auc"] == 0.51
+    assert facts["audit"] == audit
+    (attacks,) = [part for part in build_dpia(RunResult.read(run), facts) if part.title == "Attacks"]
+    assert "inversion of scores (" not in attacks.paragraphs[-1]
+    assert "inversion of an update (" in attacks.paragraphs[-1]
     assert Path("audit.json") in find_crate_files(run)
     (run / "audit.json").write_text("{")
     with pytest.raises(ConfigError, match=r"audit\.json: cannot be read"):

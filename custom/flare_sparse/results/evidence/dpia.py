@@ -7,32 +7,74 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...config.policy.policy import Policy
+from ...config.withdrawals import WITHDRAWN, Withdrawals
 from ...core.errors import ConfigError
-from ...rounds.endpoints.egress import LOG_FILE, find_logs, read_log, sum_lines
 from ..report.attacks import describe_attacks
 from ..report.subgroups import build_subgroups, describe_gap
 from ..report.tables import format_markdown
+from ..runs.load import load_study
 from ..runs.results import RunResult
 
 FILE = "dpia.md"
 ATTACKS = {
     "loss threshold": "an outsider looks at the errors of the model",
     "rmia": "an outsider compares the model with similar ones",
-    "gradient classifier": "a site learns from the gradients of its own subjects",
     "canaries": "planted examples are searched for",
-    "inversion": "a server rebuilds inputs from a message",
+    "site of a prediction": "an outsider recognises the site of a subject",
+    "gradient classifier": "a site learns from the gradients of its own subjects",
+    "inversion of an update": "a server rebuilds inputs from an update",
+    "inversion of scores": "a server rebuilds inputs from scores",
     "site of an update": "a server recognises the site of an update",
 }
-"""The attacks that the package knows, with their attackers."""
-_QUERIES = "Not among the attacks: queries to a model in use, and combinations with data from elsewhere."
+"""The attacks that ``flare-sparse audit`` knows, with their attackers."""
+_ATTACKS = (
+    "EDPB Opinion 28/2024 asks how likely it is that data of persons are extracted from a model, or obtained by "
+    "queries to it. What follows are attacks that were tried on this run or on a repetition of it (`audit.json`); it "
+    "is no statement of that likelihood. Not among them: queries to a model in use, and combinations with other data."
+)
+_LEFT = (
+    "Messages by kind, with their bytes. Of a site's data a message holds: weights, values of the trained model; a "
+    "delta, their change; scores, one number for each entry of the model; statistics, number, mean and deviation of "
+    "inputs; examples, their number; metrics, computed on test subjects; events, codes of what happened. The hello has "
+    "versions and limits. No message has a subject, an identifier or a path."
+)
+_COHORTS = (
+    "Numbers of examples as the sites reported them. The rounds answered include the evaluation of the last model."
+)
+_LOGS = (
+    "A site writes a line to its own log before a message leaves; each line holds the digest of the one before it. The "
+    "digest of the last line, noted here, fixes all lines up to it: a log that the site shows later must contain it."
+)
 _ABOUT = (
     "A draft from the record of run {run}, for a person to complete and to judge. It states what was recorded and what "
-    "was not; it assesses no risk and claims no compliance. Research use only: the model is no medical device."
+    "was not; it assesses no risk and claims no compliance. Research use only: the model is no medical device. Sources "
+    "are files of the result folder, or what a site has handed out; method means that it follows from how the software "
+    "works, which its documentation describes."
 )
-_MISSING = (
-    "To be added by the controller: purpose, legal basis, categories of data and of subjects, rights of the subjects, "
-    "who may receive the model."
+_CONTROLLER = (
+    "purpose of the processing",
+    "legal basis",
+    "categories of data subjects, and of data beyond those below",
+    "necessity and proportionality",
+    "rights of the subjects, and how they are exercised",
+    "recipients of the model and of this record",
+    "risks to the subjects, and their assessment",
+    "opinion of the data-protection officer",
 )
+"""What no record of a run has."""
+_AGGREGATION = {
+    "plain": "none: the server reads the values that each site sends",
+    "fixed_point": "none: the server reads the values that each site sends",
+    "masked": "masked: the server reads sums over sites. Limits: accomplices take their part out of a sum; a server "
+    "that deviates can compare sums over nearly the same model; a sum of few sites tells much about each",
+}
+_ENCRYPTION = {
+    "none": "none",
+    "ckks": "ckks: the server cannot read the weights. Limits: all sites share one key; scores, metrics and counts "
+    "travel in the clear; sites read every mean",
+}
+"""What a setting does, and the limits that the documentation states (secure-aggregation.md, encryption.md)."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +93,18 @@ class Section:
     rows: Sequence[Sequence[Any]] = ()
 
 
-def write_dpia(run: RunResult, facts: dict[str, Any], egress: Mapping[str, Path], file: Path) -> None:
+def write_dpia(run: RunResult, facts: dict[str, Any], file: Path) -> None:
     """Write the annex, in the format that the name of the file ends with: .md or .docx.
 
     Args:
         run: the run.
         facts: what :func:`~flare_sparse.results.evidence.facts.collect_facts` returns.
-        egress: by site, the folder of its egress log, or its startup kit.
         file: the file; an earlier one is replaced.
 
     Raises:
-        ConfigError: the file has another ending, python-docx is not installed, or there is no log in a folder.
-        EgressError: an egress log was changed.
+        ConfigError: the file has another ending, or python-docx is not installed.
     """
-    logs = {**find_logs(run.path), **{site: _find_log(site, folder) for site, folder in egress.items()}}
-    title, sections = f"Annex to a data protection impact assessment: {facts['name']}", build_dpia(run, facts, logs)
+    title, sections = f"Annex to a data protection impact assessment: {facts['name']}", build_dpia(run, facts)
     if file.suffix == ".md":
         file.write_text(format_dpia(title, sections), encoding="utf-8")
     elif file.suffix == ".docx":
@@ -74,41 +113,39 @@ def write_dpia(run: RunResult, facts: dict[str, Any], egress: Mapping[str, Path]
         raise ConfigError(f"{file}: an annex is a file that ends with .md or .docx")
 
 
-def build_dpia(run: RunResult, facts: dict[str, Any], logs: Mapping[str, Path]) -> list[Section]:
+def build_dpia(run: RunResult, facts: dict[str, Any]) -> list[Section]:
     """Return the parts of the annex.
 
     Args:
         run: the run.
         facts: what :func:`~flare_sparse.results.evidence.facts.collect_facts` returns.
-        logs: by site, the folder of its egress log, as far as it is here.
     """
     made = {str(attack["attack"]) for attack in run.audit.get("attacks", [])}
     not_made = "; ".join(f"{name} ({what})" for name, what in ATTACKS.items() if name not in made)
     recorded = "recorded", "source"
+    site = "site", "training examples", "validation", "test", "rounds answered"
+    log = "site", "lines", "sha256 of the last line", "compared with the server's ledger", "source"
+    deviations = _list_deviations(facts)
     return [
-        Section("About this annex", [_ABOUT.format(run=facts["run"]), _MISSING]),
+        Section("About this annex", [_ABOUT.format(run=facts["run"])]),
+        Section("To be completed by the controller", (), ("what", "statement"), [(what, "") for what in _CONTROLLER]),
         Section("Processing and parties", (), ("what", *recorded), _list_processing(run, facts)),
-        Section(
-            "Cohorts",
-            (),
-            ("site", "training examples", "validation", "test", "rounds", "source"),
-            _list_cohorts(facts),
-        ),
+        Section("Cohorts", [_COHORTS], (*site, "source"), _list_cohorts(facts)),
         Section(
             "What left each site",
-            _compare_logs(run, logs),
+            [_LEFT],
             ("site", "kind", "contents", "messages", "bytes", "source"),
-            _list_egress(run, logs),
+            _list_egress(facts["egress"]),
         ),
-        Section("Measures", (), ("measure", *recorded), _list_measures(run, facts)),
+        Section("Egress logs", [_LOGS], log, _list_logs(facts["egress"])),
+        Section("Measures and their limits", (), ("measure", *recorded), _list_measures(run, facts)),
         Section("Privacy budget, in the terms of NIST SP 800-226", (), ("term", *recorded), _list_budget(facts)),
         *_build_subgroups(run),
-        Section("Retention", (), ("what", *recorded), _list_retention(run, facts)),
-        Section("Attacks", [*describe_attacks(run), f"Not tried: {not_made or 'none of those known'}.", _QUERIES]),
-        Section(
-            "Deviations",
-            [f"{len(facts['deviations'])} deviations of rounds and sites (rounds.jsonl, listed in evidence.json)."],
-        ),
+        Section("Retention and withdrawal", (), ("what", *recorded), _list_retention(run, facts)),
+        Section("Attacks", [_ATTACKS, *describe_attacks(run), f"Not tried: {not_made or 'none of those known'}."]),
+        Section("Deviations", (), ("round", "site", "deviation", "source"), deviations)
+        if deviations
+        else Section("Deviations", ["None recorded: every site contributed to every round (`rounds.jsonl`)."]),
     ]
 
 
@@ -136,82 +173,84 @@ def format_dpia(title: str, sections: Sequence[Section]) -> str:
 def _write_docx(title: str, sections: Sequence[Section], file: Path) -> None:
     try:
         from docx import Document
+        from docx.enum.section import WD_ORIENT
+        from docx.shared import Pt
     except ImportError as error:
         raise ConfigError("an annex as .docx needs python-docx: pip install 'flare-sparse[evidence]'") from error
     document = Document()
+    page = document.sections[0]
+    # Wide: tables with digests and terms of a policy.
+    page.orientation, page.page_width, page.page_height = WD_ORIENT.LANDSCAPE, page.page_height, page.page_width
+    page.left_margin = page.right_margin = Pt(50)
+    document.styles["Normal"].font.size = Pt(10)
     document.add_heading(title, 0)
     for section in sections:
         document.add_heading(section.title, 1)
         for paragraph in section.paragraphs:
-            document.add_paragraph(paragraph)
+            document.add_paragraph(_strip_marks(paragraph))
         if section.columns:
             rows = [section.columns, *section.rows]
             table = document.add_table(len(rows), len(section.columns), style="Light Grid Accent 1")
             for cells, row in zip(table.rows, rows, strict=True):
                 for cell, value in zip(cells.cells, row, strict=True):
-                    # Without the marks of code in Markdown.
-                    cell.text = str(value).replace("`", "")
+                    cell.text = _strip_marks(str(value))
     document.save(str(file))
 
 
-def _find_log(site: str, folder: Path) -> Path:
-    """Return the folder of a site's log: the given one, or that of the site within a startup kit.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if (folder / LOG_FILE).is_file():
-        return folder
-    if site not in (found := find_logs(folder)):
-        raise ConfigError(f"--egress {site}={folder}: no {LOG_FILE} of this site there; give the folder that holds it")
-    return found[site]
+def _strip_marks(text: str) -> str:
+    """Return a text without the marks of code in Markdown."""
+    return text.replace("`", "")
 
 
-def _read_lines(run: RunResult, folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log that are of this run; a hello and a refusal name the job alone.
+def _list_logs(egress: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return rows of the sites' logs: their length and head, and whether their messages are those of the server."""
+    return [
+        (site, part["lines"], part["head"], part["note"], "egress log of the site, chain intact")
+        if part["head"]
+        else (site, "not given", "not given", "not possible", part["note"])
+        for site, part in egress.items()
+    ]
 
-    Raises:
-        EgressError: the log was changed.
-    """
-    name, run_ids = run.summary["name"], (run.summary["run"], "")
-    return [line for line in read_log(folder) if line["job"] == name and line["run"] in run_ids]
 
-
-def _compare_logs(run: RunResult, logs: Mapping[str, Path]) -> list[str]:
-    """Return the length of the sites' logs, and whether their messages are those that the server received."""
-    texts: dict[str, list[str]] = {}
-    for site, folder in logs.items():
-        whole, lines = len(read_log(folder)), [line for line in _read_lines(run, folder) if line["run"]]
-        received = [m for m in run.messages if m["direction"] == "up" and m["site"] == site]
-        sent = sorted((line["kind"], line["round"], line["bytes"]) for line in lines)
-        got = sorted((line["kind"], line["round"], line["payload_bytes"]) for line in received)
-        verdict = "the same messages and bytes as the server's ledger"
-        if sent != got:
-            totals = [f"{len(part)} messages, {sum(size for *_, size in part)} bytes" for part in (sent, got)]
-            verdict = f"{totals[0]}, and the server's ledger {totals[1]}: see rejected messages among the deviations"
-        texts.setdefault(f"{whole} lines of all jobs, chain intact; of this run it has {verdict}.", []).append(site)
-    return [f"Egress log of {', '.join(sites)}: {text}" for text, sites in texts.items()]
+def _list_egress(egress: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    sources = {"log": "egress log of the site", "ledger": "`ledger.jsonl` of the server"}
+    return [
+        (site, row["kind"], row["contents"], row["messages"], f"{row['bytes']:,}", sources[part["source"]])
+        for site, part in egress.items()
+        for row in part["sums"]
+    ]
 
 
 def _list_processing(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, ...]]:
     approval, task = facts["approval"], run.config.get("task", {})
     submitter = approval["submitter"] or {}
-    who = ", ".join(submitter[part] for part in ("name", "org", "role") if part in submitter) or "no federation"
+    who = ", ".join(submitter[part] for part in ("name", "org", "role") if part in submitter) or "none"
+    columns = {name: task[name] for name in ("features", "target", "targets", "group") if task.get(name)}
+    metrics = ", ".join(f"{name} {facts['metrics'][name]:.4g}" for name in run.metric_names if name in facts["metrics"])
+    versions = facts["versions"] if isinstance(facts["versions"], dict) else {}
     return [
         ("permit", facts["permit"] or "none named", "`config.yaml`"),
         ("task", task.get("name", "of the user"), "`config.yaml`"),
+        ("data that it reads", _format_terms(columns) or _describe_reads(run), "`config.yaml`"),
         ("method", f"{facts['method']}, {facts['rounds']} rounds", "`summary.json`"),
         ("sites", ", ".join(run.sites), "`summary.json`"),
-        ("submitter", f"{who}; signature {approval['signature']}", "the job's signatures"),
+        ("submitter", f"{who}. Signature {approval['signature']}: {approval['note']}", "the job's signatures"),
+        ("code that came with the job", "none" if not (run.path / "code").is_dir() else "see `code/`", "`code/`"),
         ("model", f"sha256 {facts['model_sha256']}", "`summary.json`, computed again"),
+        ("metrics of the last model", metrics or "none", "`summary.json`"),
+        ("software", _format_terms(versions) or "not recorded", "`summary.json`"),
     ]
+
+
+def _describe_reads(run: RunResult) -> str:
+    return load_study(run.path).assembly.task.reads or "not described by the settings"
 
 
 def _list_cohorts(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [
         (
             site,
-            *("not reported" if part[name] is None else part[name] for name in ("train", "validation", "test")),
+            *("none reported" if part[name] is None else part[name] for name in ("train", "validation", "test")),
             f"{part['rounds_contributed']} of {part['rounds_expected']}",
             "`summary.json`",
         )
@@ -219,35 +258,50 @@ def _list_cohorts(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _list_egress(run: RunResult, logs: Mapping[str, Path]) -> list[tuple[Any, ...]]:
-    """Return rows from each site's own log where it is here, else from the server's ledger."""
-    rows: list[tuple[Any, ...]] = []
-    for site in run.sites:
-        if site in logs:
-            sums, source = sum_lines(_read_lines(run, logs[site])), "egress log of the site"
-        else:
-            lines = [
-                {"job": site, "kind": m["kind"], "contents": [m["content"]], "bytes": m["payload_bytes"]}
-                for m in run.messages
-                if m["direction"] == "up" and m["site"] == site
-            ]
-            sums, source = sum_lines(lines), "`ledger.jsonl` of the server"
-        rows += [(site, kind, contents, *figures, source) for (_, kind, contents), figures in sums.items()]
-    return rows
-
-
 def _list_measures(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, ...]]:
     wire, task = run.config.get("wire", {}), run.config.get("task", {})
-    rows: list[tuple[Any, ...]] = [
-        ("sums that the server cannot take apart", wire.get("aggregation", "plain"), "`config.yaml`"),
-        ("encryption of weights", wire.get("encryption", "none"), "`config.yaml`"),
+    return [
+        ("sums over sites", _AGGREGATION[wire.get("aggregation", "plain")], "`config.yaml`"),
+        ("encryption of weights", _ENCRYPTION[wire.get("encryption", "none")], "`config.yaml`"),
+        ("privacy budget", "see below" if facts["privacy"]["budget"] else "none", "`summary.json`"),
+        ("sparse or coarse messages", "they send less; that is no protection by itself", "method"),
         ("metrics by subgroup", ", ".join(map(str, task.get("subgroups") or ())) or "none computed", "`config.yaml`"),
+        *_join_sites("policy", {site: _describe_policy(policy) for site, policy in facts["policies"].items()}),
     ]
-    for site, policy in facts["policies"].items():
-        terms = policy["terms"]
-        source = "given with `--policy`" if terms else "not recorded"
-        rows.append((f"policy of {site}", terms or policy["note"], source))
-    return rows
+
+
+def _describe_policy(policy: Mapping[str, Any]) -> tuple[str, str]:
+    if not policy["terms"]:
+        return policy["note"], "not recorded"
+    defaults = Policy().model_dump(mode="json")
+    terms = {name: value for name, value in policy["terms"].items() if value != defaults[name]}
+    return _format_terms(terms) or "no term that forbids anything", "given with `--policy`"
+
+
+def _join_sites(what: str, by_site: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """Return a row for each text and source, with the sites that have it."""
+    sites: dict[tuple[str, str], list[str]] = {}
+    for site, row in by_site.items():
+        sites.setdefault(row, []).append(site)
+    return [(f"{what} of {', '.join(names)}", *row) for row, names in sites.items()]
+
+
+def _format_terms(terms: Mapping[str, Any]) -> str:
+    return "; ".join(
+        f"{name}: {', '.join(map(str, value)) if isinstance(value, list) else value}" for name, value in terms.items()
+    )
+
+
+def _list_deviations(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            part["round"] or "run",
+            part["site"] or "all",
+            f"{part['kind'].replace('_', ' ')}: {part['detail']}",
+            "`rounds.jsonl`" if part["round"] else "`summary.json`",
+        )
+        for part in facts["deviations"]
+    ]
 
 
 def _list_budget(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -278,18 +332,25 @@ def _list_budget(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _list_retention(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, ...]]:
-    federation = run.config.get("federation", {})
-    days = federation.get("checkpoint_days")
-    rows: list[tuple[Any, ...]] = [
+    days = run.config.get("federation", {}).get("checkpoint_days")
+    withdrawn = Withdrawals.read(run.path).describe()
+    return [
         (
             "checkpoints in the result folder",
             "until they are removed" if days is None else f"{days} days",
             "`config.yaml`",
         ),
-        ("commits whose checkpoints are kept", federation.get("kept_commits", "not recorded"), "`config.yaml`"),
+        *_join_sites(
+            "checkpoints", {site: _describe_checkpoints(policy) for site, policy in facts["policies"].items()}
+        ),
+        ("egress logs, privacy ledgers", "kept at the sites, no limit", "method"),
+        ("models and record", "no limit: to be stated by the controller", "not recorded"),
+        ("withdrawals", withdrawn or "none", f"`{WITHDRAWN}`" if withdrawn else f"no `{WITHDRAWN}`"),
     ]
-    for site, policy in facts["policies"].items():
-        days = (policy["terms"] or {}).get("checkpoint_days")
-        kept = "not stated" if days is None else f"{days} days"
-        rows.append((f"checkpoints of {site}", kept, "policy given with `--policy`"))
-    return [*rows, ("models, record, logs", "no limit: to be stated by the controller", "not recorded")]
+
+
+def _describe_checkpoints(policy: Mapping[str, Any]) -> tuple[str, str]:
+    if not policy["terms"]:
+        return f"{policy['note']}; by default a site of a federation keeps them 90 days", "method"
+    days = policy["terms"]["checkpoint_days"]
+    return "90 days, the default" if days is None else f"{days} days", "policy given with `--policy`"

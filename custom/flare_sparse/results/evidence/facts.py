@@ -19,6 +19,7 @@ from ..runs.record import list_versions
 from ..runs.results import AUDIT_FILE, RunResult
 from ..runs.subgroups import pool_subgroups
 from .deviations import list_deviations
+from .egress import describe_egress
 
 
 @dataclass(frozen=True)
@@ -45,20 +46,26 @@ class Approval:
     certificate_sha256: str = ""
 
 
-def collect_facts(run: RunResult, approval: Approval, policies: Mapping[str, Policy]) -> dict[str, Any]:
+def collect_facts(
+    run: RunResult, approval: Approval, policies: Mapping[str, Policy], egress: Mapping[str, Path] | None = None
+) -> dict[str, Any]:
     """Return the facts of a finished run, the content of ``evidence.json``.
 
     Args:
         run: the run.
         approval: who submitted the job.
         policies: policies in force by site; a run's record has none, because they stay at the sites.
+        egress: folder of the egress log by site, as far as the sites have handed it out.
 
     Raises:
-        ConfigError: the model in the folder is not the one of the record, or a policy is of a site that the run does
-            not name.
+        ConfigError: the model in the folder is not the one of the record, or a policy or a log is of a site that the
+            run does not name.
+        EgressError: an egress log was changed.
     """
-    if unknown := sorted(set(policies) - set(run.sites)):
-        raise ConfigError(f"--policy {unknown[0]}=...: the run has no such site; its sites are {', '.join(run.sites)}")
+    for option, given in (("--policy", policies), ("--egress", egress or {})):
+        if unknown := sorted(set(given) - set(run.sites)):
+            sites = ", ".join(run.sites)
+            raise ConfigError(f"{option} {unknown[0]}=...: the run has no such site; its sites are {sites}")
     versions = list_versions()
     return {
         "run": run.summary["run"],
@@ -75,6 +82,7 @@ def collect_facts(run: RunResult, approval: Approval, policies: Mapping[str, Pol
         "policies": {site: _describe_policy(policies.get(site), approval) for site in run.sites},
         "audit": _read_audit(run),
         "traffic": run.summary["traffic"],
+        "egress": describe_egress(run, egress or {}),
         "versions": run.summary.get("versions") or "not recorded by this run",
         "versions_of_evidence": versions,
         "approval": asdict(approval),

@@ -42,6 +42,8 @@ sha256 of its values: `{facts["model_sha256"]}`
 {format_bytes(run.sum_directions("payload_bytes"))} in {run.sum_directions("messages")} messages; `ledger.jsonl` has a
 line for each.
 
+{_format_egress(facts["egress"])}
+
 ## Deviations
 
 {_format_deviations(facts["deviations"])}
@@ -93,6 +95,14 @@ def _format_approval(approval: dict[str, Any]) -> str:
     submitter = approval["submitter"]
     name = f"Submitted by {submitter['name']} ({submitter['org']}, {submitter['role']}). " if submitter else ""
     return f"{name}Signature: {approval['signature']}. {approval['note']}"
+
+
+def _format_egress(egress: dict[str, dict[str, Any]]) -> str:
+    return "\n".join(
+        f"- egress log of {site}: "
+        + (f"{part['note']}; sha256 of line {part['lines']}: `{part['head']}`" if part["lines"] else part["note"])
+        for site, part in egress.items()
+    )
 
 
 def _format_deviations(deviations: list[dict[str, Any]]) -> str:

@@ -36,7 +36,7 @@ def describe_gap(run: RunResult) -> str:
     if gap is None:
         asked = run.config.get("task", {}).get("subgroups")
         reason = "no column has two subgroups that are large enough to report"
-        return f"{run.label} has metrics by subgroup, but {reason}." if asked else ""
+        return f"No gap between subgroups of {run.label} is stated: {reason}." if asked else ""
     return f"{_compare(run, gap)} {_judge(gap)}"
 
 

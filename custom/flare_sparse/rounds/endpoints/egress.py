@@ -228,6 +228,12 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def compute_head(folder: Path) -> str:
+    """Return the digest of the last line of a site's log; of the start for an empty one."""
+    last = (folder / LOG_FILE).read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2]
+    return _digest(last) if last else _START
+
+
 def sum_lines(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], tuple[int, int]]:
     """Return the number of messages and of bytes by job, kind and contents, in the order of their first message."""
     sums: dict[tuple[str, str, str], tuple[int, int]] = {}
