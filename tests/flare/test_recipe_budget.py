@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ from flare_sparse.core.errors import ConfigError, PolicyRefusal
 from flare_sparse.flare.payload import get_refusal_code
 from flare_sparse.flare.recipe_budget import RecipeBudget
 from flare_sparse.flare.site.guards import SiteLastGate
-from flare_sparse.privacy.dp.account import LEDGER_FILE, PRIVACY_FOLDER, BudgetSpent, read_ledger
 from flare_sparse.privacy.dp.scripts import PRIVACY_VARIABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
@@ -76,29 +74,10 @@ class RecipeSite:
         weights = {name: value.numpy() for name, value in self.net.state_dict().items()}
         return self.send(DXO(DataKind.WEIGHTS, data=weights).to_shareable(), filtered=filtered)
 
-    def count_charges(self) -> int:
-        return len(read_ledger(self.kit / PRIVACY_FOLDER / "site-1" / LEDGER_FILE).entries)
-
 
 @pytest.fixture(autouse=True)
 def keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PRIVACY_VARIABLE, "")
-
-
-@pytest.mark.slow
-def test_spent_budget_refuses_jobs_of_recipes_also_without_the_folder_of_the_first(tmp_path: Path) -> None:
-    site = RecipeSite(tmp_path, "first")
-    rounds = 0
-    with pytest.raises(BudgetSpent, match="epsilon of this site's policy, over all jobs"):  # noqa: PT012
-        for rounds in range(20):  # noqa: B007
-            site.train()
-            assert "DXO" in site.send_weights()
-    assert 1 < rounds == site.count_charges()
-    shutil.rmtree(site.run_folder)
-    again = RecipeSite(tmp_path, "second")
-    with pytest.raises(BudgetSpent):
-        again.train()
-    assert again.count_charges() == rounds
 
 
 def test_update_leaves_once_for_a_charge_and_metrics_leave_without(tmp_path: Path) -> None:

@@ -314,19 +314,6 @@ def test_error_at_a_site_reaches_the_server_as_a_code_only(config: Path, federat
 
 
 @pytest.mark.long
-def test_byoc_job_needs_no_allow_list_and_ends_with_the_bits_of_a_local_run(
-    user_task: Path, federation: Path, tmp_path: Path
-) -> None:
-    with without_allow_lists(federation):
-        done = run(user_task, federation, tmp_path / "prod")
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "prod" / "summary.json").read_text())
-    local = run_in_process(Study.load(user_task), RunFolder(tmp_path / "local")).summary
-    assert summary["model_sha256"] == local["model_sha256"]
-    assert list((tmp_path / "prod" / "job").rglob("custom/own_task.py"))
-
-
-@pytest.mark.long
 def test_site_without_byoc_right_refuses_code(user_task: Path, federation: Path, tmp_path: Path) -> None:
     site = federation / "workspace" / "sparse" / "prod_00" / "site-3"
     assert revoke_code_right(site) == ["project_admin", "lead"]
@@ -357,7 +344,7 @@ def overwriting(user_task: Path, monkeypatch: pytest.MonkeyPatch) -> SparseRecip
 def test_values_written_by_a_filter_of_the_job_never_leave_the_hospital(
     overwriting: SparseRecipe, user_task: Path, federation: Path, tmp_path: Path
 ) -> None:
-    """Only SiteLastGate is active here: code may travel, and SitePlanAuthorizer was removed with ``resources.json``."""
+    """Only SiteLastGate is active: a job with code needs no allow-list, and SitePlanAuthorizer is gone with the list."""
     kits, out = federation / "workspace" / "sparse" / "prod_00", tmp_path / "prod"
     with without_allow_lists(federation):
         summary = run_deployed(overwriting, kits / "lead@coordination.org", out, timeout_s=600)
