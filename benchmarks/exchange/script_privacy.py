@@ -1,13 +1,14 @@
 r"""The privacy budget of FLARE's example scripts: what is charged, what canaries show, and FLARE's own ``SVTPrivacy``.
 
-    python benchmarks/exchange/script_privacy.py [--shared ../shared] [--parts hello-pt hello-lightning svt]
+    python benchmarks/exchange/script_privacy.py [--shared ../shared] [--parts hello-pt hello-lightning lightning svt]
 
 Each script trains at one site with ``make_private``, whose lines are shown as a patch. Canaries are images of CIFAR-10
 with labels of others, half of them among the training images. By how much the loss of each fell bounds epsilon from
 below (Steinke et al. 2023). It must stay below the epsilon that the site's ledger states, which must be the one of
-Opacus for the same steps. A second run with hardly any noise shows that the canaries would be found. Part ``svt`` gives
-the update of one epoch of hello-pt to FLARE's filter, and repeats the epoch with budgets: the cosine to the update.
-``hello-lightning`` needs ``pip install pytorch-lightning``.
+Opacus for the same steps. A second run with hardly any noise shows whether the canaries would be found. Part
+``lightning`` trains a linear model by Lightning's trainer, in which each canary has a weight of its own. Part ``svt``
+gives the update of one epoch of hello-pt to FLARE's filter, and repeats the epoch with budgets: the cosine to the
+update. Both parts of Lightning need ``pip install pytorch-lightning``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.filters.svt_privacy import SVTPrivacy
 from opacus.accountants import PRVAccountant
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from flare_sparse.client import make_private
 from flare_sparse.flare.script_process import ScriptProcess
 from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.config import PrivacyConfig
-from flare_sparse.privacy.dp.scripts import ScriptBudget
+from flare_sparse.privacy.dp.scripts import PRIVACY_VARIABLE, ScriptBudget
 from flare_sparse.results.audit.canaries import bound_epsilon
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training.script_exchange import ScriptRequest
@@ -140,14 +143,50 @@ def measure_canaries(shared: Path, script: str, **privacy: float) -> dict[str, A
         before = compute_losses(net, folder / "data.npz", labels)
         train(process, net, ROUNDS)
         fallen = before - compute_losses(net, folder / "data.npz", labels)
-        charges = [entry.charge for entry in budget.account.read().entries]
-        accountant = PRVAccountant()
-        accountant.history = [(c.noise_multiplier, c.sample_rate, c.steps) for c in charges]
-        found = {"script": script, "noise": charges[0].noise_multiplier, "steps": sum(c.steps for c in charges)}
-        # With hardly any noise the accountant has no answer.
-        if charges[0].noise_multiplier > 0.3:
-            found |= {"epsilon": budget.compute_spent(), "opacus": accountant.get_epsilon(DELTA)}
-        return {**found, "lower_bound": bound_epsilon(fallen, is_included, DELTA).epsilon}
+        return describe_budget(script, budget, bound_epsilon(fallen, is_included, DELTA).epsilon)
+
+
+def describe_budget(script: str, budget: ScriptBudget, lower_bound: float) -> dict[str, Any]:
+    """Return what a script was charged, Opacus' epsilon for the same steps, and the lower bound of its canaries."""
+    charges = [entry.charge for entry in budget.account.read().entries]
+    accountant = PRVAccountant()
+    accountant.history = [(c.noise_multiplier, c.sample_rate, c.steps) for c in charges]
+    found = {"script": script, "noise": charges[0].noise_multiplier, "steps": sum(c.steps for c in charges)}
+    # With hardly any noise the accountant has no answer.
+    if charges[0].noise_multiplier > 0.3:
+        found |= {"epsilon": budget.compute_spent(), "opacus": float(accountant.get_epsilon(DELTA))}
+    return {**found, "lower_bound": lower_bound}
+
+
+def measure_lightning(noise: float) -> dict[str, Any]:
+    """Return the figures of a linear model that Lightning's trainer trains on canaries."""
+    from pytorch_lightning import LightningModule, Trainer
+
+    class Linear(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(CANARIES, 1, bias=False)
+            nn.init.zeros_(self.net.weight)
+            self.step = torch.optim.SGD(self.parameters(), lr=1.0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return self.step
+
+    with tempfile.TemporaryDirectory() as name:
+        config = PrivacyConfig(unit="record", delta=DELTA, noise_multiplier=noise)
+        budget = ScriptBudget(config, PrivacyAccount(Path(name) / "kit"), 1, "run", "lightning")
+        os.environ[PRIVACY_VARIABLE] = budget.write(Path(name) / "budget.json")
+        is_included = np.random.default_rng(1).random(CANARIES) < 0.5
+        rows, module = torch.eye(CANARIES)[torch.from_numpy(is_included)], Linear()
+        loader = DataLoader(TensorDataset(rows, torch.ones(len(rows), 1)), batch_size=len(rows) // 2)
+        _, module.step, loader = make_private(module, module.step, loader, epochs=4)
+        trainer = Trainer(max_epochs=4, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        trainer.fit(module, train_dataloaders=loader)
+        bound = bound_epsilon(module.net.weight.detach()[0].numpy(), is_included, DELTA)
+        return describe_budget("lightning", budget, bound.epsilon)
 
 
 def compute_update(shared: Path, epsilon: float | None) -> Tensor:
@@ -182,15 +221,18 @@ def compare_with_svt(shared: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, default=Path("../shared"))
-    parser.add_argument("--parts", nargs="+", default=[*PRIVATE, "svt"], choices=[*PRIVATE, "svt"])
+    parser.add_argument(
+        "--parts", nargs="+", default=[*PRIVATE, "lightning", "svt"], choices=[*PRIVATE, "lightning", "svt"]
+    )
     options = parser.parse_args()
     shared = options.shared.resolve()
     torch.set_num_threads(1)
     for part in options.parts:
         if part == "svt":
             compare_with_svt(shared)
-            continue
-        for privacy in ({"epsilon": 8.0}, {"noise_multiplier": 0.01}):
+        for noise in (1.0, 0.02) if part == "lightning" else ():
+            print(measure_lightning(noise), flush=True)
+        for privacy in ({"epsilon": 8.0}, {"noise_multiplier": 0.01}) if part in PRIVATE else ():
             print(measure_canaries(shared, part, **privacy), flush=True)
 
 
