@@ -344,7 +344,7 @@ def overwriting(user_task: Path, monkeypatch: pytest.MonkeyPatch) -> SparseRecip
 def test_values_written_by_a_filter_of_the_job_never_leave_the_hospital(
     overwriting: SparseRecipe, user_task: Path, federation: Path, tmp_path: Path
 ) -> None:
-    """Only SiteLastGate is active: a job with code needs no allow-list, and SitePlanAuthorizer is gone with the list."""
+    """Only SiteLastGate is active: code needs no allow-list, and SitePlanAuthorizer was removed with the list."""
     kits, out = federation / "workspace" / "sparse" / "prod_00", tmp_path / "prod"
     with without_allow_lists(federation):
         summary = run_deployed(overwriting, kits / "lead@coordination.org", out, timeout_s=600)
