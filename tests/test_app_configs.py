@@ -50,5 +50,5 @@ def test_fedsparsify_preset_has_the_papers_settings() -> None:
 
 def test_neurosfl_preset_has_the_papers_network() -> None:
     layout = Layout.from_module(build_task(load_config(FOLDER / "neurosfl_alexnet3d.yaml")).model())
-    assert layout.trainable_size == 2_570_241
+    assert layout.num_parameters == 2_570_241
     assert sum(entry.size for entry in layout.tensors if entry.role == "weight") == 2_568_064

@@ -116,7 +116,7 @@ def test_layout_lists_parameters_then_float_buffers() -> None:
         ("0.weight", "weight"), ("0.bias", "bias"), ("1.weight", "norm"), ("1.bias", "norm"),
         ("3.weight", "weight"), ("3.bias", "bias"), ("1.running_mean", "buffer"), ("1.running_var", "buffer"),
     ]  # fmt: skip
-    assert (layout.size, layout.trainable_size) == (69, 65)
+    assert (layout.size, layout.num_parameters) == (69, 65)
     named = dict([*net.named_parameters(), *net.named_buffers()])
     vector = layout.flatten(named)
     assert all(torch.equal(tensor, named[name]) for name, tensor in layout.unflatten(vector).items())

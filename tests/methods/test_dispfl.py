@@ -121,7 +121,7 @@ def test_regrowth_scores_with_running_statistics(bench: Any) -> None:
     module.eval()
     bench.task.loss(module, site.trainer.examples.train.tensors).backward()
     expected = torch.cat([parameter.grad.abs().flatten() for parameter in module.parameters()])
-    torch.testing.assert_close(scores[: bench.layout.trainable_size], expected)
+    torch.testing.assert_close(scores[: bench.layout.num_parameters], expected)
 
 
 def test_erk_densities_average_to_the_overall_density(bench: Any) -> None:

@@ -224,7 +224,7 @@ def test_live_counts_of_alexnet3d_equal_the_worked_numbers() -> None:
     """docs/algorithms.md, section 8, vector 7."""
     layout = Layout.from_module(build_model("alexnet3d", volume=(121, 145, 121), outputs=1))
     maskable = Mask.from_preset(layout, "conv_linear_weights").count
-    assert (layout.trainable_size, maskable) == (2_570_241, 2_568_064)
+    assert (layout.num_parameters, maskable) == (2_570_241, 2_568_064)
     assert [floor_fraction(1 - p, maskable) for p in (0.5, 0.8, 0.9, 0.95)] == [1284032, 513612, 256806, 128403]
 
 

@@ -74,7 +74,7 @@ def test_entries_that_no_site_revealed_keep_their_bits(aggregation: str, seed: i
     after = method.learn(State(1, before, full, full), updates).weights
     untouched = ~(revealed_bits[0] | revealed_bits[1] | revealed_bits[2])
     assert torch.equal(after[untouched].view(torch.int32), before[untouched].view(torch.int32))
-    parameters = torch.arange(layout.size) < layout.trainable_size
+    parameters = torch.arange(layout.size) < layout.num_parameters
     owners = sum(on.long() for on in revealed_bits)
     share = {"sum": owners.float(), "count": (owners > 0).float()}
     share["mean"] = sum(on.float() * (3 + i) for i, on in enumerate(revealed_bits)) / 12
@@ -264,7 +264,7 @@ def test_dssgd_uploads_the_largest_deltas(bench: Any) -> None:
     method, site = bench.method("dssgd", rate=0.25), bench.site(1)
     delta = torch.randn(bench.layout.size)
     revealed = method.reveal(delta, site, 1)
-    size = bench.layout.trainable_size
+    size = bench.layout.num_parameters
     assert int(revealed.bits[:size].sum()) == int(0.25 * size)
     assert bool(revealed.bits[size:].all())
     assert float(delta[:size][revealed.bits[:size]].abs().min()) >= float(
@@ -314,7 +314,7 @@ def test_estimate_needs_no_data(bench: Any) -> None:
 
 def test_note_describes_threshold_and_removable_units(bench: Any) -> None:
     assert "threshold exact" in bench.method("scbf").describe()
-    assert f"{bench.layout.trainable_size // 10:,} parameters a message" in bench.method("scbf", budget=0.1).describe()
+    assert f"{bench.layout.num_parameters // 10:,} parameters a message" in bench.method("scbf", budget=0.1).describe()
     assert "drawn at random" in bench.method("scbf", max_exact_channels=1).describe()
     assert "layer by layer" in bench.method("scbf", channels="layerwise").describe()
     assert "10 units of 1 layers can be removed" in bench.method("scbfwp").describe()

@@ -19,7 +19,7 @@ from flare_sparse.methods.aggregation.weighted import weigh_by_examples, weighte
 from flare_sparse.rounds.federation import RoundRules
 
 LAYOUT = ToyBench(Toy()).layout
-PARAMETERS, BUFFERS = slice(LAYOUT.trainable_size), slice(LAYOUT.trainable_size, None)
+PARAMETERS, BUFFERS = slice(LAYOUT.num_parameters), slice(LAYOUT.num_parameters, None)
 VARIANCES = LAYOUT.select(lambda spec: spec.name.endswith("running_var"))
 TRAINING = {"optimizer": "sgd", "lr": 0.01, "epochs": 3}
 
@@ -118,7 +118,7 @@ def test_sites_that_missed_a_round_receive_the_full_model(bench: Any) -> None:
 def test_the_last_evaluation_sends_the_last_change_alone(bench: Any) -> None:
     outcome, ledger = bench.run("topk_ef", fraction=0.1, down=0.2, rounds=3)
     sent = {line.scalars_sent for line in ledger.lines if line.kind == "evaluate" and line.direction == "down"}
-    assert sent == {int(0.2 * LAYOUT.size) + LAYOUT.size - LAYOUT.trainable_size}
+    assert sent == {int(0.2 * LAYOUT.size) + LAYOUT.size - LAYOUT.num_parameters}
     assert outcome.evaluation.overall["mse"] > 0
 
 

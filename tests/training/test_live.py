@@ -48,7 +48,7 @@ def train_densely(
     """Return the trained parameters: dense steps, after each of which the frozen entries are restored."""
     network = task.model().train()
     layout = Layout.from_module(network)
-    weights = nn.Parameter(start[: layout.trainable_size].clone())
+    weights = nn.Parameter(start[: layout.num_parameters].clone())
     weights.grad = torch.zeros_like(weights)
     with torch.no_grad():
         for (name, parameter), offset in zip(network.named_parameters(), layout.offsets, strict=False):
@@ -114,7 +114,7 @@ def test_optimizer_state_has_the_size_of_the_trainable_entries(monkeypatch: pyte
     monkeypatch.setattr(TrainingConfig, "build_optimizer", build_optimizer)
     model = FlatModel(task.model(), layout)
     train(model, task, build_batches(), Training(start, trainable, TrainingConfig(), 1))
-    count = int(trainable.bits[: layout.trainable_size].sum())
+    count = int(trainable.bits[: layout.num_parameters].sum())
     (state,) = optimizers[0].state.values()
     assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (count,)
     assert all(parameter.grad is None for parameter in model.parameters)
@@ -129,7 +129,7 @@ def open_site(task: Task) -> tuple[Site, torch.Tensor]:
 
 def test_trained_entries_are_those_of_the_trained_weights() -> None:
     site, start = open_site(Toy())
-    for bits in (torch.arange(start.numel()) % 3 == 0, torch.arange(start.numel()) < site.layout.trainable_size):
+    for bits in (torch.arange(start.numel()) % 3 == 0, torch.arange(start.numel()) < site.layout.num_parameters):
         trainable = Mask(bits)
         trained = site.train(start, trainable, TrainingConfig(lr=0.1), 1)
         assert torch.equal(site.train_entries(start, trainable, TrainingConfig(lr=0.1), 1), trainable.take(trained))
@@ -170,7 +170,7 @@ def test_live_entries_are_the_indices_of_the_mask_by_tensor(data: st.DataObject)
         local = torch.arange(spec.size) if tensor.index is None else tensor.index.long()
         assert tensor.count == len(local)
         positions.append(local + offset)
-    size = layout.trainable_size
+    size = layout.num_parameters
     assert torch.equal(torch.cat([*positions, live.buffers + size]), mask.indices)
     assert live.count == int(mask.bits[:size].sum())
     assert (live.index is None) == (live.count == size)

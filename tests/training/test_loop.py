@@ -64,8 +64,8 @@ def test_frozen_entries_keep_their_bits_after_every_step(settings: dict[str, Any
         trained = local.train(start, trainable, TrainingConfig(batch_size=8, **settings), 1, steps=steps)
         frozen = ~trainable.bits
         assert torch.equal(trained[frozen], start[frozen])
-        moved = trained[: local.layout.trainable_size] != start[: local.layout.trainable_size]
-        assert moved[trainable.bits[: local.layout.trainable_size]].any()
+        moved = trained[: local.layout.num_parameters] != start[: local.layout.num_parameters]
+        assert moved[trainable.bits[: local.layout.num_parameters]].any()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -105,7 +105,7 @@ def test_vector_of_the_request_is_restored_where_a_pass_writes_parameters(steps:
 
 def test_running_statistics_change_only_if_trainable() -> None:
     local, start = site()
-    full, size = Mask.full(start.numel()), local.layout.trainable_size
+    full, size = Mask.full(start.numel()), local.layout.num_parameters
     trained = local.train(start, full, TrainingConfig(), 1)
     assert not torch.equal(trained[size:], start[size:])
     parameters = Mask(torch.arange(start.numel()) < size)
@@ -124,7 +124,7 @@ def test_rounds_share_no_optimizer_state() -> None:
 def test_proximal_term_keeps_weights_near_the_start() -> None:
     local, start = site()
     config = TrainingConfig(optimizer="sgd", lr=0.01, epochs=5)
-    size = local.layout.trainable_size
+    size = local.layout.num_parameters
     far, near = (
         torch.linalg.vector_norm(
             (local.train(start, Mask.full(start.numel()), config, 1, proximal_strength=p) - start)[:size]
@@ -139,7 +139,7 @@ def test_computing_gradients_keeps_running_statistics() -> None:
     first, second = ([g for g, _ in local.trainer.compute_gradients(start, 8, 3, 0)] for _ in range(2))
     assert len(first) == 3
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not first[0][local.layout.trainable_size :].any()
+    assert not first[0][local.layout.num_parameters :].any()
 
 
 def test_loss_that_is_not_finite_stops_training() -> None:

@@ -113,7 +113,7 @@ def open_training(local: LocalTask, start: torch.Tensor, mask: Mask, **settings:
 def compute_reference(local: LocalTask, start: torch.Tensor, mask: Mask, records: tuple[int, ...]) -> torch.Tensor:
     """Gradient of the mean loss of some records, one by one, by autograd."""
     model = local.model
-    gradient = torch.zeros(model.layout.trainable_size)
+    gradient = torch.zeros(model.layout.num_parameters)
     for record in records:
         model.load(start)
         model.set_training_mode()

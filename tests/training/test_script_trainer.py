@@ -112,7 +112,7 @@ def test_delta_is_added_to_the_received_values() -> None:
     delta = {name: torch.full(value.shape, 0.5) for name, value in Net().named_parameters()}
     trained = train(site(replying(params=delta, is_delta=True)))
     expected = START.clone()
-    expected[: LAYOUT.trainable_size] += 0.5
+    expected[: LAYOUT.num_parameters] += 0.5
     assert torch.equal(trained, expected)
 
 
@@ -270,7 +270,7 @@ def test_scores_of_a_script_that_knows_none_are_those_of_one_training() -> None:
     saliency = compute_saliency(site(FakeScript()), START, batch_size=8, batches=1, t=0)
     expected = START.clone()
     # Training moves every entry by 1, so |w * (w_before - w_after)| = |w|; running statistics have no score.
-    expected[LAYOUT.trainable_size :] = 0
+    expected[LAYOUT.num_parameters :] = 0
     assert torch.equal(saliency, expected)
 
 
@@ -281,7 +281,7 @@ def test_gradients_of_a_script_are_averaged_by_the_sizes_of_their_minibatches() 
     script = replying(params=gradients, meta={NUM_STEPS: 1, GRADIENTS: [8, 4]})
     weights = torch.ones(LAYOUT.size)
     saliency = compute_saliency(site(script), weights, batch_size=8, batches=None, t=0)
-    assert torch.allclose(saliency[: LAYOUT.trainable_size], torch.tensor((1.0 * 1 + 3.0 * 0.5) / 1.5))
+    assert torch.allclose(saliency[: LAYOUT.num_parameters], torch.tensor((1.0 * 1 + 3.0 * 0.5) / 1.5))
 
 
 def test_gradients_of_another_shape_are_refused() -> None:

@@ -104,7 +104,7 @@ class SiteCheck:
             start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
             moved = site.train(start, Mask.full(layout.size), training, 1, steps=1) - start
             # Buffers, such as running statistics, move in the forward pass even if nothing is learned.
-            self.distance = float(torch.linalg.vector_norm(moved[: layout.trainable_size]))
+            self.distance = float(torch.linalg.vector_norm(moved[: layout.num_parameters]))
             if not math.isfinite(self.distance):
                 raise TrainingDiverged("the step ends in values that are not finite; lower method.training.lr")
             if self.distance == 0:

@@ -51,7 +51,7 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
 
 
 def describe_contributions(summary: Mapping[str, Any], out: Path) -> list[str]:
-    """Return the last lines of a run: in how many rounds each site contributed, damages, and a warning.
+    """Return the last lines of a run: in how many rounds each site contributed, events, and idle sites.
 
     The counts are those of ``contributions`` in ``summary.json``: over the committed rounds that changed the model.
 
@@ -60,10 +60,10 @@ def describe_contributions(summary: Mapping[str, Any], out: Path) -> list[str]:
         out: result folder, with the reports of the sites that failed where they are on this machine.
     """
     last = read_final_evaluation(out)
-    parts = _read_parts(summary, last)
+    counts = _count_contributions(summary, last)
     lines = []
-    if any(part.expected for part in parts.values()):
-        lines.append("contributed: " + ", ".join(_describe_site(site, part) for site, part in parts.items()))
+    if any(count.expected for count in counts.values()):
+        lines.append("contributed: " + ", ".join(_describe_site(site, count) for site, count in counts.items()))
     lines += [
         f"note: round {event['round']}, {event['site']}: {event['detail']}" for event in summary.get("events", ())
     ]
@@ -84,10 +84,10 @@ def find_idle_sites(summary: Mapping[str, Any], last: Mapping[str, Any]) -> list
         summary: summary of the run.
         last: the record of the final evaluation.
     """
-    return [site for site, part in _read_parts(summary, last).items() if part.is_idle]
+    return [site for site, count in _count_contributions(summary, last).items() if count.is_idle]
 
 
-def _read_parts(summary: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Contributions]:
+def _count_contributions(summary: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Contributions]:
     """Return how often each site was asked and contributed, the final evaluation included."""
     return read_contributions(summary, [last] if last else [])
 
@@ -102,10 +102,10 @@ def _locate_reports(out: Path, sites: list[str]) -> str:
     return "site_error.txt and the log at the site give the reason"
 
 
-def _describe_site(site: str, part: Contributions) -> str:
-    if not part.expected:
+def _describe_site(site: str, count: Contributions) -> str:
+    if not count.expected:
         return f"{site} (never asked)"
-    return f"{site} {part.contributed}/{part.expected}" + (f" ({describe_missed(part)})" if part.missed else "")
+    return f"{site} {count.contributed}/{count.expected}" + (f" ({describe_missed(count)})" if count.missed else "")
 
 
 def read_final_evaluation(out: Path) -> dict[str, Any]:

@@ -88,15 +88,15 @@ def list_user_code(config: JobConfig, folder: Path) -> tuple[Path, ...]:
         script = find_script(config, folder)
         assert isinstance(config.task.config, ScriptConfig), "the schema gave these settings to a script"
         folders, module = [script.parent, *folders], config.task.config.model.rpartition(".")[0]
-        code = collect_user_code([*folders, *_find_folder(module, folders)], modules=[module], files=[script])
+        code = collect_user_code([*folders, *_find_further_folder(module, folders)], modules=[module], files=[script])
         return (script, *(path for path in code.values() if path.resolve() != script))
     module = config.task.name.rpartition(".")[0]
     import_task_class(config.task.name, folder)
-    return tuple(collect_user_code([*folders, *_find_folder(module, folders)], modules=[module]).values())
+    return tuple(collect_user_code([*folders, *_find_further_folder(module, folders)], modules=[module]).values())
 
 
-def _find_folder(module: str, folders: list[Path]) -> list[Path]:
-    """Return the folder that a module of the user's was imported from, if it is none of some others."""
+def _find_further_folder(module: str, folders: list[Path]) -> list[Path]:
+    """Return the folder of a user's module as a list of one; empty if it is installed, or in one of ``folders``."""
     try:
         source = find_source_folder(import_user_module(module, folders))
     # Imported for its location only: the error is raised where its class is needed.

@@ -131,8 +131,8 @@ class Layout:
         return sum(spec.size for spec in self.tensors)
 
     @cached_property
-    def trainable_size(self) -> int:
-        """Number of scalars that are parameters; they precede the buffers in a vector."""
+    def num_parameters(self) -> int:
+        """Number of the entries of parameters, which precede those of buffers in a vector."""
         return sum(spec.size for spec in self.tensors if spec.role != "buffer")
 
     @cached_property

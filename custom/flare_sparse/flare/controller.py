@@ -282,16 +282,10 @@ class FederatedController(Controller):
     ) -> Mapping[str, Reply]:
         """Send the messages of an attempt and return the replies that arrive before the timeout."""
         self._aggregator.reset(fl_ctx)
-        # One FLARE task per distinct buffer, so that a broadcast is stored and streamed once for all its sites. The
-        # number of the last known update differs only for sites that missed a round.
-        sites_by_message: dict[tuple[int, int], tuple[np.ndarray, list[str]]] = {}
-        for site, message in attempt.messages.items():
-            key = (id(message), attempt.acknowledged[site])
-            sites_by_message.setdefault(key, (message, []))[1].append(site)
         tasks = []
         self._polling.restart()
-        for (_, acknowledged), (message, sites) in sites_by_message.items():
-            meta = {"kind": attempt.kind, "round": attempt.round, ACKNOWLEDGED: acknowledged}
+        for message, sites in _group_sites(attempt.messages, attempt.acknowledged):
+            meta = {"kind": attempt.kind, "round": attempt.round, ACKNOWLEDGED: attempt.acknowledged[sites[0]]}
             data = message_to_shareable(message, meta)
             task = Task(
                 name=TASK, data=data, timeout=_to_whole_seconds(timeout_s), result_received_cb=self._receive_result
@@ -314,12 +308,9 @@ class FederatedController(Controller):
             answers.put((client_task.client.name, extract_sum_reply(client_task.result)))
             client_task.result = None
 
-        by_message: dict[int, tuple[np.ndarray, list[str]]] = {}
-        for site, message in questions.items():
-            by_message.setdefault(id(message), (message, []))[1].append(site)
         self._polling.restart()
         tasks = []
-        for message, sites in by_message.values():
+        for message, sites in _group_sites(questions):
             data, seconds = sum_to_shareable(message), _to_whole_seconds(timeout_s)
             task = Task(name=SUM, data=data, timeout=seconds, result_received_cb=receive)
             self._offer(task, sites, fl_ctx)
@@ -351,6 +342,22 @@ def _list_connected_sites(fl_ctx: FLContext, job: JobConfig) -> list[str]:
         fewest = job.federation.min_sites
         raise ConfigError(f"no site is connected; federation.min_sites requires {fewest}. Start the sites first")
     return names
+
+
+def _group_sites(
+    messages: Mapping[str, np.ndarray], acknowledged: Mapping[str, int] | None = None
+) -> Iterator[tuple[np.ndarray, list[str]]]:
+    """Yield each distinct buffer with the sites that get it in one FLARE task: it is stored and streamed once for them.
+
+    Args:
+        messages: by site.
+        acknowledged: number of the last known update, by site, which is the same for all sites of a task.
+    """
+    groups: dict[tuple[int, int | None], list[str]] = {}
+    for site, message in messages.items():
+        groups.setdefault((id(message), acknowledged[site] if acknowledged else None), []).append(site)
+    for sites in groups.values():
+        yield messages[sites[0]], sites
 
 
 def _to_whole_seconds(seconds: float) -> int:

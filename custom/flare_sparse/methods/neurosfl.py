@@ -163,10 +163,8 @@ class NeuroSFL(AveragingMethod[Config, State]):
         return floor_fraction(1 - self.config.sparsity, self._maskable.count)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        state = State(0, 0, weights, (Mask.full(self.layout.size),), ())
-        if self.config.scores != "random":
-            return state
-        return self._start_training(state, [self.draw_mask()])
+        state = State(round=0, step=0, weights=weights, masks=(Mask.full(self.layout.size),), owners=())
+        return self._start_training(state, [self.draw_mask()]) if self.config.scores == "random" else state
 
     def draw_mask(self) -> Mask:
         """Return the random mask of the run's seed, which reads no data."""
@@ -237,7 +235,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
         else:
             rule, optimizer = self.config.aggregation, self.config.server
             weights, memory = take_server_step(
-                contributions, state.weights, state.memory, rule, optimizer, self.layout.trainable_size
+                contributions, state.weights, state.memory, rule, optimizer, self.layout.num_parameters
             )
         live, average = unite_masks(state.masks), self.config.model_average
         memory = update_model_average(memory, weights, live, average, state.round, self.config.rounds)

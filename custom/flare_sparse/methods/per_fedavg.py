@@ -20,7 +20,7 @@ from .method import ModelState
 from .support.adaptation import AdaptationConfig, AdaptationMethod
 from .traffic.adaptation import WholeAdaptationTraffic
 
-_IGNORED = ("accumulate", "momentum", "weight_decay", "proximal")
+_IGNORED = ("optimizer", "accumulate", "momentum", "weight_decay", "proximal")
 """Settings of training that a meta-step does not read."""
 
 
@@ -41,11 +41,9 @@ class Config(AdaptationConfig):
 
     @model_validator(mode="after")
     def _check_training(self) -> Self:
-        fields = TrainingConfig.model_fields
-        defaults = {name: (fields[name].default,) for name in _IGNORED}
-        for name, allowed in {"optimizer": (fields["optimizer"].default, "sgd"), **defaults}.items():
+        for name in _IGNORED:
             value = getattr(self.training, name)
-            if value not in allowed:
+            if value not in (TrainingConfig.model_fields[name].default, "sgd"):
                 raise ValueError(
                     f"training.{name} {value} has no effect on a meta-step, which is one of plain SGD; leave it out"
                 )

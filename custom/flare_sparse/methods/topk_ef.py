@@ -133,11 +133,11 @@ class TopKEF(Method[Config, State]):
 
     def _count(self, fraction: float) -> int:
         """Return the number of parameters that a share of all entries selects."""
-        return min(floor_fraction(fraction, self.layout.size), self.layout.trainable_size)
+        return min(floor_fraction(fraction, self.layout.size), self.layout.num_parameters)
 
     def _split(self, delta: Tensor, kept: Tensor | None, fraction: float) -> tuple[Mask, Tensor]:
         """Add what was kept to a delta ``(P,)``, in place; return the entries to send, and what is kept ``(P,)``."""
-        parameters = slice(self.layout.trainable_size)
+        parameters = slice(self.layout.num_parameters)
         if kept is not None:
             delta[parameters] += self.config.decay * kept[parameters]
         # Of the buffers those that training has changed: statistics of inputs stay as they are.

@@ -33,7 +33,7 @@ class FlatModel:
 
     Attributes:
         module: the network; its parameters are views of ``flat``.
-        flat: ``(layout.trainable_size,)`` parameters; on a CPU a view of the vector that was loaded last.
+        flat: ``(layout.num_parameters,)`` parameters; on a CPU a view of the vector that was loaded last.
         parameters: the parameters of the layout, in its order.
         after_load: called after each vector is loaded, with which tensors outside the layout must be set.
     """
@@ -68,7 +68,7 @@ class FlatModel:
 
         On a CPU the parameters become views of the vector, which a later step of an optimiser changes.
         """
-        size, source = self.layout.trainable_size, vector.detach()
+        size, source = self.layout.num_parameters, vector.detach()
         # The last bits of a matrix product can depend on the alignment of its operands.
         if source.data_ptr() % _ALIGNMENT or not source.is_contiguous():
             source = source.clone(memory_format=torch.contiguous_format)
@@ -134,9 +134,9 @@ class FlatModel:
         return torch.cat([self.flat.cpu(), self.collect_buffers()])
 
     def compute_gradient(self, loss: Tensor) -> Tensor:
-        """Return the gradient ``(trainable_size,)`` of a loss; the next call overwrites it."""
+        """Return the gradient ``(num_parameters,)`` of a loss; the next call overwrites it."""
         if self._gradient is None:
-            self._gradient = torch.zeros(self.layout.trainable_size, device=self.device)
+            self._gradient = torch.zeros(self.layout.num_parameters, device=self.device)
         self._gradient.zero_()
         for parameter, positions in zip(self.parameters, self._positions, strict=True):
             parameter.grad = self._gradient[positions].view(parameter.shape)

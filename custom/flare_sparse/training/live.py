@@ -49,7 +49,7 @@ class LiveEntries:
     @classmethod
     def from_mask(cls, mask: Mask, layout: Layout, device: torch.device) -> LiveEntries:
         """Return the entries of a mask on a device."""
-        size = layout.trainable_size
+        size = layout.num_parameters
         specs = [
             (spec, start) for spec, start in zip(layout.tensors, layout.offsets, strict=False) if spec.role != "buffer"
         ]

@@ -132,7 +132,7 @@ class ScriptTrainer(Trainer):
         else:
             self.notices = (SCORES_BY_TRAINING,)
             gradient = weights - self._read_params(reply, weights)
-            gradient[self.layout.trainable_size :] = 0
+            gradient[self.layout.num_parameters :] = 0
             yield gradient, 1.0
 
     def narrow(self, live: Mask) -> Trainer:

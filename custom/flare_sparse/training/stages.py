@@ -57,7 +57,7 @@ def step_in_stages(
     model.set_training_mode()
     disable_dropout(model.module)
     batch = model.to_device(batch)
-    size = model.layout.trainable_size
+    size = model.layout.num_parameters
     specs = zip(model.layout.tensors, model.layout.offsets, strict=False)
     positions = {spec.name: slice(offset, offset + spec.size) for spec, offset in specs}
     parameters_by_name = {name: p for name, p in model.module.named_parameters() if name in positions}

@@ -84,7 +84,7 @@ class TaskTrainer(Trainer):
                     model.module.eval()
                 loss = self.task.loss(model.module, model.to_device(batch))
                 gradient = torch.zeros(self.layout.size)
-                gradient[: self.layout.trainable_size] = model.compute_gradient(loss).cpu()
+                gradient[: self.layout.num_parameters] = model.compute_gradient(loss).cpu()
                 yield gradient, next(batch_weights)
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:

@@ -127,12 +127,12 @@ def test_update_rejected_after_all_have_arrived_is_not_in_the_sum(window: int | 
 
 def test_retry_divides_the_window_among_the_sites_of_the_first_attempt() -> None:
     store, patch = UpdateStore(400), Patch(torch.ones(10), Mask.full(10))
-    store.begin(10, is_retry=False)
+    store.set_num_sites(10, is_retry=False)
     assert store.keep(patch, patch.mask).source is patch.source
-    store.begin(2, is_retry=True)
+    store.set_num_sites(2, is_retry=True)
     long = Patch(torch.ones(11), Mask.full(11))
     assert store.keep(long, long.mask).source is not long.source
-    store.begin(2, is_retry=False)
+    store.set_num_sites(2, is_retry=False)
     assert store.keep(long, long.mask).source is long.source
 
 

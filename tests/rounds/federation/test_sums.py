@@ -32,6 +32,7 @@ from flare_sparse.privacy.secure_aggregation.pads import get_public_key, read_su
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
+from flare_sparse.rounds.endpoints.server_sums import RequestSums
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.federation.sums import sum_replies
@@ -279,7 +280,7 @@ def test_server_that_asks_for_three_sums_of_one_request_reads_the_first() -> Non
         assignments = dict.fromkeys([names[i] for i in members], Assignment(request, UpdateSpec("weights", full)))
         attempt = federation.server.encode_requests(assignments)
         assert federation.server.sums is not None
-        federation.server.sums.attempts.clear()
+        federation.server.sums.current = RequestSums()
         exchange = federation.server.sums.start(assignments, attempt.sequence)
         assert exchange is not None
         _, total = sum_replies(exchange, federation.deliver(attempt), federation.yield_sum_replies, None)
@@ -401,7 +402,7 @@ def test_masked_message_has_4_bytes_a_value_and_a_header() -> None:
     _, ledger = run("fedavg", RULES)
     values = [line for line in ledger.lines if line.values == "masked" and line.scalars_sent]
     layout = ToyBench().layout
-    buffers = layout.size - layout.trainable_size
+    buffers = layout.size - layout.num_parameters
     assert {line.payload_bytes for line in values} == {4 * layout.size + 4 * buffers + HEADER_BYTES + 16}
     assert {line.content for line in values} == {"weights"}
     keys = [line for line in ledger.lines if line.values == "masked" and not line.scalars_sent]

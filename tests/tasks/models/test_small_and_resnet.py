@@ -19,7 +19,7 @@ from flare_sparse.tasks.models.resnet import Shortcut
 )
 def test_cifar_resnets_have_the_known_size(name: str, parameters: int) -> None:
     """Option A shortcuts have no parameters: He et al.'s 0.46 M, 0.66 M, 0.85 M and 1.7 M (Table 6)."""
-    assert Layout.from_module(build_model(name)).trainable_size == parameters
+    assert Layout.from_module(build_model(name)).num_parameters == parameters
 
 
 def test_resnet_accepts_grey_images_of_any_size() -> None:

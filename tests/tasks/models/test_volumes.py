@@ -105,7 +105,7 @@ def test_brain_age_cnn_starts_glorot_uniform_with_zero_bias() -> None:
 
 def test_alexnet3d_has_the_papers_number_of_parameters() -> None:
     layout = Layout.from_module(build_model("alexnet3d"))
-    assert layout.trainable_size == 2_570_241
+    assert layout.num_parameters == 2_570_241
     assert sum(e.size for e in layout.tensors if e.role in MASKABLE["conv_linear_weights"]) == 2_568_064
     assert sum(e.size for e in layout.tensors if e.role == "buffer") == 2 * 704
 

@@ -258,7 +258,16 @@ def _differentiate_activation(ctx: Any, gradient: Tensor) -> tuple[Floats, Doubl
 
 
 def _compute_norm_gradient(ctx: Any, layer: Layer, total: Doubles, product: Doubles) -> tuple[Floats, Floats]:
-    """Return constants and factors ``(samples, outputs)`` of :class:`Norm` (Ioffe & Szegedy 2015, section 3)."""
+    """Return constants and factors of :class:`Norm` ``(samples, outputs)``: what mean and variance add to the gradient.
+
+    Ioffe & Szegedy 2015, section 3.
+
+    Args:
+        ctx: scale and statistics of the forward pass.
+        layer: the layer.
+        total: ``(samples, outputs)`` sums of the gradient.
+        product: ``(samples, outputs)`` sums of the gradient times the normalised values.
+    """
     if layer.spec.norm == "fixed":
         return np.zeros(total.shape, np.float32), np.zeros(total.shape, np.float32)
     count = prod(layer.geometry.output_shape)

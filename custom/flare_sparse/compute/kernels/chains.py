@@ -131,18 +131,28 @@ def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], c
 
 
 def is_supported(layer: nn.Module) -> bool:
-    """Return whether the kernels compute this layer."""
-    if _computes_as(layer, _CONVOLUTIONS):
-        convolution: Any = layer
-        is_padded_with_zeros = convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
-        return convolution.groups == 1 and is_padded_with_zeros
-    return type(layer) is nn.Linear and "forward" not in vars(layer)
+    """Return whether the kernels compute this layer: a linear one, or a convolution of one group padded with zeros."""
+    if type(layer) is nn.Linear:
+        return not _has_own_forward(layer)
+    convolution: Any = layer
+    return (
+        _computes_as(layer, _CONVOLUTIONS)
+        and convolution.groups == 1
+        and convolution.padding_mode == "zeros"
+        and not isinstance(convolution.padding, str)
+    )
 
 
 def _computes_as(part: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     """Return whether a layer is of one of these kinds, without a forward pass of its own in its class or instance."""
-    has_own = "forward" in vars(part)
-    return not has_own and any(isinstance(part, kind) and type(part).forward is kind.forward for kind in kinds)
+    return not _has_own_forward(part) and any(
+        isinstance(part, kind) and type(part).forward is kind.forward for kind in kinds
+    )
+
+
+def _has_own_forward(part: nn.Module) -> bool:
+    """Return whether the forward pass of this instance has been replaced."""
+    return "forward" in vars(part)
 
 
 def _has_hooks(part: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from .geometry import Geometry
 from .loops import CHUNK
@@ -39,14 +40,51 @@ class Work:
     threads: int = 1
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Nanoseconds of one operation each, in the order of the counts.
+class DenseCounts(NamedTuple):
+    """How often torch's layers do what takes their time.
 
     Attributes:
-        dense: costs of :func:`count_dense_operations`.
-        sparse: costs of :func:`count_sparse_operations`.
+        starts: starts of the layers.
+        volume_products: multiplications and additions of a convolution of volumes.
+        image_products: those of a convolution of images or signals.
+        values: values of its output.
+        normalised: values of volumes that are normalised.
+        pooled: values that are pooled.
     """
+
+    starts: int
+    volume_products: int
+    image_products: int
+    values: int
+    normalised: int
+    pooled: int
+
+
+class SparseCounts(NamedTuple):
+    """How often the kernels do what takes their time.
+
+    Attributes:
+        starts: preparation in Python.
+        channels: starts of the loop over a channel of an example.
+        products: multiplications and additions.
+        repeated: those that the backward pass repeats.
+        slices: starts of a loop over one live weight and up to ``CHUNK`` positions.
+        normalised: values that are normalised.
+        inputs: values that are copied into the padded volume.
+    """
+
+    starts: int
+    channels: int
+    products: int
+    repeated: int
+    slices: int
+    normalised: int
+    inputs: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Nanoseconds of one operation each, in the order of :class:`DenseCounts` and :class:`SparseCounts`."""
 
     dense: tuple[float, ...]
     sparse: tuple[float, ...]
@@ -101,38 +139,37 @@ def get_costs(*, is_training: bool, threads: int) -> Costs:
     return TRAINING if threads == 1 else TRAINING_THREADED
 
 
-def count_dense_operations(work: Work) -> tuple[int, ...]:
-    """Return how often torch's layers do what takes their time.
-
-    Returns:
-        Start of the layers; multiplications and additions of a convolution of volumes, and of images or signals; values
-        of its output; values of volumes that are normalised; values that are pooled.
-    """
+def count_dense_operations(work: Work) -> DenseCounts:
+    """Return what torch's layers do for a block."""
     geometry = work.geometry
     is_volume = geometry.shape[0] > 1
     values = work.samples * geometry.outputs * prod(geometry.output_shape)
     products = values * geometry.inputs * prod(geometry.kernel)
-    normalised = values * (work.is_normalised and is_volume)
-    return 1, products * is_volume, products * (not is_volume), values, normalised, values * work.is_pooled
+    return DenseCounts(
+        starts=1,
+        volume_products=products * is_volume,
+        image_products=products * (not is_volume),
+        values=values,
+        normalised=values * (work.is_normalised and is_volume),
+        pooled=values * work.is_pooled,
+    )
 
 
-def count_sparse_operations(work: Work) -> tuple[int, ...]:
-    """Return how often the kernels do what takes their time.
-
-    Returns:
-        Preparation in Python; starts of the loop over a channel of an example; multiplications and additions; those
-        that the backward pass repeats; starts of a loop over one live weight and up to ``CHUNK`` positions; values that
-        are normalised; values that are copied into the padded volume.
-    """
+def count_sparse_operations(work: Work) -> SparseCounts:
+    """Return what the kernels do for a block."""
     geometry = work.geometry
-    slices = -(-geometry.extent // CHUNK)
     channels = work.samples * geometry.outputs
     live = work.samples * work.live
     products = live * geometry.extent
-    repeated = products * (work.is_normalised and not is_storing_faster(work.live, geometry.outputs))
-    normalised = channels * geometry.extent * work.is_normalised
-    inputs = work.samples * geometry.inputs * geometry.phases * geometry.plane_size
-    return 1, channels, products, repeated, live * slices, normalised, inputs
+    return SparseCounts(
+        starts=1,
+        channels=channels,
+        products=products,
+        repeated=products * (work.is_normalised and not is_storing_faster(work.live, geometry.outputs)),
+        slices=live * -(-geometry.extent // CHUNK),
+        normalised=channels * geometry.extent * work.is_normalised,
+        inputs=work.samples * geometry.inputs * geometry.phases * geometry.plane_size,
+    )
 
 
 def _sum_products(costs: tuple[float, ...], counts: tuple[int, ...]) -> float:

@@ -34,7 +34,8 @@ class PaddedVolume(NamedTuple):
         view = self.buffer
         for axis, border in enumerate(self.border, start=2):
             view = view.narrow(axis, border, view.shape[axis] - 2 * border)
-        # Not a view for autograd: one as the result of a function would restrict what may follow in place.
+        # A tensor of its own on the same memory: torch refuses to change a view in place that an autograd function
+        # returned, and a layer such as ReLU(inplace=True) may follow.
         storage = self.buffer.untyped_storage()
         return torch.empty(0).set_(storage, view.storage_offset(), view.shape, view.stride())
 

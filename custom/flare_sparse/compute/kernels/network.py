@@ -163,11 +163,13 @@ class Block:
         return output.view(geometry.outputs, rows).t().reshape(*inputs.shape[:-1], geometry.outputs)
 
     def _apply(self, volume: Tensor, geometry: Geometry, padded: PaddedVolume | None) -> tuple[Tensor, PaddedVolume]:
-        buffers: list[PaddedVolume] = []
+        """Return the output ``(samples, outputs, depth, height, width)`` and the padded buffer that it lies in."""
         layer = self._get_layer(geometry)
         scale, shift = self._build_affine()
         apply: Any = SparseBlock.apply
-        # Within the function, the gradient mode is always off.
+        # An autograd function returns tensors only, so it appends the buffer to this list. torch turns gradients off
+        # within it, so it is told whether they are on.
+        buffers: list[PaddedVolume] = []
         output, mean, variance = apply(
             volume, self.chain.layer.weight, scale, shift, layer, padded, buffers, torch.is_grad_enabled()
         )
@@ -212,9 +214,10 @@ class Block:
         return BlockSpec(kind, float(getattr(norm, "eps", 1e-5)), window, slope, self._border)
 
     def _build_affine(self) -> tuple[Tensor, Tensor]:
-        """Return scale and shift ``(outputs,)`` of the block's affine map; those of a norm without them are constant.
+        """Return scale and shift ``(outputs,)`` of the block's affine map: 1 and 0 where the layers have none.
 
-        A bias before a normalisation by the output's own statistics has no effect and gets no gradient.
+        Batch normalisation in eval mode is part of the map. A bias before any other normalisation has no effect, so it
+        is left out and gets no gradient.
         """
         layer: Any = self.chain.layer
         norm: Any = self.chain.norm

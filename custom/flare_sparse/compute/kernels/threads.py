@@ -22,7 +22,7 @@ import torch
 
 from .arguments import Integers, Part
 
-_count: int | None = None
+_num_threads: int | None = None
 _is_forked = False
 
 _PARTS_OF_A_THREAD = 4
@@ -34,14 +34,14 @@ _LEAST_WORK = 4_000_000
 
 def set_kernel_threads(count: int | None) -> None:
     """Set the number of threads of the kernels in this process; None: as many as torch has."""
-    global _count  # noqa: PLW0603 - as torch's own number, which is global too
-    _count = count
+    global _num_threads  # noqa: PLW0603 - as torch's own number, which is global too
+    _num_threads = count
 
 
 @contextmanager
 def limit_kernel_threads(count: int | None) -> Iterator[None]:
     """Set the number of threads of the kernels within the context; restore it on exit."""
-    previous = _count
+    previous = _num_threads
     set_kernel_threads(count)
     try:
         yield
@@ -61,7 +61,7 @@ def run_parts(work: Integers, samples: int, function: Callable[[Part], None], *,
         function: computes a part.
         divides_samples: whether a part may hold some of the samples only.
     """
-    team = _count or torch.get_num_threads()
+    team = _num_threads or torch.get_num_threads()
     threads = max(1, min(team, int(work[-1]) * samples // _LEAST_WORK))
     # Each thread takes the next part when it has finished one: advancing a list's iterator is atomic.
     remaining = iter(list(divide(work, samples, threads, divides_samples=divides_samples)))

@@ -68,9 +68,10 @@ def find_isolated_units(weight: Tensor, bias: Tensor, examples: Tensor) -> Tenso
     # Equal examples count once. A unit whose own quotient reveals one is withheld, so it enters no combination.
     weight, bias, examples = weight.double(), bias.double(), examples.unique(dim=0).double()
     squares, spread = examples.square().sum(1), (examples - examples.mean(0)).square().sum(1)
-    own = weight.square().sum(1, keepdim=True) - 2 * bias[:, None] * (weight @ examples.T)
-    own += bias[:, None] ** 2 * squares
-    is_isolated = _is_revealed(own, CLOSENESS**2 * bias[:, None] ** 2 * spread)
+    # Unit i reveals x if w_i / b_i is close to x: compared as |w_i - b_i x|^2, which needs no division.
+    distances = weight.square().sum(1, keepdim=True) - 2 * bias[:, None] * (weight @ examples.T)
+    distances += bias[:, None] ** 2 * squares
+    is_isolated = _is_revealed(distances, CLOSENESS**2 * bias[:, None] ** 2 * spread)
     remaining = (~is_isolated).nonzero().flatten()
     is_isolated[remaining] = _find_isolated_pairs(weight[remaining], bias[remaining], examples, squares, spread)
     return is_isolated

@@ -338,16 +338,13 @@ class Policy(BaseModel):
         return values
 
     def _coarsen_scores(self, scores: Tensor, mask: Mask, layout: Layout) -> Tensor:
-        """Average scores over output channels and quantize them per tensor, in place."""
+        """Average the vector ``scores`` by output channel and quantize it by tensor, in place; return it."""
+        sent = layout.unflatten(mask.bits)
         for name, tensor in layout.unflatten(scores).items():
-            sent = layout.unflatten(mask.bits)[name]
             if self.channel_scores and tensor.dim() > 1:
-                # Mean over the entries that are sent only: the others are zero in the vector.
-                sums, counts = (tensor * sent).flatten(1).sum(1), sent.flatten(1).sum(1).clamp_min(1)
-                tensor.copy_((sums / counts).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor))
-            if self.score_bits is not None and float(largest := tensor.abs().max()) > 0:
-                levels = 2**self.score_bits - 1
-                tensor.copy_((tensor / largest * levels).round() / levels * largest)
+                tensor.copy_(_average_by_channel(tensor, sent[name]))
+            if self.score_bits is not None:
+                tensor.copy_(_quantize(tensor, self.score_bits))
         return scores
 
 
@@ -355,6 +352,18 @@ def _round_metric(value: float) -> float:
     if not math.isfinite(value):
         return value
     return round(value, 2 - max(0, math.floor(math.log10(max(abs(value), 1.0)))))
+
+
+def _average_by_channel(scores: Tensor, sent: Tensor) -> Tensor:
+    """Return for each score the mean of its output channel over the entries that are ``sent``; the others are 0."""
+    sums, counts = (scores * sent).flatten(1).sum(1), sent.flatten(1).sum(1).clamp_min(1)
+    return (sums / counts).view(-1, *[1] * (scores.dim() - 1)).expand_as(scores)
+
+
+def _quantize(scores: Tensor, bits: int) -> Tensor:
+    """Return the scores rounded to multiples of the largest one over ``2^bits - 1``."""
+    largest, levels = scores.abs().max(), 2**bits - 1
+    return (scores / largest * levels).round() / levels * largest if largest > 0 else scores
 
 
 def compute_norm(values: Tensor) -> float:

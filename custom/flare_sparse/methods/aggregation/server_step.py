@@ -126,7 +126,7 @@ def take_server_step(
     memory: ServerMemory,
     rule: AggregationRule,
     optimizer: ServerOptimizer,
-    trainable_size: int,
+    num_parameters: int,
 ) -> tuple[Tensor, ServerMemory]:
     """Return the next weights ``(P,)`` and the server's memory after the step.
 
@@ -136,7 +136,7 @@ def take_server_step(
         memory: the server's memory before the step.
         rule: how the updates are aggregated.
         optimizer: how far the model moves towards their average.
-        trainable_size: number of parameters; the entries behind them are running statistics.
+        num_parameters: number of parameters; the entries behind them are running statistics.
 
     Raises:
         OverflowError: the deltas are so large that the memory would not be finite.
@@ -150,7 +150,7 @@ def take_server_step(
     else:
         stepped, memory = _take_adaptive_step(contributions, weights, memory, optimizer)
     # Running statistics are always averaged: an extrapolated variance could be negative.
-    average[:trainable_size] = stepped[:trainable_size]
+    average[:num_parameters] = stepped[:num_parameters]
     return average, memory
 
 

@@ -166,7 +166,7 @@ class FedAvgRounds(AveragingMethod[FedAvgConfig, AveragedState]):
         return AveragedState(1, weights)
 
     def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
-        config, size = self.config, self.layout.trainable_size
+        config, size = self.config, self.layout.num_parameters
         weights, memory = take_server_step(
             contributions, state.weights, state.memory, config.aggregation, config.server, size
         )

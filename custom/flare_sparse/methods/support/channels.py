@@ -95,9 +95,9 @@ class ChannelSelector:
     def bound_upload(self, site_settings: Any, layout: Layout, live: tuple[int, int]) -> tuple[int, int]:
         """Return the fewest and most entries of an upload, given the fewest and most live entries."""
         rate, budget = self._choose_share(site_settings)
-        groups, num_buffers = self._get_groups(layout), layout.size - layout.trainable_size
+        groups, num_buffers = self._get_groups(layout), layout.size - layout.num_parameters
         if budget is not None:
-            most = floor_fraction(budget, layout.trainable_size) + num_buffers + groups.num_always_entries
+            most = floor_fraction(budget, layout.num_parameters) + num_buffers + groups.num_always_entries
             return floor_fraction(budget, max(live[0] - num_buffers, 0)), min(most, live[1])
         if self._config.selection == "negative" or not groups.covers_evenly:
             return 0, live[1]
@@ -114,7 +114,7 @@ class ChannelSelector:
         groups, budget = self._get_groups(layout), self._config.budget
         if budget is None:
             return f"{groups.description}, {groups.threshold_description}"
-        return f"{groups.description}, {floor_fraction(budget, layout.trainable_size):,} parameters a message"
+        return f"{groups.description}, {floor_fraction(budget, layout.num_parameters):,} parameters a message"
 
     def _get_groups(self, layout: Layout) -> Groups:
         # The groups depend on the structure alone, which pruning changes; the last ones serve all sites of a round.

@@ -38,4 +38,4 @@ class GatedTraffic(AdaptationTraffic):
         """Return 2 (|theta| + |phi|) per round and site; the paper reports no traffic."""
         names = [f"site-{number}" for number in range(sites)]
         sampled = len(self.config.sample_training_sites(names, self.method.seed, 1))
-        return 2 * int(self.config.rounds) * sampled * int(self.layout.trainable_size)
+        return 2 * int(self.config.rounds) * sampled * int(self.layout.num_parameters)

@@ -84,7 +84,7 @@ class ScoredMaskTraffic(AveragingTraffic):
             return others + (num_live if self.config.score_steps > 1 else maskable), self.layout.size
         # The densities of single tensors are rounded, so that a random mask may have some entries more or less.
         is_drawn = self.config.scores == "random" and self.config.random_layers == "erk"
-        live = others + (self._drawn_count if is_drawn else num_live)
+        live = others + (self._random_mask_size if is_drawn else num_live)
         return live, live
 
     def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
@@ -97,6 +97,6 @@ class ScoredMaskTraffic(AveragingTraffic):
         return Mask.from_preset(self.layout, self.config.maskable).count
 
     @cached_property
-    def _drawn_count(self) -> int:
+    def _random_mask_size(self) -> int:
         """Number of entries of the random mask."""
         return int(self.method.draw_mask().count)

@@ -28,7 +28,7 @@ class LargestEntriesTraffic(WholeModelTraffic):
 
     def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
         size, down = self.method.upload_size, self.method.download_size
-        num_buffers = self.layout.size - self.layout.trainable_size
+        num_buffers = self.layout.size - self.layout.num_parameters
         if message.direction == "up":
             reason = "the sites' deltas decide which entries are uploaded"
             return SelectionBounds(size, max(size + num_buffers, message.count), reason)

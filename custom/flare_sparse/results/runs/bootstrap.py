@@ -206,9 +206,11 @@ def _form_groups(metric: PairedMetric, sites: np.ndarray, subjects: np.ndarray) 
     """
     if not metric.is_within_sites:
         return np.zeros(len(sites), dtype=np.int64)
-    _, first, of_example = np.unique(subjects, return_index=True, return_inverse=True)
-    _, numbers, sizes = np.unique(sites[first], return_inverse=True, return_counts=True)
-    return np.asarray(np.where(sizes < LEAST_PAIRED, -1, np.arange(len(sizes)))[numbers][of_example])
+    _, first_examples, subject_of_example = np.unique(subjects, return_index=True, return_inverse=True)
+    _, site_of_subject, num_subjects = np.unique(sites[first_examples], return_inverse=True, return_counts=True)
+    group_of_site = np.where(num_subjects < LEAST_PAIRED, -1, np.arange(len(num_subjects)))
+    group_of_subject = group_of_site[site_of_subject]
+    return np.asarray(group_of_subject[subject_of_example])
 
 
 def build_auc(risk: np.ndarray, targets: np.ndarray) -> Statistic:

@@ -25,7 +25,7 @@ def is_standstill(update: Update, weights: Tensor, layout: Layout) -> bool:
         layout: layout of the model; running statistics, which a pass without a step changes, do not count.
     """
     mask = update.patch.mask
-    count = layout.trainable_size if mask.is_full else int((mask.indices < layout.trainable_size).sum())
+    count = layout.num_parameters if mask.is_full else int((mask.indices < layout.num_parameters).sum())
     if update.content not in ("weights", "delta") or not count:
         return False
     values = update.patch.values[:count]

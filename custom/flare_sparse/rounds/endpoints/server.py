@@ -134,7 +134,7 @@ class ServerEndpoint:
         """
         is_retry = self._state.is_retry(assignments)
         self._state = self._state.retry(assignments) if is_retry else self._state.start(assignments)
-        self.updates.begin(len(assignments), is_retry=is_retry)
+        self.updates.set_num_sites(len(assignments), is_retry=is_retry)
         encoded: dict[_MessageKey, Encoded] = {}
         messages: dict[str, np.ndarray] = {}
         patches: dict[str, Patch] = {}

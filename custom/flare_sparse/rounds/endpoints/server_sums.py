@@ -47,11 +47,14 @@ class RequestSums:
     """What the server remembers of the attempts at the sum of one request.
 
     Attributes:
+        kind, round: those of the request.
         members, survivors: those of the last sum whose shares it asked for; the survivors reveal no other one.
         silent: reason code of each site that published keys and did not share the secrets of its pads; None: it did
             not answer.
     """
 
+    kind: str = ""
+    round: int = -1
     members: frozenset[str] = frozenset()
     survivors: frozenset[str] = frozenset()
     silent: dict[str, str | None] = field(default_factory=dict)
@@ -67,7 +70,7 @@ class RequestSums:
         return self.survivors if self.members == set(members) else frozenset(members)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServerSums:
     """What the server knows of the sums of a job.
 
@@ -78,7 +81,7 @@ class ServerSums:
         get_weights: weights of the method's aggregation, by kind of request.
         root: root certificate of the federation; None: the sums have no pads.
         ledger: receives a line per message.
-        attempts: what is remembered of the attempts at the current request, by its kind and round.
+        current: what is remembered of the current request.
     """
 
     layout: Layout
@@ -87,7 +90,7 @@ class ServerSums:
     get_weights: Callable[[str], Weights]
     root: RootCertificate | None
     ledger: Ledger
-    attempts: dict[tuple[str, int], RequestSums] = field(default_factory=dict)
+    current: RequestSums = field(default_factory=RequestSums)
 
     def start(self, assignments: Mapping[str, Assignment], sequence: int) -> SumExchange | None:
         """Return the sum over the updates of an attempt; None if its requests ask for metrics only.
@@ -102,11 +105,10 @@ class ServerSums:
         if any(other is not assignment for other in assignments.values()):
             raise ValueError("updates can only be summed if all sites have the same assignment")
         request = assignment.request
-        if (key := (request.kind, request.round)) not in self.attempts:
-            self.attempts.clear()
-            self.attempts[key] = RequestSums()
+        if (self.current.kind, self.current.round) != (request.kind, request.round):
+            self.current = RequestSums(request.kind, request.round)
         sum_id = SumId(self.run, request.kind, request.round, sequence)
-        return SumExchange(self, sum_id, assignment, mask, self.attempts[key])
+        return SumExchange(self, sum_id, assignment, mask, self.current)
 
 
 class SumExchange:

@@ -89,6 +89,7 @@ class SiteSums:
         self.identity, self.layout, self.run, self.rules = identity, layout, run, rules
         self.name = identity if isinstance(identity, str) else identity.name
         self.get_weights = get_weights
+        # Records of sums do not depend on the number of attempts.
         self.requests = requests or RequestLog(run, lambda kind, t: 1, attempts=1)
         self.reply: np.ndarray | None = None
         self._withheld: Withheld | None = None

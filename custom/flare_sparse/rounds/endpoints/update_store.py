@@ -38,13 +38,13 @@ class UpdateStore:
 
     def __init__(self, window_bytes: int = WINDOW_BYTES, folder: Path | None = None):
         self.window_bytes, self.folder = window_bytes, folder
-        self._sites = 1
+        self._num_sites = 1
         self._empty: Patch | None = None
 
-    def begin(self, sites: int, *, is_retry: bool) -> None:
+    def set_num_sites(self, num_sites: int, *, is_retry: bool) -> None:
         """Divide the window among the sites of a request; a retry asks some of them again."""
         # The updates of the first attempt may still be held, so a retry must not give the same memory out twice.
-        self._sites = max(sites, self._sites) if is_retry else sites
+        self._num_sites = max(num_sites, self._num_sites) if is_retry else num_sites
 
     def keep(self, patch: Patch, mask: Mask | None) -> Patch:
         """Return the patch of an update, in memory or in a file.
@@ -60,7 +60,7 @@ class UpdateStore:
         # A selection of its own has a byte per entry of the model, and its indices have eight per selected one.
         own_bytes = patch.mask.size + 8 * patch.mask.count if mask is None else 0
         value_bytes = 4 * patch.mask.count if patch.encrypted is None else patch.encrypted.data.numel()
-        if own_bytes + value_bytes <= self.window_bytes // self._sites:
+        if own_bytes + value_bytes <= self.window_bytes // self._num_sites:
             return replace(patch, mask=mask or patch.mask)
         try:
             own = Mask.from_indices(self._map(patch.mask.bits), self._map(patch.mask.indices)) if mask is None else mask

@@ -221,12 +221,12 @@ class RoundRunner:
         return (
             f"round {result.attempt.round} ({result.attempt.kind}): {contributed} of {asked} sites contributed in the "
             f"last of {self.rules.retries + 1} attempts, {self.rules.min_sites} are needed"
-            f"{by_weight if self.rules.min_weight else ''}; rejected: {_list(rejected)}; timed out: "
-            f"{_list(result.timed_out)}. {failed_sum}{safe}"
+            f"{by_weight if self.rules.min_weight else ''}; rejected: {_join_or_none(rejected)}; timed out: "
+            f"{_join_or_none(result.timed_out)}. {failed_sum}{safe}"
         )
 
 
-def _list(items: Iterable[str]) -> str:
+def _join_or_none(items: Iterable[str]) -> str:
     return ", ".join(items) or "none"
 
 

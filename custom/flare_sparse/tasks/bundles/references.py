@@ -136,7 +136,7 @@ class References:
         self.source = source
         self.refusals: dict[tuple[str, str], Refusal] = {}
         self._content, self._is_known = content, is_known
-        self._values = 0
+        self._num_values = 0
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class References:
         Raises:
             ConfigError: the item is refused, or too large; the text names the file and the item.
         """
-        self._values = 0
+        self._num_values = 0
         return self._resolve(self.look_up(name), name, 0)
 
     def refuse(self, path: str, problem: str) -> Refusal:
@@ -178,8 +178,8 @@ class References:
         return value
 
     def _resolve(self, value: Any, path: str, depth: int) -> Any:
-        self._values += 1
-        if depth > MAX_DEPTH or self._values > MAX_VALUES:
+        self._num_values += 1
+        if depth > MAX_DEPTH or self._num_values > MAX_VALUES:
             # No refusal of an item: whatever is read next would meet the limit, too.
             raise ConfigError(
                 f"{self.source}: {path}: references lead to more than {MAX_DEPTH} levels or {MAX_VALUES} values"
@@ -199,6 +199,7 @@ class References:
         return self._check_number(value, path)
 
     def _resolve_mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
+        """Return a section without the entries that are not read; of an unknown class, its name alone."""
         target = value.get("_target_")
         if is_disabled(value) or (isinstance(target, str) and not self._is_known(target)):
             return {key: value[key] for key in ("_target_", "_disabled_") if key in value}

@@ -108,37 +108,42 @@ class BundleTask(AdaptableTask):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every case once; the cases of a subject are in the same part of the split."""
-        cases, declaration = self._find_cases(data.path), self._declaration
-        fixed, _ = self._training_transforms
-        is_same = declaration.evaluation_preprocessing == declaration.preprocessing[: len(fixed)]
-        evaluation = fixed if is_same else build_all(declaration.evaluation_preprocessing)
-
-        def read_checked_case(files: CaseFiles) -> Item:
-            self._target.check_files(files)
-            item = self._target.read_case(files, fixed)
-            self._target.check_range(item["label"], files)
-            return item
-
+        files = self._find_cases(data.path)
+        training, evaluation = self._training_transforms[0], self._evaluation_transforms
         examples, skipped = read_cases(
-            cases,
-            data.select(cases, lambda name: cases[name].subject),
-            read_checked_case,
+            files,
+            data.select(files, lambda name: files[name].subject),
+            self._read_checked_case,
             cache=self.config.cache,
             skip_bad_subjects=self.config.skip_bad_subjects,
             source=data.path,
         )
-        split = split_cases({name: cases[name].subject for name in examples}, self.config.split, seed)
+        split = split_cases({name: files[name].subject for name in examples}, self.config.split, seed)
 
         def build_dataset(names: Sequence[str], transforms: Sequence[Any]) -> CaseDataset:
-            chosen = [examples[name] for name in names]
+            cases = [examples[name] for name in names]
             read = partial(self._target.read_case, transforms=transforms)
-            if transforms is not fixed and self.config.cache:
-                chosen = [Case(case.files, read(case.files)) for case in chosen]
-            return CaseDataset(chosen, read)
+            # What is in memory was read with the transforms of training.
+            if self.config.cache and transforms is not training:
+                cases = [Case(case.files, read(case.files)) for case in cases]
+            return CaseDataset(cases, read)
 
-        train = build_dataset(split.train, fixed)
-        validation, test = (build_dataset(names, evaluation) for names in (split.validation, split.test))
+        train = build_dataset(split.train, training)
+        validation, test = (build_dataset(part, evaluation) for part in (split.validation, split.test))
         return Examples(train, test, skipped, split.train, split.test, (), validation, split.validation)
+
+    def _read_checked_case(self, files: CaseFiles) -> Item:
+        self._target.check_files(files)
+        item = self._target.read_case(files, self._training_transforms[0])
+        self._target.check_range(item["label"], files)
+        return item
+
+    @cached_property
+    def _evaluation_transforms(self) -> list[Any]:
+        """The transforms of validation and test cases: the very list of training if they do the same."""
+        declaration, (fixed, _) = self._declaration, self._training_transforms
+        is_same = declaration.evaluation_preprocessing == declaration.preprocessing[: len(fixed)]
+        return fixed if is_same else build_all(declaration.evaluation_preprocessing)
 
     @cached_property
     def _training_transforms(self) -> tuple[list[Any], Any]:

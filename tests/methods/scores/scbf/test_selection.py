@@ -141,8 +141,8 @@ def test_budget_is_met_exactly(name: str, biases: Biases, seed: int, fraction: f
     always = 8 if isinstance(groups, NeuronGroups) else 0  # there, the norm's scale and shift belong to no unit
     if biases == "all":
         always = sum(e.size for e in LAYOUT.tensors if e.role in ("bias", "norm"))
-    budget = int(fraction * LAYOUT.trainable_size + 1e-9)
-    assert int(revealed.bits[: LAYOUT.trainable_size].sum()) == max(budget, always)
+    budget = int(fraction * LAYOUT.num_parameters + 1e-9)
+    assert int(revealed.bits[: LAYOUT.num_parameters].sum()) == max(budget, always)
 
 
 @CASES
@@ -152,9 +152,9 @@ def test_budget_takes_the_most_active_paths_first(seed: int, rate: float) -> Non
     groups = ChannelGroups(LAYOUT, build_channel_graph(LAYOUT), "never")
     delta = random_delta(seed)
     by_rate = groups.select_by_rate(delta, rate, "positive", generator())
-    parameters = by_rate.bits[: LAYOUT.trainable_size]
-    by_budget = groups.select_by_budget(delta, int(parameters.sum()) / LAYOUT.trainable_size)
-    assert torch.equal(by_budget.bits[: LAYOUT.trainable_size], parameters)
+    parameters = by_rate.bits[: LAYOUT.num_parameters]
+    by_budget = groups.select_by_budget(delta, int(parameters.sum()) / LAYOUT.num_parameters)
+    assert torch.equal(by_budget.bits[: LAYOUT.num_parameters], parameters)
 
 
 def test_last_group_of_a_budget_reveals_its_largest_deltas() -> None:

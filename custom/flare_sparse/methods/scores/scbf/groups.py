@@ -90,7 +90,7 @@ class Groups(ABC):
         self.count = first
         self._num_always = len(other_tensors)
         self._kinds = np.repeat([section.kind for section in sections], [section.count for section in sections])
-        parameters = self._group_of[: layout.trainable_size]
+        parameters = self._group_of[: layout.num_parameters]
         self._parameter_counts = torch.bincount(parameters, minlength=self.count)
 
     @abstractmethod
@@ -143,7 +143,7 @@ class Groups(ABC):
         if self._biases == "all":
             scores[torch.from_numpy(self._kinds == "bias")] = INFINITY
         costs = torch.where(self._find_allowed(), self._parameter_counts, 0)
-        budget = floor_fraction(fraction, self.layout.trainable_size)
+        budget = floor_fraction(fraction, self.layout.num_parameters)
         if int(costs.sum()) < budget:
             raise SelectionError(
                 f"a budget of {budget} parameters exceeds the {int(costs.sum())} that may be revealed: lower the budget"

@@ -121,6 +121,7 @@ class ChannelGroups(Groups):
         return [e / e.mean() if bool(e.any()) else e for e in energy] if self._layer_mean else energy
 
     def _order_by_section(self, edges: list[Tensor], units: list[Tensor]) -> list[Tensor]:
+        """Return the values of edges, which are those of the weights, then those of the units of each other section."""
         return [*edges, *(units[index] for index in self._unit_values)]
 
 
@@ -186,6 +187,7 @@ class NeuronGroups(Groups):
         return scores
 
     def _order_by_section(self, by_layer: dict[str, Tensor]) -> list[Tensor]:
+        """Return the values of all layers, for their weights, then those of the layers with a bias again."""
         return [*by_layer.values(), *(by_layer[name] for name in self._biased_layers)]
 
 
