@@ -116,14 +116,15 @@ def measure_subgroups(
         for label in sorted(set(values))
     }
     counts = {name: float(len(np.unique(subjects[rows]))) for name, rows in cells.items()}
-    found = suppress_small(counts | {f"{SUBJECTS} in {EVERYONE}": float(len(np.unique(subjects)))}, minimum)
+    shown = suppress_small(counts | {f"{SUBJECTS} in {EVERYONE}": float(len(np.unique(subjects)))}, minimum)
+    estimates: dict[str, float] = {}
     # In the order of the cells, so that the message has the same bytes each time.
-    for name in [name for name in cells if name in found]:
-        cell = name.removeprefix(f"{SUBJECTS} in ")
-        for metric, (value, error) in _estimate(measure, cells[name], subjects[cells[name]]).items():
-            found[f"{metric} in {cell}"] = value
-            found[f"{ERROR}{metric} in {cell}"] = error
-    return found
+    for name, rows in cells.items():
+        if name in shown:
+            cell = name.removeprefix(f"{SUBJECTS} in ")
+            for metric, (value, error) in _estimate(measure, rows, subjects[rows]).items():
+                estimates |= {f"{metric} in {cell}": value, f"{ERROR}{metric} in {cell}": error}
+    return shown | estimates
 
 
 def _label(value: float | str, width: float | None) -> str:

@@ -24,10 +24,12 @@ def export_job(
 def find_outdated_files(config: JobConfig, jobs: Path, modules: tuple[Path, ...] = ()) -> list[str]:
     """Return the files in which ``jobs/<name>`` differs from a fresh export; empty when the folder is up to date."""
     with tempfile.TemporaryDirectory() as fresh:
-        return sorted(_compare(export_job(config, Path(fresh), modules=modules), jobs / config.name, config.name))
+        return sorted(
+            _list_differences(export_job(config, Path(fresh), modules=modules), jobs / config.name, config.name)
+        )
 
 
-def _compare(fresh: Path, stored: Path, label: str) -> list[str]:
+def _list_differences(fresh: Path, stored: Path, label: str) -> list[str]:
     if not stored.is_dir():
         return [f"{label}: missing"]
     # A submitted folder holds FLARE's signatures, which no export writes.
@@ -37,5 +39,5 @@ def _compare(fresh: Path, stored: Path, label: str) -> list[str]:
     _, mismatched, errors = filecmp.cmpfiles(fresh, stored, compared.common_files, shallow=False)
     differences += [f"{label}/{name}: differs" for name in [*mismatched, *errors]]
     for name in compared.common_dirs:
-        differences += _compare(fresh / name, stored / name, f"{label}/{name}")
+        differences += _list_differences(fresh / name, stored / name, f"{label}/{name}")
     return differences

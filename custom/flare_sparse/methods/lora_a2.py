@@ -128,11 +128,11 @@ class LoRAA2(RankedMethod[Config, State]):
         training = self._get_training(active, request.round)
         selected = self._select_slots(active, training, request, site) | self.slots.other_entries
         return train_locally(
-            request, site, training, self.update_content, trainable=selected, step_scale=self._get_step_scale(active)
+            request, site, training, self.update_content, trainable=selected, step_scale=self._build_step_scale(active)
         )
 
-    def _get_step_scale(self, active: Factor) -> Tensor | None:
-        """Return the factors ``(P,)`` of an optimiser's steps that leave the rest at eta_A in a round of ``B``."""
+    def _build_step_scale(self, active: Factor) -> Tensor | None:
+        """Return the factors ``(P,)`` of steps of ``B`` that leave the other entries at eta_A; None: all are 1."""
         rest = self.slots.other_entries
         if active == "A" or self.config.b_lr_ratio == 1 or not rest.count:
             return None
@@ -158,7 +158,7 @@ class LoRAA2(RankedMethod[Config, State]):
             delta = _compute_mean_gradient(site, start, training, t)
         else:
             trial = training.model_copy(update={"epochs": self.config.trial_epochs})
-            scale = self._get_step_scale(active)
+            scale = self._build_step_scale(active)
             delta = site.train(start, request.trainable, trial, t, stream="trial", step_scale=scale) - start
         if self.config.score == "contribution":
             return compute_slot_scores(self.slots, delta, start, active)

@@ -135,8 +135,9 @@ class PrivateTraining:
         records_at_once: int,
         augmentation_generator: torch.Generator,
     ):
-        self._question, self._model, self._task, self._dataset = question, local.model, local.task, local.train_examples
-        self._subjects, self._size, self._augmentation_generator = subjects, records_at_once, augmentation_generator
+        self._model, self._task, self._dataset = local.model, local.task, local.train_examples
+        self._question, self._subjects = question, subjects
+        self._records_at_once, self._augmentation_generator = records_at_once, augmentation_generator
         self._loss = RecordLoss(self._model.module, self._task)
         self._is_vectorized = True
 
@@ -172,7 +173,7 @@ class PrivateTraining:
         count = 0
         for subject in subjects:
             records = len(self._subjects.records[subject])
-            if chunk and count + records > self._size:
+            if chunk and count + records > self._records_at_once:
                 yield chunk
                 chunk, count = [], 0
             chunk.append(subject)
@@ -189,8 +190,8 @@ class PrivateTraining:
             for record in self._subjects.records[subject]
         ]
         rows = torch.zeros(len(subjects), live.count, device=self._model.device)
-        for first in range(0, len(records), self._size):
-            owners, indices, weights = zip(*records[first : first + self._size], strict=True)
+        for first in range(0, len(records), self._records_at_once):
+            owners, indices, weights = zip(*records[first : first + self._records_at_once], strict=True)
             gradients = self._compute_record_gradients(self._load(indices), live)
             gradients.mul_(torch.tensor(weights, device=rows.device)[:, None])
             rows.index_add_(0, torch.tensor(owners, device=rows.device), gradients)

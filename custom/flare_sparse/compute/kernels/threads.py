@@ -145,6 +145,7 @@ def _find_parallel_region() -> Callable[..., None] | None:
 
 
 def _call_in_pool(threads: int, function: Callable[[], None]) -> None:
+    """Call a function in this thread and in those of a pool; calls that have not begun when it returns are dropped."""
     others = [_build_pool(threads).submit(function) for _ in range(threads - 1)]
     try:
         function()

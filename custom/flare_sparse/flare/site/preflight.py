@@ -75,24 +75,24 @@ def check_site(
         user_task: the user task of that job, if it has one.
         environment: variables that may name the location of the data.
     """
-    yield _attempt("startup kit", lambda: _check_kit(kit))
+    yield _run_check("startup kit", lambda: _check_kit(kit))
     yield from (
         _check_version(name, series)
         for name, series in (("nvflare", FLARE_SERIES), ("flare-sparse", ""), ("torch", ""))
     )
-    yield _attempt("allow-list", lambda: _check_allow_list(kit))
-    yield _attempt("code", lambda: _check_code(kit))
-    yield _attempt("log streaming", lambda: _check_log_streaming(kit))
-    yield (policy := _attempt("policy", lambda: _check_policy(kit)))
+    yield _run_check("allow-list", lambda: _check_allow_list(kit))
+    yield _run_check("code", lambda: _check_code(kit))
+    yield _run_check("log streaming", lambda: _check_log_streaming(kit))
+    yield (policy := _run_check("policy", lambda: _check_policy(kit)))
     if job is None:
-        yield _attempt("data", lambda: _check_data_path(kit, environment))
+        yield _run_check("data", lambda: _check_data_path(kit, environment))
     else:
         yield from _check_job(kit, job, user_task, environment, is_guarded=policy.verdict != "FAIL")
-    yield _attempt("disk", lambda: _check_disk(kit))
-    yield _attempt("server", lambda: _check_server(kit))
+    yield _run_check("disk", lambda: _check_disk(kit))
+    yield _run_check("server", lambda: _check_server(kit))
 
 
-def _attempt(subject: str, check: Callable[[], tuple[Verdict, str]]) -> CheckResult:
+def _run_check(subject: str, check: Callable[[], tuple[Verdict, str]]) -> CheckResult:
     try:
         verdict, detail = check()
     except FlareSparseError as error:
@@ -177,7 +177,7 @@ def _check_job(
 ) -> Iterator[CheckResult]:
     """Read the site's data as the job would; if data and policy can be read, check the job against the policy."""
     if job.hubs:
-        yield _attempt("hub", lambda: check_hub_role(kit, read_site_name(kit), job.hubs))
+        yield _run_check("hub", lambda: check_hub_role(kit, read_site_name(kit), job.hubs))
         # A hub has no data and no examples.
         if _is_hub(kit, job):
             return
@@ -197,11 +197,11 @@ def _check_job(
             return "WARN", f"{data.path}: no training examples; this site would only evaluate models"
         return "PASS", f"{data.path}: {examples} training examples, as read by task {job.task.name}"
 
-    yield _attempt("data", read_data)
+    yield _run_check("data", read_data)
     if loaded and is_guarded:
-        yield _attempt("job", lambda: _check_policy_allows(kit, job, *loaded[0]))
+        yield _run_check("job", lambda: _check_policy_allows(kit, job, *loaded[0]))
     if loaded and job.privacy is not None:
-        yield _attempt("privacy", lambda: _check_privacy(kit, loaded[0][0], loaded[0][2]))
+        yield _run_check("privacy", lambda: _check_privacy(kit, loaded[0][0], loaded[0][2]))
 
 
 def _read_charges(kit: Path) -> list[Charge]:

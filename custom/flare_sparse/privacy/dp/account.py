@@ -102,7 +102,7 @@ class PrivacyLedger(BaseModel):
     entries: list[Entry] = Field(default_factory=list)
 
     def list_charges(self, run: str | None = None, part: str | None = None) -> list[Charge]:
-        """Return the charges of one run, or of all runs, of one part of its subjects, or of all; one a question."""
+        """Return one charge for each question of a run to a part of the subjects; None: of all runs, to all parts."""
         answers: dict[object, list[Charge]] = {}
         for entry in self.entries:
             if run in (None, entry.run) and part in (None, entry.part):

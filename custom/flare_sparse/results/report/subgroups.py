@@ -37,10 +37,10 @@ def describe_gap(run: RunResult) -> str:
         asked = run.config.get("task", {}).get("subgroups")
         reason = "no column has two subgroups that are large enough to report"
         return f"No gap between subgroups of {run.label} is stated: {reason}." if asked else ""
-    return f"{_compare(run, gap)} {_judge(gap)}"
+    return f"{_describe_largest(run, gap)} {_describe_chance(gap)}"
 
 
-def _compare(run: RunResult, gap: Gap) -> str:
+def _describe_largest(run: RunResult, gap: Gap) -> str:
     unit = f" {run.summary['metric']['unit']}".rstrip()
     better, worse = (f"{cell.label} ({cell.metrics[gap.metric][0]:.3g})" for cell in (gap.better, gap.worse))
     return (
@@ -49,7 +49,7 @@ def _compare(run: RunResult, gap: Gap) -> str:
     )
 
 
-def _judge(gap: Gap) -> str:
+def _describe_chance(gap: Gap) -> str:
     interval = f"its 95 % interval, for all pairs of subgroups together, is {gap.low:.3g} to {gap.high:.3g}"
     if gap.low > 0:
         return f"It is more than chance: {interval}."

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,10 +36,34 @@ DEFINITIONS = {
     "c_index_within_sites": "over pairs of subjects of one site with at least four, where a predictor is another "
     "model at each site",
 }
-Key = tuple[str, str, str, int]
-"""Site, digest of its identifiers, subject, and number of the example among those of the subject."""
 TARGET_TOLERANCE = 1e-5
 """Largest relative difference of one subject's target in two runs: their tasks may scale it in single precision."""
+
+
+class Key(NamedTuple):
+    """A tested example.
+
+    Attributes:
+        site: its site.
+        digest: digest of the identifiers of the site.
+        subject: number of the subject at the site; seed, fold and example if the task names no subjects.
+        number: number of the example among those of the subject.
+    """
+
+    site: str
+    digest: str
+    subject: str
+    number: int
+
+    @property
+    def owner(self) -> tuple[str, str, str]:
+        """Site, digest and subject, which all examples of the subject have."""
+        return self[:3]
+
+    @property
+    def scope(self) -> str:
+        """Within which runs the subject is known: in all, ``""``, or in those of one seed and fold."""
+        return "" if self.subject.isdecimal() else self.subject.partition(", example")[0]
 
 
 def describe_runs(runs: Sequence[RunResult], notes: Mapping[str, str]) -> dict[str, Any]:
@@ -142,7 +166,7 @@ def _describe_group(
     description: dict[str, Any] = {"label": label, "runs": [run.label for run in group], "subjects": None}
     if tests is None or tests.kind is None:
         return description
-    description |= {"subjects": len({key[:3] for key in tests.rows}), "differences": {}, "notes": {}}
+    description |= {"subjects": len({key.owner for key in tests.rows}), "differences": {}, "notes": {}}
     for metric in select_metrics(tests.kind, has_site_models=tests.has_site_models(RUN)):
         description[metric.name] = tests.evaluate(metric)
     others: list[tuple[str, str, ExampleTests | None]] = [(name, name, tests) for name in tests.runs[0].baselines]
@@ -214,18 +238,18 @@ class ExampleTests:
         return evaluate_metric(metric, self.collect_scores(RUN, metric, keys), targets, sites, subjects)
 
     def compare(self, other: ExampleTests, name: str) -> tuple[dict[str, Any], str]:
-        """Return the differences of the runs from another predictor by metric, and what is left out."""
+        """Return the differences of the runs from another predictor by metric, and a note on what is left out."""
         keys, note = self.match(other)
         if not keys or self.kind is None:
             return {}, note
-        examples, notes, differences = self._describe_examples(keys), [note] if note else [], {}
+        targets, sites, subjects = self._describe_examples(keys)
+        num_subjects, notes, differences = len(np.unique(subjects)), [note] if note else [], {}
         has_site_models = self.has_site_models(RUN) or other.has_site_models(name)
         for metric in select_metrics(self.kind, has_site_models=has_site_models):
             scores = self.collect_scores(RUN, metric, keys), other.collect_scores(name, metric, keys)
-            difference = compare_predictors(metric, *scores, *examples)
+            difference = compare_predictors(metric, *scores, targets, sites, subjects)
             if difference is not None:
-                subjects = int(examples[2].max()) + 1
-                differences[metric.name] = difference.to_dict() | {"subjects": subjects}
+                differences[metric.name] = difference.to_dict() | {"subjects": num_subjects}
             else:
                 notes.append(_explain_lack(metric, len(keys)))
         return differences, "; ".join(notes)
@@ -233,21 +257,17 @@ class ExampleTests:
     def _describe_examples(self, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return targets ``(n, t)``, sites ``(n,)`` and numbers of the subjects ``(n,)`` of examples."""
         targets = np.array([self._list_targets(key)[0] for key in keys])
-        return targets, np.array([key[0] for key in keys]), number_labels([key[:3] for key in keys])
+        return targets, np.array([key.site for key in keys]), number_labels([key.owner for key in keys])
 
     def match(self, other: ExampleTests) -> tuple[list[Key], str]:
-        """Return the examples that both tested, and which sites are left out because their data differs."""
+        """Return the examples that both tested, and a note on the sites left out because their data differs."""
         if other is self:
             return sorted(self.rows), ""
-        digests, other_digests = ({(key[0], _get_scope(key), key[1]) for key in tests.rows} for tests in (self, other))
-        scopes, other_scopes = ({one[:2] for one in two} for two in (digests, other_digests))
-        unequal = {one[0] for one in digests ^ other_digests if one[:2] in scopes & other_scopes}
-        both = {site for site, _ in scopes} & {site for site, _ in other_scopes}
-        unpaired = {site for site, scope in scopes ^ other_scopes if scope and site in both} - unequal
+        unequal, unpaired = _find_unequal_sites(self.rows, other.rows)
         common = sorted(self.rows.keys() & other.rows.keys())
-        compared = {key[0] for key in common}
+        compared = {key.site for key in common}
         # At a site with changed targets, the equal ones may belong to other subjects, too.
-        changed = {key[0] for key in common if not _are_equal([*self._list_targets(key), *other._list_targets(key)])}
+        changed = {key.site for key in common if not _are_equal([*self._list_targets(key), *other._list_targets(key)])}
         reasons = (
             (unequal - compared, "left out: the runs do not have the same usable subjects there"),
             (unequal & compared, "in part left out: some of the runs do not have the same usable subjects there"),
@@ -256,7 +276,7 @@ class ExampleTests:
             (changed, "left out: targets of the same subjects differ"),
         )
         notes = [f"{', '.join(sorted(sites))} {reason}" for sites, reason in reasons if sites]
-        keys = [key for key in common if key[0] not in changed]
+        keys = [key for key in common if key.site not in changed]
         return keys, "; ".join(notes or ([] if keys else ["no subject is tested by both"]))
 
     def _list_targets(self, key: Key) -> list[np.ndarray]:
@@ -264,9 +284,22 @@ class ExampleTests:
         return [self.runs[number].targets[row] for number, row in self.rows[key]]
 
 
-def _get_scope(key: Key) -> str:
-    """Return within which runs a subject of this example is known: of all, ``""``, or of one seed and fold."""
-    return "" if key[2].isdecimal() else key[2].partition(", example")[0]
+def _find_unequal_sites(keys: Iterable[Key], others: Iterable[Key]) -> tuple[set[str], set[str]]:
+    """Return the sites whose subjects differ in two groups of runs, and those without subjects whose runs differ."""
+    digests, other_digests = _collect_digests(keys), _collect_digests(others)
+    common = digests.keys() & other_digests.keys()
+    unequal = {site for site, scope in common if digests[site, scope] != other_digests[site, scope]}
+    both = {site for site, _ in digests} & {site for site, _ in other_digests}
+    unpaired = {site for site, scope in digests.keys() ^ other_digests.keys() if scope and site in both}
+    return unequal, unpaired - unequal
+
+
+def _collect_digests(keys: Iterable[Key]) -> Mapping[tuple[str, str], set[str]]:
+    """Return the digests of identifiers, by site and by the scope of the subjects."""
+    digests: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for key in keys:
+        digests[key.site, key.scope].add(key.digest)
+    return digests
 
 
 def _are_equal(targets: Sequence[np.ndarray]) -> bool:
@@ -285,7 +318,7 @@ def _list_keys(run: RunResult) -> list[Key]:
     for site, rank in zip(predictions.sites.tolist(), predictions.subjects.tolist(), strict=True):
         unknown = f"seed {run.summary['seed']}, fold {run.fold}, example {counts[site,]}"
         subject = (site, predictions.digests[site], str(rank) if rank >= 0 else unknown)
-        keys.append((*subject, counts[subject]))
+        keys.append(Key(*subject, counts[subject]))
         counts.update([(site,), subject])
     return keys
 

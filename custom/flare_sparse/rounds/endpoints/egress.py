@@ -172,7 +172,7 @@ class EgressLog:
             size = start + len(whole) + len(newline)
             os.ftruncate(log, size)
         last = whole.rpartition(b"\n")[2]
-        number, previous = (_read_number(last, self.folder), _digest(last)) if newline else (0, _START)
+        number, previous = (_read_number(last, self.folder), _compute_digest(last)) if newline else (0, _START)
         if number:
             _check_head(self.folder, number, lambda count: previous if count == number else "")
         elif not (self.folder / HEAD_FILE).exists():
@@ -185,7 +185,7 @@ class EgressLog:
             raise OSError(28, "no space left on device")
         if self.is_durable:
             os.fsync(log)
-        self._write_head(number + 1, _digest(line))
+        self._write_head(number + 1, _compute_digest(line))
 
     def _write_head(self, number: int, digest: str) -> None:
         # Not flushed: after a loss of power it may be behind the log, which counts as intact.
@@ -218,12 +218,14 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     for number, raw in enumerate(raw_lines, 1):
         found = _read_number(raw, folder, number)
         if found != number:
-            raise _broken(folder, f"line {number} has the number {found}: a line was removed, added or moved")
+            raise _describe_damage(folder, f"line {number} has the number {found}: a line was removed, added or moved")
         entries.append(json.loads(raw))
         if entries[-1].get("previous") != digests[-1]:
             changed = number - 1 or number
-            raise _broken(folder, f"line {changed} is not the one that was written: it was changed or replaced")
-        digests.append(_digest(raw))
+            raise _describe_damage(
+                folder, f"line {changed} is not the one that was written: it was changed or replaced"
+            )
+        digests.append(_compute_digest(raw))
     _check_head(folder, len(raw_lines), lambda count: digests[count])
     return entries
 
@@ -231,7 +233,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 def compute_head(folder: Path) -> str:
     """Return the digest of the last line of a site's log; of the start for an empty one."""
     last = (folder / LOG_FILE).read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2]
-    return _digest(last) if last else _START
+    return _compute_digest(last) if last else _START
 
 
 def sum_lines(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], tuple[int, int]]:
@@ -260,14 +262,14 @@ def _check_head(folder: Path, lines: int, get_digest: Callable[[int], str]) -> N
         recorded = int(count)
     except FileNotFoundError:
         if lines:
-            raise _broken(folder, f"{HEAD_FILE}, which holds the number of lines, was removed") from None
+            raise _describe_damage(folder, f"{HEAD_FILE}, which holds the number of lines, was removed") from None
         return
     except ValueError:
-        raise _broken(folder, f"{HEAD_FILE} was changed") from None
+        raise _describe_damage(folder, f"{HEAD_FILE} was changed") from None
     if recorded > lines:
-        raise _broken(folder, f"line {lines + 1} and all after it were removed: {recorded} lines were written")
+        raise _describe_damage(folder, f"line {lines + 1} and all after it were removed: {recorded} lines were written")
     if get_digest(recorded) not in (digest, ""):
-        raise _broken(folder, f"line {recorded} is not the one that was written: it was changed or replaced")
+        raise _describe_damage(folder, f"line {recorded} is not the one that was written: it was changed or replaced")
 
 
 def _read_number(raw: bytes, folder: Path, place: int | None = None) -> int:
@@ -281,15 +283,15 @@ def _read_number(raw: bytes, folder: Path, place: int | None = None) -> int:
         number = json.loads(raw)["line"]
     # Also in optimised code, and not for true, which is an int to isinstance.
     if type(number) is not int:
-        raise _broken(folder, f"line {place or 'at the end'} is no line of this log: it was changed")
+        raise _describe_damage(folder, f"line {place or 'at the end'} is no line of this log: it was changed")
     return number
 
 
-def _digest(raw: bytes) -> str:
+def _compute_digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def _broken(folder: Path, reason: str) -> EgressError:
+def _describe_damage(folder: Path, reason: str) -> EgressError:
     return EgressError(
         f"{folder / LOG_FILE}: {reason}. Keep the folder as it is for an examination; to let messages leave "
         "again, move it elsewhere: the site begins a new log"

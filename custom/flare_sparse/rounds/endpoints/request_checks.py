@@ -21,7 +21,7 @@ def check_kind(method: Method[Any, Any], request: RequestId) -> None:
     RequestRefused: the method sends no such request in this round.
     """
     if not method.traffic.count_requests(*request):
-        raise RequestRefused(f"{_name(request)}: this site's copy of the job has no such request")
+        raise RequestRefused(f"{_name_request(request)}: this site's copy of the job has no such request")
 
 
 def check_trainable(method: Method[Any, Any], request: RequestId, trainable: Mask, live: Mask) -> None:
@@ -42,13 +42,14 @@ def check_trainable(method: Method[Any, Any], request: RequestId, trainable: Mas
         return
     fewest, most = method.traffic.bound_trainable(*request)
     if not trainable <= live:
-        raise RequestRefused(f"{_name(request)} asks for entries that are zero in the model")
+        raise RequestRefused(f"{_name_request(request)} asks for entries that are zero in the model")
     if not fewest <= trainable.count <= most:
         count = str(fewest) if fewest == most else f"{fewest} to {most}"
         raise RequestRefused(
-            f"{_name(request)} asks for {trainable.count} entries; by this site's copy of the job there are {count}"
+            f"{_name_request(request)} asks for {trainable.count} entries; by this site's copy of the job there are "
+            f"{count}"
         )
 
 
-def _name(request: RequestId) -> str:
+def _name_request(request: RequestId) -> str:
     return f"request {request.kind!r} of round {request.round}"

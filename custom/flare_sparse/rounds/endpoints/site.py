@@ -134,7 +134,7 @@ class SiteEndpoint:
         check_kind(self.method, request_id)
         patch = correct_variances(self.decrypt(message.patch), self.site.layout)
         previous = self._trainable or (self._state.base.mask if self._state.base else message.trainable)
-        base = self._apply(patch, message.sequence)
+        base = self._apply_patch(patch, message.sequence)
         if acknowledged is not None and self._is_discarded(request_id, acknowledged):
             self._take_back_update()
         self._state = self._state.receive(request_id, base)
@@ -336,8 +336,8 @@ class SiteEndpoint:
         plan = plan_request(self.site.layout, self.run, base, ciphertext_format=ciphertext_format)
         return decode(data, plan, "server")
 
-    def _apply(self, patch: Patch, sequence: int) -> SiteBase:
-        """Write a patch into the site's vector, in place, and return the site's new base."""
+    def _apply_patch(self, patch: Patch, sequence: int) -> SiteBase:
+        """Write a patch into the weights of the site, set its ``live_patch``, and return the new base."""
         base = self._state.base
         if patch.base == "previous" and base is not None:
             mask = base.mask

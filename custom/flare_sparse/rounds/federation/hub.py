@@ -91,11 +91,11 @@ class Hub:
             questions = read_questions(subject, parcels)
             answers = self.links.exchange_sum(questions)
             section = questions.section
-            passed_on = _list_answers(answers) if section is None else self._add(questions, section, answers)
+            passed_on = _list_answers(answers) if section is None else self._add_answers(questions, section, answers)
             return pack_collection(subject, passed_on)
         raise RejectedMessage("E_KIND", "topic", f"{HELLO}, {EXCHANGE} or {SUM}", topic, "server")
 
-    def _add(
+    def _add_answers(
         self, questions: SumQuestions, section: SectionFormat, answers: Mapping[str, np.ndarray | str]
     ) -> list[Parcel]:
         """Return one parcel with the sum of the sites' values, and the reason codes of the sites that are not in it."""

@@ -101,11 +101,14 @@ class Roster:
     def register(self, contribution: Contribution) -> Roster:
         """Return the roster with a site's numbers of examples; numbers registered earlier are kept."""
         site, metrics = contribution.site, contribution.metrics
-        registered = {site: contribution.num_examples, **self.registered}
-        tested, validated = (
-            {site: metrics[count], **known} if count in metrics else known for count, known in self._counts.items()
+        tested = {site: metrics[TEST_EXAMPLES]} if TEST_EXAMPLES in metrics else {}
+        validated = {site: metrics[VALIDATION_EXAMPLES]} if VALIDATION_EXAMPLES in metrics else {}
+        return replace(
+            self,
+            registered={site: contribution.num_examples} | self.registered,
+            tested=tested | self.tested,
+            validated=validated | self.validated,
         )
-        return replace(self, registered=registered, tested=tested, validated=validated)
 
     def record_round(self, accepted: Collection[str], asked: Collection[str], rules: RoundRules) -> Roster:
         """Return the roster after a committed round.

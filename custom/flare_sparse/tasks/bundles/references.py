@@ -270,7 +270,7 @@ class References:
             case ast.Call(func=ast.Attribute(value=owner, attr="to")):
                 value = compute(owner)
             case _:
-                value = _operate(node, compute)
+                value = _compute_operation(node, compute)
         return self._check_number(value, path)
 
     def _follow(self, name: str, path: str, depth: int) -> Any:
@@ -302,7 +302,7 @@ def _check_key(key: Any) -> str:
     return key
 
 
-def _operate(node: ast.expr, compute: Callable[[ast.expr], Any]) -> Any:
+def _compute_operation(node: ast.expr, compute: Callable[[ast.expr], Any]) -> Any:
     """Return the value of an operation, a comparison or a condition; ``compute`` returns that of a part.
 
     Raises:
@@ -310,11 +310,11 @@ def _operate(node: ast.expr, compute: Callable[[ast.expr], Any]) -> Any:
     """
     match node:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return _apply(ast.Sub(), 0, compute(operand))
+            return _calculate(ast.Sub(), 0, compute(operand))
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return not compute(operand)
         case ast.BinOp(left=left, op=sign, right=right):
-            return _apply(sign, compute(left), compute(right))
+            return _calculate(sign, compute(left), compute(right))
         case ast.BoolOp(op=word, values=[first, *others]):
             value = compute(first)
             for part in others:
@@ -328,7 +328,7 @@ def _operate(node: ast.expr, compute: Callable[[ast.expr], Any]) -> Any:
     raise ValueError
 
 
-def _apply(sign: ast.operator, left: Any, right: Any) -> Any:
+def _calculate(sign: ast.operator, left: Any, right: Any) -> Any:
     """Return a sum of lists, a list of plain values repeated, or the result of an operation on two numbers.
 
     Raises:

@@ -97,8 +97,8 @@ def read_identifiers(file: Path) -> frozenset[str]:
 
 
 def _locate(site: str, local_dir: Path | None, environment: Mapping[str, str]) -> SiteData:
-    named_file, local_file = environment.get(SITE_FILE_VARIABLE), local_dir / LOCAL_FILE if local_dir else None
-    if named_file:
+    local_file = local_dir / LOCAL_FILE if local_dir else None
+    if named_file := environment.get(SITE_FILE_VARIABLE):
         return _read_site_file(site, Path(named_file.replace("{site}", site)))
     if local_file and local_file.is_file():
         return _read_site_file(site, local_file)

@@ -133,7 +133,7 @@ class Nnunet(Task):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return nnU-Net's loss over all resolutions, a scalar.
 
-        Of minibatches of cases, as scores have them, a patch of each is taken with a fixed seed and not augmented.
+        Scores are computed of minibatches of whole cases: a patch of each is drawn with a fixed seed, not augmented.
         """
         if isinstance(batch, list) and isinstance(batch[0], Prepared):
             device = next(model.parameters()).device
