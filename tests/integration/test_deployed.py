@@ -347,7 +347,7 @@ def test_values_written_by_a_filter_of_the_job_never_leave_the_hospital(
     """Only SiteLastGate is active: code needs no allow-list, and SitePlanAuthorizer was removed with the list."""
     kits, out = federation / "workspace" / "sparse" / "prod_00", tmp_path / "prod"
     with without_allow_lists(federation):
-        summary = run_deployed(overwriting, kits / "lead@coordination.org", out, timeout_s=600)
+        summary = run_deployed(overwriting, kits / "lead@coordination.org", out)
     *training, _ = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     assert [line["rejected"] for line in training] == [{"site-2": "E_POLICY"}] * 2
     reports = "".join(file.read_text() for file in (kits / "site-2").glob("*/site_error.txt"))
@@ -363,7 +363,7 @@ def test_job_with_its_own_filter_is_refused_by_the_plan_authorizer(
 ) -> None:
     kits = federation / "workspace" / "sparse" / "prod_00"
     with pytest.raises(JobFailed):
-        run_deployed(overwriting, kits / "lead@coordination.org", tmp_path / "refused", timeout_s=600)
+        run_deployed(overwriting, kits / "lead@coordination.org", tmp_path / "refused")
     log = "".join(file.read_text(errors="replace") for file in (kits / "site-2").glob("*/log.txt"))
     assert "hostile_site.Overwriter' is not a class of flare_sparse; this site runs no others" in log
 

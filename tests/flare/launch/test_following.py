@@ -362,7 +362,7 @@ def test_job_is_submitted_again_for_a_dropped_site_at_most_three_times(
         def __init__(self, connection: Any, job: str, *_: Any, restarts: bool, shown: set[int], **__: Any):
             self.job, self.restarts, self.shown = job, restarts, shown
 
-        def follow(self, timeout_s: float) -> str:
+        def follow(self) -> str:
             self.shown.add(len(submitted))
             return DROPPED if self.restarts and len(submitted) <= times else "FINISHED:COMPLETED"
 
@@ -374,7 +374,7 @@ def test_job_is_submitted_again_for_a_dropped_site_at_most_three_times(
     monkeypatch.setattr(submission, "_submit", submit)
     monkeypatch.setattr(submission, "_abort", lambda connection, job: aborted.append(job))
     connection = connect(server, monkeypatch, tmp_path, lines)
-    options = {"timeout_s": 0.0, "restart_command": "AGAIN", "on_line": lines.append}
+    options = {"restart_command": "AGAIN", "on_line": lines.append}
     ended = submission._follow(connection, None, tmp_path, None, **options)
     restarts = min(times, submission.MAX_RESTARTS)
     assert submitted == [f"J{number}" for number in range(1, restarts + 2)]

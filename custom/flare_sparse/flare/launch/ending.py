@@ -85,8 +85,3 @@ def describe_lost_job(job: str) -> JobFailed:
     return JobFailed(
         f"the server was restarted, and job {job} died with it; FLARE lists it as RUNNING for good, which does no harm"
     )
-
-
-def describe_timeout(job: str, status: str, timeout_s: float) -> JobFailed:
-    """Return the error of a job that is not finished when the time to wait for it is over."""
-    return JobFailed(f"job {job} is {status.lower()} after {timeout_s:.0f} s and continues at the server")

@@ -18,7 +18,7 @@ from ...results.runs.progress import ProgressFormatter
 from ..controller import READY
 from ..feed import fetch_lines
 from .connection import LOST, ServerConnection
-from .ending import describe_lost_job, describe_timeout
+from .ending import describe_lost_job
 
 POLL_S = 2.0
 START_S = 60.0
@@ -77,16 +77,13 @@ class JobFollower:
         self._is_ready = False
         self._misses: dict[str, int] = {}
 
-    def follow(self, timeout_s: float = 0.0) -> str:
+    def follow(self) -> str:
         """Wait for the end of the job and return its last status, or ``DROPPED``.
 
-        Args:
-            timeout_s: seconds to wait; 0: no limit.
-
         Raises:
-            JobFailed: the server does not reply, was restarted, or the job is not finished after ``timeout_s``.
+            JobFailed: the server does not reply, or was restarted.
         """
-        began, status = time.monotonic(), ""
+        status = ""
         while True:
             previous, status = status, self._connection.ask(lambda session: str(session.get_job_status(self._job)))
             if status == "RUNNING" and self._show_rounds() and (self.dropped or self._explain_silence()):
@@ -96,8 +93,6 @@ class JobFollower:
                 self._on_line(f"job {self._job}: {status.lower()}")
             if status.startswith("FINISHED"):
                 return status
-            if timeout_s and time.monotonic() - began > timeout_s:
-                raise describe_timeout(self._job, status, timeout_s)
             time.sleep(POLL_S)
 
     def show(self, line: Mapping[str, Any]) -> None:

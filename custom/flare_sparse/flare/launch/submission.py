@@ -37,7 +37,6 @@ def run_deployed(
     kit: Path,
     out: Path,
     *,
-    timeout_s: float = 0.0,
     on_line: Callable[[str], None] = lambda line: None,
     resume: bool = False,
     restart_command: str = "",
@@ -53,7 +52,6 @@ def run_deployed(
         recipe: the job.
         kit: startup kit of an admin who may submit jobs.
         out: result folder; the downloaded job is kept in ``out/job``, FLARE's messages in ``out/flare.log``.
-        timeout_s: seconds to wait for the job; 0: no limit. The job continues at the server after the timeout.
         on_line: called with a line of text for each change of the job's status and for each round.
         resume: follow the job that was last submitted from ``out``, or download its result, instead of submitting the
             recipe; it is submitted if there is no such job, or it ended without a result.
@@ -64,14 +62,12 @@ def run_deployed(
 
     Raises:
         ConfigError: this is no admin's startup kit, or the login at the server failed.
-        JobFailed: the job was refused, ended without a result, or is still running after ``timeout_s``.
+        JobFailed: the job was refused, or ended without a result.
     """
     out.mkdir(parents=True, exist_ok=True)
     with redirect_messages(out / "flare.log"), open_connection(kit, on_line) as connection:
         job = _find_job(connection, out, on_line, is_followed=resume)
-        job, status, follower = _follow(
-            connection, recipe, out, job, timeout_s=timeout_s, on_line=on_line, restart_command=restart_command
-        )
+        job, status, follower = _follow(connection, recipe, out, job, on_line=on_line, restart_command=restart_command)
         refusals = connection.ask(lambda session: _list_refusals(session.get_job_meta(job)))
         downloaded = _download(connection, job, out)
     _collect_record(downloaded, out, lambda reason: describe_end(
@@ -119,7 +115,6 @@ def _follow(
     out: Path,
     job: str | None,
     *,
-    timeout_s: float,
     on_line: Callable[[str], None],
     restart_command: str,
 ) -> tuple[str, str, JobFollower]:
@@ -130,7 +125,6 @@ def _follow(
         recipe: the job.
         out: result folder.
         job: id of a job that is at the server already; None: the recipe is submitted.
-        timeout_s: as in :func:`run_deployed`.
         on_line: as in :func:`run_deployed`.
         restart_command: as in :func:`run_deployed`.
 
@@ -152,7 +146,7 @@ def _follow(
             restart_command=restart_command,
             shown=shown,
         )
-        status = follower.follow(timeout_s)
+        status = follower.follow()
         if status != DROPPED:
             return job, status, follower
         on_line(

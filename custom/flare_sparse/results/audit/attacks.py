@@ -165,7 +165,12 @@ class RunAttacks:
             DataError: there are not two sites with enough examples.
         """
         features = compute_prediction_features(self._task, self._model, self.examples.dataset)
-        return self._attribute("outsider", "site of a prediction", features)
+        result = attribute_examples(features, self.examples.sites, self._options.resamples, self._seed)
+        if result is None:
+            raise DataError("attribution needs two sites with at least five examples each")
+        details = {"accuracy": result.accuracy, "chance": result.chance, "sites": result.sites}
+        intervals = {"accuracy": result.interval} if result.interval else {}
+        return AttackResult("outsider", "site of a prediction", {}, intervals, details)
 
     def attack_between_sites(self) -> AttackResult:
         """Each site attacks each other by a classifier of gradient features (arXiv:2105.02866, arXiv:2208.11669).
@@ -191,14 +196,6 @@ class RunAttacks:
             ],
         }
         return AttackResult("member", "gradient classifier", figures, intervals, details, self._describe_counts())
-
-    def _attribute(self, attacker: Attacker, attack: str, features: np.ndarray) -> AttackResult:
-        result = attribute_examples(features, self.examples.sites, self._options.resamples, self._seed)
-        if result is None:
-            raise DataError("attribution needs two sites with at least five examples each")
-        details = {"accuracy": result.accuracy, "chance": result.chance, "sites": result.sites}
-        intervals = {"accuracy": result.interval} if result.interval else {}
-        return AttackResult(attacker, attack, {}, intervals, details)
 
     def _measure(
         self,

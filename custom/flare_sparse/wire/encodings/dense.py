@@ -6,7 +6,7 @@ import numpy as np
 
 from ...core.mask import Mask
 from ...core.params import Layout
-from .encoding import Encoding, require_length
+from .encoding import Encoding, require_empty
 
 
 class Dense(Encoding):
@@ -21,5 +21,5 @@ class Dense(Encoding):
         return b""
 
     def decode(self, section: np.ndarray, base_mask: Mask | None, layout: Layout) -> Mask:
-        require_length(section, 0)
+        require_empty(section)
         return Mask.full(layout.size)

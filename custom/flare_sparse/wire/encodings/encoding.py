@@ -50,7 +50,7 @@ class Encoding(ABC):
         """
 
 
-def require_length(section: np.ndarray, expected: int) -> None:
-    """Raise RejectedMessage unless the section has exactly ``expected`` bytes."""
-    if section.size != expected:
-        raise RejectedMessage("E_LEN", "selection", f"{expected} bytes", section.size)
+def require_empty(section: np.ndarray) -> None:
+    """Raise RejectedMessage unless the section has no bytes."""
+    if section.size:
+        raise RejectedMessage("E_LEN", "selection", "0 bytes", section.size)
