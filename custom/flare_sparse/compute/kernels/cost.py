@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 from .geometry import Geometry
 from .loops import CHUNK
@@ -40,51 +39,9 @@ class Work:
     threads: int = 1
 
 
-class DenseCounts(NamedTuple):
-    """How often torch's layers do what takes their time.
-
-    Attributes:
-        starts: starts of the layers.
-        volume_products: multiplications and additions of a convolution of volumes.
-        image_products: those of a convolution of images or signals.
-        values: values of its output.
-        normalised: values of volumes that are normalised.
-        pooled: values that are pooled.
-    """
-
-    starts: int
-    volume_products: int
-    image_products: int
-    values: int
-    normalised: int
-    pooled: int
-
-
-class SparseCounts(NamedTuple):
-    """How often the kernels do what takes their time.
-
-    Attributes:
-        starts: preparation in Python.
-        channels: starts of the loop over a channel of an example.
-        products: multiplications and additions.
-        repeated: those that the backward pass repeats.
-        slices: starts of a loop over one live weight and up to ``CHUNK`` positions.
-        normalised: values that are normalised.
-        inputs: values that are copied into the padded volume.
-    """
-
-    starts: int
-    channels: int
-    products: int
-    repeated: int
-    slices: int
-    normalised: int
-    inputs: int
-
-
 @dataclass(frozen=True)
 class Costs:
-    """Nanoseconds of one operation each, in the order of :class:`DenseCounts` and :class:`SparseCounts`."""
+    """Nanoseconds of one operation each, in the order of the operations that are counted."""
 
     dense: tuple[float, ...]
     sparse: tuple[float, ...]
@@ -139,37 +96,46 @@ def get_costs(*, is_training: bool, threads: int) -> Costs:
     return TRAINING if threads == 1 else TRAINING_THREADED
 
 
-def count_dense_operations(work: Work) -> DenseCounts:
-    """Return what torch's layers do for a block."""
-    geometry = work.geometry
+def count_dense_operations(work: Work) -> tuple[int, ...]:
+    """Return how often torch's layers do what takes their time.
+
+    Returns:
+        starts: of the layers.
+        volume_products, image_products: multiplications and additions of a convolution of volumes, or of images or
+            signals.
+        values: of its output.
+        normalised: values of volumes that are normalised.
+        pooled: values that are pooled.
+    """
+    geometry, starts = work.geometry, 1
     is_volume = geometry.shape[0] > 1
     values = work.samples * geometry.outputs * prod(geometry.output_shape)
     products = values * geometry.inputs * prod(geometry.kernel)
-    return DenseCounts(
-        starts=1,
-        volume_products=products * is_volume,
-        image_products=products * (not is_volume),
-        values=values,
-        normalised=values * (work.is_normalised and is_volume),
-        pooled=values * work.is_pooled,
-    )
+    volume_products, image_products = (products, 0) if is_volume else (0, products)
+    normalised, pooled = values * (work.is_normalised and is_volume), values * work.is_pooled
+    return starts, volume_products, image_products, values, normalised, pooled
 
 
-def count_sparse_operations(work: Work) -> SparseCounts:
-    """Return what the kernels do for a block."""
-    geometry = work.geometry
+def count_sparse_operations(work: Work) -> tuple[int, ...]:
+    """Return how often the kernels do what takes their time.
+
+    Returns:
+        starts: preparation in Python.
+        channels: starts of the loop over a channel of an example.
+        products: multiplications and additions.
+        repeated: those that the backward pass repeats.
+        slices: starts of a loop over one live weight and up to ``CHUNK`` positions.
+        normalised: values that are normalised.
+        inputs: values that are copied into the padded volume.
+    """
+    geometry, starts = work.geometry, 1
     channels = work.samples * geometry.outputs
-    live = work.samples * work.live
-    products = live * geometry.extent
-    return SparseCounts(
-        starts=1,
-        channels=channels,
-        products=products,
-        repeated=products * (work.is_normalised and not is_storing_faster(work.live, geometry.outputs)),
-        slices=live * -(-geometry.extent // CHUNK),
-        normalised=channels * geometry.extent * work.is_normalised,
-        inputs=work.samples * geometry.inputs * geometry.phases * geometry.plane_size,
-    )
+    products = work.samples * work.live * geometry.extent
+    repeated = products * (work.is_normalised and not is_storing_faster(work.live, geometry.outputs))
+    slices = work.samples * work.live * -(-geometry.extent // CHUNK)
+    normalised = channels * geometry.extent * work.is_normalised
+    inputs = work.samples * geometry.inputs * geometry.phases * geometry.plane_size
+    return starts, channels, products, repeated, slices, normalised, inputs
 
 
 def _sum_products(costs: tuple[float, ...], counts: tuple[int, ...]) -> float:

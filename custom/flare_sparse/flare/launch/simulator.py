@@ -18,10 +18,9 @@ from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import Recipe
 
 from ...config.policy.policy import POLICY_FILE
-from ...core.checkpoint.writing import replace_atomically
 from ...core.errors import ConfigError
 from ...results.runs.growing import LEDGER, ROUNDS, GrowingRecord
-from ...results.runs.model_files import SITE_MODELS, delete_models, list_site_models
+from ...results.runs.model_files import SITE_MODELS, list_site_models, replace_record
 from ...results.runs.record import LAYER_COMPUTE, write_layer_compute
 from ...tasks.data.source import SITE_FILE_VARIABLE
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
@@ -125,12 +124,7 @@ def simulate(
     # The simulator's exit code does not tell whether the job ended well: only the summary proves a result.
     if not (record / "summary.json").is_file():
         raise _describe_end(log, workspace, dead)
-    # Otherwise a best model of an earlier run in this folder could stay beside the new record.
-    delete_models(out)
-    for file in sorted(record.iterdir()):
-        # Replaced and not written in place: a reader of a growing file sees it whole at every moment.
-        with replace_atomically(out / file.name) as part:
-            shutil.copy2(file, part)
+    replace_record(record, out)
     _copy_site_models(workspace, out)
     _copy_layer_compute(workspace, out)
     metrics = workspace / "server" / "simulate_job" / "metrics"

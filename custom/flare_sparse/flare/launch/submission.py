@@ -15,9 +15,8 @@ from typing import Any
 from nvflare.fuel.flare_api.api_spec import JobNotFound
 from nvflare.recipe.spec import Recipe
 
-from ...core.checkpoint.writing import replace_atomically
 from ...results.runs.growing import ROUNDS, GrowingRecord
-from ...results.runs.model_files import delete_models
+from ...results.runs.model_files import replace_record
 from ..controller import RESULTS
 from ..recipe import SparseRecipe
 from .connection import LOST, ServerConnection, open_connection
@@ -266,8 +265,4 @@ def _collect_record(job: Path, out: Path, describe: Callable[[str], JobFailed]) 
         error = describe(_read_reason(job))
         error.remedy = f"{error.remedy} The job's downloaded files: {job}".strip()
         raise error
-    delete_models(out)
-    for file in sorted(record.iterdir()):
-        # Replaced and not written in place: a reader of a growing file sees it whole at every moment.
-        with replace_atomically(out / file.name) as part:
-            shutil.copy2(file, part)
+    replace_record(record, out)

@@ -99,6 +99,15 @@ def delete_models(folder: Path) -> None:
         (folder / f"{ENCRYPTED}{name}").unlink(missing_ok=True)
 
 
+def replace_record(record: Path, out: Path) -> None:
+    """Copy a record into a result folder, without the models of an earlier run there."""
+    delete_models(out)
+    for file in sorted(record.iterdir()):
+        # Replaced and not written in place: a reader of a growing file sees it whole at every moment.
+        with replace_atomically(out / file.name) as part:
+            shutil.copy2(file, part)
+
+
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file atomically: the complete file reaches the disk, or none. Equal models, equal bytes."""
     with replace_atomically(path) as part:
