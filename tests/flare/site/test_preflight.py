@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from flare_sparse.config.loading import load_config
 from flare_sparse.flare.site.allow_list import CLASSES, allow_classes
@@ -54,6 +59,25 @@ def test_preflight_of_an_unprepared_site_names_each_remedy(kit: Path) -> None:
     assert "client.crt, client.key, rootCA.pem missing" in findings["startup kit"].detail
     assert f"Run: flare-sparse site allow {kit}" in findings["allow-list"].detail
     assert str(kit / "local" / "flare_sparse.yaml") in findings["data"].detail
+
+
+@pytest.mark.parametrize(("is_approved", "origin"), [(False, "provisioned centrally"), (True, "nvflare cert request")])
+def test_kit_says_whether_the_centre_has_held_its_key(kit: Path, is_approved: bool, origin: str) -> None:
+    """FLARE 2.9 states the usage of the key in a certificate that it approves, and in no other one."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hospital")])
+    certificate = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+    certificate = certificate.add_extension(x509.SubjectAlternativeName([x509.DNSName("hospital")]), critical=False)
+    if is_approved:
+        usage = x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.CLIENT_AUTH])
+        certificate = certificate.add_extension(usage, critical=True)
+    pem = certificate.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    for file in ("client.crt", "client.key", "rootCA.pem"):
+        (kit / "startup" / file).write_bytes(pem)
+    finding = check(kit)["startup kit"]
+    assert finding.verdict == "PASS"
+    assert ("not provisioned" in finding.detail) == is_approved
+    assert origin in finding.detail
 
 
 def test_data_is_read_as_the_job_would_read_it(kit: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from cryptography.x509 import ExtendedKeyUsage, load_pem_x509_certificate
+
 from ...config.assemble import Assembly, assemble, check_kernels, open_site, plan_sampling
 from ...config.policy.check import find_policy_conflicts
 from ...config.policy.policy import POLICY_FILE, read_policy
@@ -40,7 +42,6 @@ from .byoc import list_code_senders, read_permissions
 from .hub_checks import Verdict, check_hub_role
 
 FLARE_SERIES = "2.9"
-CENTRAL_FILE = "signature.json"
 ALLOW_COMMAND = "flare-sparse site allow"
 DISK_NEEDED = 2 * 10**9
 CONNECT_TIMEOUT_S = 5.0
@@ -118,10 +119,11 @@ def _check_kit(kit: Path) -> tuple[Verdict, str]:
     ]
     if missing:
         return "FAIL", f"{startup}: {', '.join(missing)} missing; unpack the kit from the coordinating centre again"
-    # Only central provisioning signs a kit's files; nvflare package leaves that to TLS.
-    if (startup / CENTRAL_FILE).is_file():
-        return "PASS", f"{kit}: provisioned centrally: the coordinating centre has held this site's private key"
-    return "PASS", f"{kit}: not provisioned centrally: its private key was made by nvflare cert request"
+    # FLARE 2.9 states the usage of a key in the certificates that it approves, not in those of central provisioning.
+    extensions = load_pem_x509_certificate((startup / "client.crt").read_bytes()).extensions
+    if any(isinstance(extension.value, ExtendedKeyUsage) for extension in extensions):
+        return "PASS", f"{kit}: not provisioned centrally: its private key was made by nvflare cert request"
+    return "PASS", f"{kit}: provisioned centrally: the coordinating centre has held this site's private key"
 
 
 def _check_allow_list(kit: Path) -> tuple[Verdict, str]:
