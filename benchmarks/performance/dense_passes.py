@@ -138,9 +138,8 @@ class _CountedArray(np.ndarray):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         self._record(ufunc.__name__, *inputs)
-        if "out" in options:
-            options["out"] = tuple(map(_uncount, options["out"]))
-        return self._count_result(getattr(ufunc, method)(*map(_uncount, inputs), **options))
+        plain = {name: _uncount(value) for name, value in options.items()}
+        return self._count_result(getattr(ufunc, method)(*map(_uncount, inputs), **plain))
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._record(func.__name__, *(args[1:] if func is np.take else args))

@@ -247,7 +247,7 @@ def _round_blocks(
     widened = _widen(scales)
     is_zero = widened < _SMALLEST_SCALE
     scales[is_zero] = 0
-    position *= np.divide(largest_code / 2, widened, out=np.zeros_like(widened), where=~is_zero)[:, None]
+    position *= (largest_code / 2 / np.where(is_zero, np.float32(np.inf), widened))[:, None]
     position += largest_code / 2
     # The next lower code, or with the probability of the fraction the next higher one: right on average.
     position.reshape(-1)[:size] += noise
