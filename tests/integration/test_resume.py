@@ -55,7 +55,7 @@ def last_commit(out: Path) -> int:
 
 def kill_when(condition: Callable[[], bool], run: subprocess.Popen[bytes]) -> None:
     """Kill every process of a run as soon as a condition holds."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and run.poll() is None:
         if condition():
             # FLARE's processes have process groups of their own, so killing the group of the run would miss them.

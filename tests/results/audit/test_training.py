@@ -56,7 +56,7 @@ def test_reference_models_train_with_the_threads_of_the_run(monkeypatch: pytest.
     seen = []
 
     def stop(*_: object, course: Course, **__: object) -> None:
-        seen.append((course.threads, threads._count))
+        seen.append((course.threads, threads._num_threads))
         raise InterruptedError
 
     monkeypatch.setattr(local, "run_locally", stop)

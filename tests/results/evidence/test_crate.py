@@ -115,8 +115,8 @@ def test_commands_of_the_page_run(phantom_run: Path, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     for line in blocks[0].splitlines():
-        words = line.replace("RUN", "run").replace("KIT", "kit").split()[1:]
-        result = CliRunner().invoke(app, words)
+        line_here = line.replace("RUN", "run").replace("KIT", "kit").replace("=LOG", "=run/flare_sparse_egress/site-1")
+        result = CliRunner().invoke(app, line_here.split()[1:])
         assert result.exit_code == 0, result.output
     with zipfile.ZipFile("study.zip") as archive:
         assert "policies/site-1.yaml" in archive.namelist()
