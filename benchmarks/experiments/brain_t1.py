@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation import Outcome
 from flare_sparse.tasks.task import Examples, Task
 from flare_sparse.training import LocalTask, Site, build_site
+from flare_sparse.training.trainer import Trainer
 
 FOLDS = 5
 
@@ -102,8 +103,13 @@ def build_config(arm: Arm, seed: int, fold: int, data: Path) -> RunConfig:
     )
 
 
-def run(arm: Arm, seed: int, fold: int, data: Path, volumes: Volumes) -> dict[str, Any]:
-    """Return the predictions for the test subjects of all sites, the bytes and the live entries of a run."""
+def run(
+    arm: Arm, seed: int, fold: int, data: Path, volumes: Volumes, wrap: Callable[[Trainer], Trainer] = lambda own: own
+) -> dict[str, Any]:
+    """Return the predictions for the test subjects of all sites, the bytes and the live entries of a run.
+
+    ``wrap`` returns what trains at a site in the place of its trainer.
+    """
     config = build_config(arm, seed, fold, data)
     assembly = assemble(config)
     examples = volumes.split(config, assembly.task)
@@ -111,6 +117,7 @@ def run(arm: Arm, seed: int, fold: int, data: Path, volumes: Volumes) -> dict[st
         name: build_site(LocalTask.open(name, assembly.task, own, assembly.layout, seed))
         for name, own in examples.items()
     }
+    sites = {name: Site(name, wrap(site.trainer)) for name, site in sites.items()}
     groups = {"all": sites}
     if arm.sites == "alone":
         # A federation of one site: the statistics of its voxels are its own, too.
