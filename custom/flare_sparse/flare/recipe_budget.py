@@ -14,6 +14,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from pydantic import ValidationError
 
+from ..config.problems import describe_problem
 from ..core.errors import ConfigError, PolicyRefusal
 from ..privacy.dp.account import LEDGER_FILE, PrivacyAccount, read_ledger
 from ..privacy.dp.config import PrivacyConfig
@@ -85,9 +86,11 @@ class RecipeBudget(Filter):
         try:
             self._config = PrivacyConfig.model_validate(settings)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(["privacy", *map(str, first["loc"])])
-            raise ConfigError(f"{field}: {first['msg'].removeprefix('Value error, ')}") from error
+            problems = [
+                f"privacy{'.' if part['loc'] else ': '}{describe_problem(part, PrivacyConfig, settings, {})}"
+                for part in error.errors(include_url=False)
+            ]
+            raise ConfigError("; ".join(problems)) from error
         self._check = ChargeCheck()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
