@@ -32,6 +32,8 @@ LARGEST = 1e38
 """Largest magnitude that a sender accepts: the sum of two such values is still a finite number."""
 
 _PART = 1024 * BLOCK
+"""Values that go through all passes together: the processor's cache holds them. Passes over a whole vector would wait
+for memory."""
 _COUNT_BYTES = 8
 _INFINITE_SCALE = 0x7F80
 # Below this, scale / M could be subnormal, and a division by it could overflow. The value goes into the residual.
@@ -105,7 +107,10 @@ def write_quantized(
     rounded, base = (differences, reference) if not exact.size else (differences[~is_exact], reference[~is_exact])
     bits = FORMATS[value_type].bits
     scales, packed = np.empty(-(-rounded.size // BLOCK), "<u2"), np.empty(-(-rounded.size * bits // 8), np.uint8)
-    sums, noise = np.empty(rounded.size, np.float32), np.random.SFC64(_draw_seed(generator))
+    sums, noise = (
+        np.empty(rounded.size, np.float32),
+        np.random.SFC64(int(torch.randint(2**63 - 1, (), generator=generator))),
+    )
     for part in _iterate_parts(rounded.size):
         blocks = _pad_blocks(rounded[part.values])
         # The maximum of a block with NaN is NaN, which compares as false. numpy takes five times as long along rows.
@@ -113,12 +118,13 @@ def write_quantized(
         if not (largest <= LARGEST).all():
             raise _refuse_values(value_type)
         scales[part.blocks], codes = _round_blocks(blocks, largest, bits, _draw_noise(noise, sums[part.values].size))
-        packed[part.bytes(bits)] = _pack_codes(codes, bits)[: packed[part.bytes(bits)].size]
+        codes_out = packed[part.bytes(bits)]
+        codes_out[:] = _pack_codes(codes, bits)[: codes_out.size]
         # As the receiver computes them, so that the vectors of both ends stay equal bit for bit over all rounds.
         _add_blocks(base[part.values], scales[part.blocks], codes, bits, out=sums[part.values])
     head = exact.size.to_bytes(_COUNT_BYTES, "little")
     section = np.frombuffer(b"".join([head, exact.tobytes(), scales.tobytes(), packed.tobytes()]), np.uint8)
-    return QuantizedValues(section, _merge(sums, exact, is_exact))
+    return QuantizedValues(section, _merge_values(sums, exact, is_exact))
 
 
 def read_quantized(
@@ -157,15 +163,12 @@ def read_quantized(
             if codes[scales[part.blocks] == 0].any():
                 raise RejectedMessage("E_CANON", "codes", "zeros in a block with scale 0", "others")
             _add_blocks(base[part.values], scales[part.blocks], codes, bits, out=sums[part.values])
-    return _merge(sums, np.frombuffer(section[_COUNT_BYTES:exact_end].tobytes(), "<f4"), is_exact)
+    return _merge_values(sums, np.frombuffer(section[_COUNT_BYTES:exact_end].tobytes(), "<f4"), is_exact)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A range of blocks that the processor's cache holds with all that is computed from it.
-
-    Passes over the whole vector would wait for memory: they take twice as long.
-    """
+    """The values from ``start`` on, at most ``_PART``, with their blocks and the bytes of their codes."""
 
     start: int
 
@@ -185,10 +188,6 @@ def _iterate_parts(count: int) -> Iterator[_Part]:
     return (_Part(start) for start in range(0, count, _PART))
 
 
-def _draw_seed(generator: torch.Generator) -> int:
-    return int(torch.randint(2**63 - 1, (), generator=generator))
-
-
 def _draw_noise(source: np.random.SFC64, count: int) -> np.ndarray:
     """Return float32 ``(count,)``, uniform in (0, 1): the middles of ``2^16`` steps, so that their mean is 1/2.
 
@@ -205,7 +204,7 @@ def _refuse_values(value_type: ValueType) -> RejectedMessage:
     return RejectedMessage("E_FINITE", f"values as {value_type}", f"numbers up to {LARGEST:g}", "others")
 
 
-def _merge(sums: np.ndarray, exact: np.ndarray, is_exact: np.ndarray) -> np.ndarray:
+def _merge_values(sums: np.ndarray, exact: np.ndarray, is_exact: np.ndarray) -> np.ndarray:
     """Return the values ``(k,)`` of both kinds in their order."""
     if not exact.size:
         return sums
