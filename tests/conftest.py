@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from ports import lock_ports
+from ports import lock_ports, stop_processes_of
 from skips import describe_skips, require
 
 from flare_sparse.compute.kernels.threads import limit_kernel_threads
@@ -57,10 +57,11 @@ def shared_data() -> Path:
 
 
 @pytest.fixture
-def poc_ports() -> Iterator[None]:
-    """Hold the ports 8002 and 8003 of FLARE's POC mode during a test."""
+def poc_ports(tmp_path: Path) -> Iterator[None]:
+    """Hold the ports 8002 and 8003 of FLARE's POC mode during a test, and free them if it leaves a federation there."""
     with lock_ports("poc"):
         yield
+        stop_processes_of(tmp_path)
 
 
 @pytest.hookimpl(trylast=True)

@@ -27,7 +27,7 @@ def configuration(folder: Path) -> Path:
         "seed": 3,
         "method": {"name": "lora_a2", "rank": 3, "rounds": 3, "training": {"epochs": 1, "lr": 0.01}},
         "task": {"class": "capable_task.CapableTask"},
-        "federation": {"task_timeout_s": 60, "min_sites": 2},
+        "federation": {"task_timeout_s": 600, "min_sites": 2},
         "simulator": {
             "sites": 4,
             "data": {"path": str(folder / "{site}")},

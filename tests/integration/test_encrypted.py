@@ -82,7 +82,7 @@ def test_encrypted_poc_run_uses_the_keys_of_its_kits(config: Path, tmp_path: Pat
     run_in_process(Study.load(config), RunFolder(tmp_path / "plain"))
     out = tmp_path / "poc"
     line = ["flare-sparse", "run", str(config), "--env", "poc", "--set", "wire.encryption=ckks", "--out", str(out)]
-    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     check_record(out, json.loads((out / "summary.json").read_text()), tmp_path / "plain")
     assert not (out / "he").exists()

@@ -29,7 +29,7 @@ HUBS = (
     "federation.hubs={hub-1: {sites: [site-1, site-2], fetch_s: 300}, "
     "hub-2: {sites: [site-3, site-4], min_sites: 2, fetch_s: 300}}"
 )
-SMALL = ("method.rounds=2", "method.training.epochs=1", "task.downsample=4", "federation.task_timeout_s=300")
+SMALL = ("method.rounds=2", "method.training.epochs=1", "task.downsample=4", "federation.task_timeout_s=600")
 
 
 def run_command(*line: str, timeout_s: float = 900) -> str:

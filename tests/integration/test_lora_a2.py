@@ -63,7 +63,7 @@ def configuration(tmp_path: Path, models_folder: Path) -> Path:
             "max_length": 12,
             "adapter": {"rank": 16},
         },
-        "federation": {"min_sites": 4, "task_timeout_s": 120},
+        "federation": {"min_sites": 4, "task_timeout_s": 600},
         "simulator": {"sites": 4, "data": {"path": "texts.csv", "partition": {"kind": "iid"}}},
     }
     file = tmp_path / "lora_a2_small.yaml"

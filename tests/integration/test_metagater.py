@@ -34,7 +34,7 @@ def test_gated_simulator_run_equals_a_local_run_and_adapts_to_a_new_site(
         "seed": 5,
         "method": {"name": "metagater", "rounds": 8, "lasso": 0.08, "targets": ["site-3"], "training": training},
         "task": {"name": "image_classification", "image": [1, 8, 8], "model": model},
-        "federation": {"task_timeout_s": 60},
+        "federation": {"task_timeout_s": 600},
         "simulator": {"sites": 3, "data": {"path": str(tmp_path / "{site}.npz")}},
     }
     file = tmp_path / "gated.yaml"

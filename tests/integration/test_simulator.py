@@ -39,7 +39,7 @@ def configuration(folder: Path, method: dict[str, Any], **more: Any) -> Path:
         "seed": 3,
         "method": {"rounds": 3, "training": {"epochs": 1, "lr": 0.01}, **method},
         "task": {"class": "own_task.SumTask", "width": 32},
-        "federation": {"task_timeout_s": 60},
+        "federation": {"task_timeout_s": 600},
         "simulator": {"sites": 3, "data": {"path": str(folder / "{site}")}},
     }
     for section, settings in more.items():

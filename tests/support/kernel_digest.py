@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 
 import torch
 from torch import nn
 
 from flare_sparse.compute.kernels.network import use_sparse_kernels
+from flare_sparse.compute.kernels.preparation import prepare_loops
 from flare_sparse.compute.kernels.threads import limit_kernel_threads
 
 
@@ -33,4 +35,6 @@ def digest_kernels(threads: int) -> str:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    prepare_loops()
     print(digest_kernels(1), digest_kernels(2))

@@ -9,6 +9,7 @@ import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 from filelock import FileLock
 
 FIRST_FREE_PORT = 20000
@@ -22,6 +23,23 @@ def lock_ports(owner: str) -> FileLock:
     same ports does not start. A test that holds ``provisioned`` may ask for ``poc``, never the other way round.
     """
     return FileLock(Path(tempfile.gettempdir()) / f"flare-sparse-tests-{owner}.lock")
+
+
+def stop_processes_of(folder: Path) -> None:
+    """Kill every process whose command names a file in ``folder``.
+
+    FLARE's ``sub_start.sh`` starts a killed server or site again, so the shells go first.
+    """
+    found = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if process.pid != os.getpid() and any(str(folder) in word for word in process.info["cmdline"] or ())
+    ]
+    found.sort(key=lambda process: not any("sub_start" in word for word in process.info["cmdline"]))
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(found, timeout=30)
 
 
 def find_free_ports(count: int) -> int:

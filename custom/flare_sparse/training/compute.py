@@ -56,18 +56,16 @@ class SparseComputeTrainer(Wrapper):
     def _find_blocks(self, training: Training) -> list[Block]:
         """Return the blocks of the live weights: those that train, and those that are not 0."""
         from ..compute.kernels import network
-        from ..compute.kernels.preparation import prepare_loops
+        from ..compute.kernels.preparation import decide_and_prepare
 
         trainable = training.trainable
-        if not trainable.is_full:
-            prepare_loops()
         # With one mask for both, the live weights are those of the mask in every round: their blocks are kept.
         if training.patch is None or training.patch.mask is not trainable:
             live = torch.logical_or(trainable.bits, training.start != 0)
-            return network.build_blocks(self._model.module, _view_weights(self._model, live))
+            return network.build_blocks(self._model.module, _view_weights(self._model, live), decide_and_prepare)
         if self._blocks is None or self._blocks[0] != trainable:
             weights = _view_weights(self._model, trainable.bits)
-            self._blocks = trainable, network.build_blocks(self._model.module, weights)
+            self._blocks = trainable, network.build_blocks(self._model.module, weights, decide_and_prepare)
         return self._blocks[1]
 
 
