@@ -20,9 +20,6 @@ from .network import use_sparse_kernels
 
 LOG = logging.getLogger(__name__)
 
-SLOW = 2.0
-"""Seconds after which the loops were compiled rather than read from numba's cache."""
-
 PATIENCE_S = 300.0
 """Seconds that a process waits for another one to compile the loops."""
 
@@ -51,7 +48,8 @@ def prepare_loops() -> None:
         with torch.enable_grad(), use_sparse_kernels(network, live, lambda work: True):
             network(torch.ones(1, 1, 4, 4, 4, requires_grad=True)).sum().backward()
         seconds = time.monotonic() - began
-    LOG.info("sparse kernels: %s in %.1f s", "compiled" if seconds > SLOW else "read from numba's cache", seconds)
+    is_compiled = bool(loops.convolve.stats.cache_misses)
+    LOG.info("sparse kernels: %s in %.1f s", "compiled" if is_compiled else "read from numba's cache", seconds)
 
 
 @contextmanager
