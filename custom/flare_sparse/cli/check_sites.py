@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ..config.schema import RunConfig
-from ..core.errors import ConfigError, DataError, FlareSparseError, TaskFailed, list_first
+from ..core.errors import ConfigError, DataError, FlareSparseError, TaskFailed, list_first, list_first_lines
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..core.seeds import seed_torch
@@ -171,9 +171,8 @@ def describe_non_finite_examples(task: Task, examples: Examples, data: SiteData)
             start += _count_examples(batch)
     if not lines:
         return ""
-    more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     remedy = "Impute these values or leave these examples out in the task's load(), or correct the data"
-    return "\n".join([f"{data.path}:", *(f"  {line}" for line in [*lines[:_MAX_LISTED], *more]), remedy])
+    return "\n".join([f"{data.path}:", *(f"  {line}" for line in list_first_lines(lines, _MAX_LISTED)), remedy])
 
 
 def _describe_rows(problem: NonFinite, part: str, start: int, ids: Sequence[str], columns: Sequence[str]) -> str:

@@ -76,7 +76,7 @@ def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, regi
     if error["type"] == "missing":
         return f"{path}: missing; {expected}{meaning}"
     found = error["input"] if len(loc) == len(error["loc"]) else _find_value(data, loc)
-    return f"{path}: found {found!r}; {expected}{meaning}"
+    return f"{path or 'content'}: found {found!r}; {expected}{meaning}"
 
 
 def _drop_alternatives(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -220,6 +220,15 @@ def list_first(names: Iterable[str], most: int = 12) -> str:
     """
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def list_first_lines(lines: Sequence[str], most: int) -> list[str]:
+    """Return the first lines, and one with the number of the others.
+
+    >>> list_first_lines(["one", "two", "three"], 2)
+    ['one', 'two', 'and 1 more']
+    """
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def find_user_line(error: BaseException) -> traceback.FrameSummary | None:

@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ..core.errors import DataError, suggest
+from ..core.errors import DataError, list_first_lines, suggest
 from .age import AgeConfig, AgeTask
 from .classes import BinaryTask
 from .data.atlases import ATLASES
@@ -155,13 +155,13 @@ def select_feature_columns(table: Table, features: str | Sequence[str]) -> list[
     if not missing:
         return columns
     unused = [name for name in table.columns if name not in columns]
-    listed = "".join(f"\n  no column {name!r}.{suggest(name, unused)}" for name in missing[:5])
-    more = f"\n  and {len(missing) - 5} more" if len(missing) > 5 else ""
+    lines = list_first_lines([f"no column {name!r}.{suggest(name, unused)}" for name in missing], 5)
+    listed = "".join(f"\n  {line}" for line in lines)
     matching = [name for name, known in ATLASES.items() if set(known) <= set(table.columns)]
     other = f"task.features to {f'{matching[0]}, ' if matching else ''}the atlas of this table"
     count = f"{len(missing)} of the {len(columns)} columns of atlas {features!r} are missing"
     raise DataError(
-        f"{table.source}: {count}:{listed}{more}\nRename the columns, or set {other}, or to a list of the columns that "
+        f"{table.source}: {count}:{listed}\nRename the columns, or set {other}, or to a list of the columns that "
         "all sites have"
     )
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from torch import Tensor
 
 from ...compute.structure.scaling import select_statistics
-from ...core.errors import ConfigError, PolicyRefusal, suggest
+from ...core.errors import ConfigError, PolicyRefusal
 from ...core.exchange import EVALUATE, STATISTICS, Content, Patch
 from ...core.mask import Mask
 from ...core.params import Layout, TensorSpec
@@ -23,6 +23,7 @@ from ...privacy.dp.account import Budget
 from ...privacy.dp.accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
 from ...tasks.task import COUNTS, EPSILON, get_count_name
 from ...training import SampleUsage
+from ..problems import describe_problem
 from ..yaml_files import parse_yaml, read_settings
 
 POLICY_FILE = "flare_sparse_policy.yaml"
@@ -399,23 +400,15 @@ def read_policy(file: Path) -> Policy:
     """
     if not file.is_file():
         return Policy()
+    content: Any = None
     try:
-        content: Any = parse_yaml(read_settings(file)) or {}
+        content = parse_yaml(read_settings(file)) or {}
         return Policy.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(
-            f"{file}: " + "; ".join(_describe_problem(part["loc"], part["msg"]) for part in error.errors())
-        ) from error
+        problems = (describe_problem(part, Policy, content, {}) for part in error.errors(include_url=False))
+        raise ConfigError(f"{file}: {'; '.join(problems)}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read as a policy: {error}") from error
-
-
-def _describe_problem(location: tuple[int | str, ...], message: str) -> str:
-    name = ".".join(str(part) for part in location)
-    terms = Policy.model_fields
-    if not name or name.split(".")[0] in terms:
-        return f"{name or 'content'}: {message}."
-    return f"{name}: {message}.{suggest(name, terms)} The terms of a policy are {', '.join(terms)}"
 
 
 def raise_refusals(refusals: Iterable[str]) -> None:

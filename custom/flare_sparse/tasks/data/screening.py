@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from ...core.errors import DataError
+from ...core.errors import DataError, list_first_lines
 
 T = TypeVar("T")
 MOST_LISTED = 30
@@ -53,9 +53,8 @@ def screen_subjects(
     if problems and (not skip_bad_subjects or not usable):
         count = f"{len(problems)} of {len(problems) + len(usable)} subjects cannot be used"
         remedy = "Repair or remove them" + ("." if skip_bad_subjects else ", or set task.skip_bad_subjects: true.")
-        listed = problems[:MOST_LISTED]
-        more = [f"and {len(problems) - MOST_LISTED} more"] * (len(problems) > MOST_LISTED)
-        raise DataError("\n  ".join([f"{source}: {count}:", *listed, *more]) + f"\n{remedy}")
+        listed = list_first_lines(problems, MOST_LISTED)
+        raise DataError("\n  ".join([f"{source}: {count}:", *listed]) + f"\n{remedy}")
     if not usable:
         raise DataError(f"{source}: there are no subjects; expected at least one")
     return usable, len(problems)
