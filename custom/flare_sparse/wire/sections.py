@@ -88,13 +88,12 @@ def _code_quantized(
     # Error feedback, as in the plain formats; buffers have no residual, because they are not rounded.
     new_residual, with_residual = add_residual(patch, residual)
     target = with_residual.detach().numpy()
-    written = write_quantized(
-        patch.values.detach().numpy(), target - reference, reference, is_exact, value_type, generator
-    )
+    written = write_quantized(patch.values.detach().numpy(), target, reference, is_exact, value_type, generator)
     received = torch.from_numpy(written.values)
-    error = target - written.values
-    error[is_exact] = 0
-    return CodedValues(written.section, mask.put(torch.from_numpy(error), new_residual), received)
+    with_residual -= received
+    if is_exact.any():
+        with_residual[torch.from_numpy(is_exact)] = 0
+    return CodedValues(written.section, mask.put(with_residual, new_residual), received)
 
 
 def _code_compressed(patch: Patch, dtype: torch.dtype, residual: Tensor | None) -> CodedValues:
@@ -149,4 +148,5 @@ def read_section(
 def _take_reference(mask: Mask, base_vector: Tensor | None) -> np.ndarray:
     if base_vector is None:
         return np.zeros(mask.count, np.float32)
-    return mask.take(base_vector).detach().numpy()
+    reference = mask.take(base_vector)
+    return (reference.clone() if reference is base_vector else reference).detach().numpy()
