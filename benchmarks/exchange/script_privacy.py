@@ -100,6 +100,9 @@ def open_script(
     changes = (*example.replacements, *((PRIVATE[script]) if private else ()))
     changes += (SPLIT,) if script == "hello-lightning" else ()
     patch = write_example(shared / "flare_examples" / script, replace(example, replacements=changes), folder, data)
+    network = folder / "model.py"
+    # The learning rate of hello-pt, ten times that of hello-lightning.
+    network.write_text(network.read_text().replace("lr=0.001", "lr=0.01"))
     print(patch.replace(str(data), "DATA"), flush=True)
     sys.path[:0] = [str(folder), str(FOLDER / "stand_in")]
     sys.modules.pop("model", None)
@@ -137,11 +140,13 @@ def measure_canaries(shared: Path, script: str, **privacy: float) -> dict[str, A
         folder = Path(name)
         labels, is_included = write_canaries(shared, folder / "data.npz")
         process, net = open_script(shared, script, folder, folder / "data.npz", private=True, epochs=EPOCHS)
+        # A round of hello-lightning is one epoch.
+        rounds = ROUNDS * EPOCHS if script == "hello-lightning" else ROUNDS
         config = PrivacyConfig.model_validate({"unit": "record", "delta": DELTA, **privacy})
-        budget = ScriptBudget(config, PrivacyAccount(folder / "kit"), ROUNDS, "run", script)
+        budget = ScriptBudget(config, PrivacyAccount(folder / "kit"), rounds, "run", script)
         process.set_budget(budget)
         before = compute_losses(net, folder / "data.npz", labels)
-        train(process, net, ROUNDS)
+        train(process, net, rounds)
         fallen = before - compute_losses(net, folder / "data.npz", labels)
         return describe_budget(script, budget, bound_epsilon(fallen, is_included, DELTA).epsilon)
 
