@@ -21,7 +21,7 @@ from flare_sparse.results.report.findings import describe_findings
 from flare_sparse.results.report.subgroups import build_subgroups, describe_gap
 from flare_sparse.results.runs.load import load_model
 from flare_sparse.results.runs.results import RunResult
-from flare_sparse.results.runs.subgroups import find_largest_gap, pool_subgroups
+from flare_sparse.results.runs.subgroups import Subgroup, find_largest_gap, pool_subgroups
 from flare_sparse.tasks.task import load_examples
 
 
@@ -79,6 +79,51 @@ def test_subgroups_are_those_of_the_final_model_on_the_test_subjects(run: Run) -
         assert cells[f"sex {label}"].metrics["mae"][0] == pytest.approx(np.mean(own), rel=1e-5)
         low, high = cells[f"sex {label}"].compute_interval("mae")
         assert (high - low) / 2 == pytest.approx(1.96 * np.std(own) / np.sqrt(len(own)), rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "error", "interval"),
+    [
+        # Wilson's for n of n, 0 of n and 9 of 10 subjects: n / (n + z^2), z = 1.959964.
+        ("auc", 1.0, 0.0, (0.722467, 1.0)),
+        ("brier", 0.0, 0.0, (0.0, 0.277533)),
+        ("accuracy", 0.9, np.sqrt(0.09 / 10), (0.595850, 0.982124)),
+        ("val_mean_dice", 0.9, np.sqrt(0.09 / 10), (0.595850, 0.982124)),
+        # A rounded value keeps the error of one below 1.
+        ("c_index", 1.0, 0.01, (0.722467, 1.0)),
+        ("mae", 1.0, 1.0, (0.0, 2.959964)),
+        ("hd95_anterior", 1.0, 1.0, (0.0, 2.959964)),
+        ("r2", 0.5, 0.5, (-0.479982, 1.0)),
+        ("bias", 0.5, 0.5, (-0.479982, 1.479982)),
+        # Of a task of one's own, in percent.
+        ("accuracy", 93.0, 5.0, (83.200180, 102.799820)),
+    ],
+)
+def test_interval_stays_in_the_range_of_the_metric(
+    metric: str, value: float, error: float, interval: tuple[float, float]
+) -> None:
+    cell = Subgroup("sex", "F", 10, 1, {metric: (value, error)})
+    assert cell.compute_interval(metric) == pytest.approx(interval, abs=1e-6)
+    if (value, error) == (1.0, 0.0):
+        assert cell.compute_interval(metric)[1] == 1.0
+
+
+def test_interval_of_a_gap_follows_from_those_of_its_subgroups(run: Run) -> None:
+    """Newcombe (1998, Stat. Med. 17:873), table II, method 10: 56 of 70 less 48 of 80, and 10 of 10 less 0 of 10."""
+    result = RunResult.read(run.path)
+    result.summary["metric"] = {"name": "auc", "unit": "", "mode": "max"}
+    for (first, n), (second, m), interval in (
+        ((56 / 70, 70), (48 / 80, 80), (0.0524, 0.3339)),
+        ((1.0, 10), (0.0, 10), (0.6075, 1.0)),
+    ):
+        cells = [
+            Subgroup("sex", label, count, 1, {"auc": (share, np.sqrt(share * (1 - share) / count))})
+            for label, share, count in (("F", first, n), ("M", second, m))
+        ]
+        gap = find_largest_gap(result, cells)
+        assert gap is not None
+        assert (gap.low, gap.high) == pytest.approx(interval, abs=5e-5)
+        assert (gap.better.label, gap.worse.label) == ("F", "M")
 
 
 def test_only_the_last_model_is_evaluated_by_subgroup_and_means_over_sites_have_none(run: Run) -> None:

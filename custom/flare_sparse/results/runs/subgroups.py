@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import sqrt
+from math import hypot, inf, sqrt
 from statistics import NormalDist
 from typing import Any
 
@@ -13,6 +14,16 @@ from ...core.subgroups import ERROR, EVERYONE, SUBJECTS, split_metric
 from .results import RunResult
 
 LEVEL = 0.95
+_SHARES = (
+    r"(dice(_.*)?|(balanced_)?accuracy|auc(_roc|_pr)?|f1|c_index|brier|ibs|calibration_error|event_rate|prevalence)"
+)
+_RANGES = {
+    rf"(val_)?(mean_)?{_SHARES}": (0.0, 1.0),
+    r"mae|rmse|cross_entropy|hd95(_.*)?": (0.0, inf),
+    r"calibration_[0-9].*": (-1.0, 1.0),
+    r"r2": (-inf, 1.0),
+}
+"""Smallest and largest value of metrics, by pattern of their names."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +44,23 @@ class Subgroup:
     sites: int
     metrics: dict[str, tuple[float, float]]
 
-    def compute_interval(self, metric: str) -> tuple[float, float]:
-        """Return the 95 % interval of a metric."""
+    def compute_interval(self, metric: str, level: float = LEVEL) -> tuple[float, float]:
+        """Return the interval of a metric, which stays in the metric's range.
+
+        Between 0 and 1 it is Wilson's, of as many subjects as have the standard error (Franco et al. 2019, J. Surv.
+        Stat. Methodol. 7:334); where no resample differs, as at an AUC of 1, of the subgroup's. Other normal intervals
+        end where the range does.
+        """
         value, error = self.metrics[metric]
-        z = NormalDist().inv_cdf((1 + LEVEL) / 2)
-        return value - z * error, value + z * error
+        z = NormalDist().inv_cdf((1 + level) / 2)
+        fitting = (r for pattern, r in _RANGES.items() if re.fullmatch(pattern, metric) and r[0] <= value <= r[1])
+        lowest, highest = next(fitting, (-inf, inf))
+        if (lowest, highest) != (0, 1):
+            return max(value - z * error, lowest), min(value + z * error, highest)
+        variance = value * (1 - value)
+        weight = z**2 / ((variance / error**2 if error else 0) or self.subjects)
+        center, reach = value + weight / 2, sqrt(weight * variance + weight**2 / 4)
+        return max((center - reach) / (1 + weight), 0.0), min((center + reach) / (1 + weight), 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the subgroup with its intervals as JSON values."""
@@ -96,12 +119,16 @@ def find_largest_gap(run: RunResult, subgroups: Sequence[Subgroup]) -> Gap | Non
     if not pairs:
         return None
     first, second = max(pairs, key=lambda pair: abs(pair[0].metrics[metric][0] - pair[1].metrics[metric][0]))
-    (own, own_error), (other, other_error) = first.metrics[metric], second.metrics[metric]
-    value = abs(own - other)
-    # Bonferroni: the largest of many differences excludes 0 by chance more often than one chosen beforehand.
-    reach = NormalDist().inv_cdf(1 - (1 - LEVEL) / 2 / len(pairs)) * sqrt(own_error**2 + other_error**2)
-    better, worse = (first, second) if (own < other) == run.lower_is_better else (second, first)
-    return Gap(metric, better, worse, value, value - reach, value + reach)
+    lower, higher = sorted((first, second), key=lambda cell: cell.metrics[metric][0])
+    better, worse = (lower, higher) if run.lower_is_better else (higher, lower)
+    (low, _), (high, _) = lower.metrics[metric], higher.metrics[metric]
+    # Bonferroni: the largest of many differences excludes 0 by chance more often than one chosen beforehand. That of a
+    # difference follows from those of its parts (Zou and Donner 2008, Stat. Med. 27:1693).
+    level = 1 - (1 - LEVEL) / len(pairs)
+    low_ends, high_ends = lower.compute_interval(metric, level), higher.compute_interval(metric, level)
+    gap = high - low
+    reach = hypot(high - high_ends[0], low_ends[1] - low), hypot(high_ends[1] - high, low - low_ends[0])
+    return Gap(metric, better, worse, gap, gap - reach[0], gap + reach[1])
 
 
 def _pool(cell: str, parts: Sequence[tuple[float, dict[str, float]]]) -> Subgroup:
