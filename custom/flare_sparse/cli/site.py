@@ -229,17 +229,18 @@ def egress(
 
     [dim]flare-sparse site egress /opt/flare/site-1 --since 2026-03-01[/]
     """
-    from ..rounds.endpoints.egress import find_logs, read_log, sum_lines
+    from ..rounds.endpoints.egress import find_logs, read_chain, sum_lines
 
     start = "" if since is None else since.astimezone(UTC).isoformat(timespec="milliseconds")
-    logs = {
-        name: [line for line in read_log(folder) if line["time"] >= start] for name, folder in find_logs(kit).items()
-    }
+    chains = {name: read_chain(folder) for name, folder in find_logs(kit).items()}
+    logs = {name: [line for line in lines if line["time"] >= start] for name, (lines, _) in chains.items()}
     if as_json:
         typer.echo(json.dumps(logs, indent=2))
         return
     for name, lines in logs.items():
-        console.print(f"{name}: {len(lines)} messages, chain intact", markup=False)
+        console.print(
+            f"{name}: {len(lines)} messages, chain intact, head {chains[name][1]}", markup=False, soft_wrap=True
+        )
         table = Table("job", "kind", "contents", "messages", "bytes", "total", box=None)
         for column in table.columns[3:]:
             column.justify = "right"

@@ -24,7 +24,7 @@ from flare_sparse.results.evidence.facts import Approval, collect_facts, find_cr
 from flare_sparse.results.evidence.readme import format_readme
 from flare_sparse.results.report.card import format_card
 from flare_sparse.results.runs.results import RunResult
-from flare_sparse.rounds.endpoints.egress import compute_head, find_logs, read_log
+from flare_sparse.rounds.endpoints.egress import find_logs, read_chain, read_log
 
 NO_JOB = Approval("none", "one process")
 QUIET: dict[str, Any] = {
@@ -74,7 +74,7 @@ def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run:
     assert "| checkpoints in the result folder | until they are removed | `config.yaml` |" in text
     assert "| purpose of the processing |  |" in text
     assert "| checkpoints of site-1 | 90 days, the default |" in text
-    head = compute_head(find_logs(run)["site-1"])
+    _, head = read_chain(find_logs(run)["site-1"])
     assert f"| {head} | the same messages and bytes as the server's ledger | egress log of the site, chain" in text
     up = RunResult.read(run).summary["traffic"]["up"]
     # One hello of each site beside the messages of the ledger.

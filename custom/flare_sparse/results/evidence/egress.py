@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
-from ...rounds.endpoints.egress import LOG_FILE, compute_head, find_logs, read_log, sum_lines
+from ...rounds.endpoints.egress import LOG_FILE, find_logs, read_chain, sum_lines
 from ..runs.results import RunResult
 
 
@@ -35,7 +35,7 @@ def _describe_site(run: RunResult, site: str, folder: Path | None) -> dict[str, 
         ]
         note = "not given: a site's log stays at the site; add it with --egress"
         return {"sums": _list_sums(lines), "source": "ledger", "lines": None, "head": None, "note": note}
-    whole = read_log(folder)
+    whole, head = read_chain(folder)
     name, run_ids = run.summary["name"], (run.summary["run"], "")
     # A hello and a refusal name the job alone.
     lines = [line for line in whole if line["job"] == name and line["run"] in run_ids]
@@ -44,7 +44,7 @@ def _describe_site(run: RunResult, site: str, folder: Path | None) -> dict[str, 
     if sorted(sent) != sorted(ledger):
         totals = [f"{len(part)} messages, {sum(size for *_, size in part)} bytes" for part in (sent, ledger)]
         note = f"{totals[0]}, and the server's ledger {totals[1]}: see rejected messages among the deviations"
-    return {"sums": _list_sums(lines), "source": "log", "lines": len(whole), "head": compute_head(folder), "note": note}
+    return {"sums": _list_sums(lines), "source": "log", "lines": len(whole), "head": head, "note": note}
 
 
 def _list_sums(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

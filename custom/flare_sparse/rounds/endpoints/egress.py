@@ -205,7 +205,12 @@ def find_logs(folder: Path) -> dict[str, Path]:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a site's log, whose chain was checked.
+    """Return the lines of a site's log, whose chain was checked (:func:`read_chain`)."""
+    return read_chain(folder)[0]
+
+
+def read_chain(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the lines of a site's log, whose chain was checked, and its head: the digest of the last line.
 
     A piece of a line at the end, without its end, is left out: its message was never sent.
 
@@ -227,13 +232,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
             )
         digests.append(_compute_digest(raw))
     _check_head(folder, len(raw_lines), lambda count: digests[count])
-    return entries
-
-
-def compute_head(folder: Path) -> str:
-    """Return the digest of the last line of a site's log; of the start for an empty one."""
-    last = (folder / LOG_FILE).read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2]
-    return _compute_digest(last) if last else _START
+    return entries, digests[-1]
 
 
 def sum_lines(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], tuple[int, int]]:
