@@ -30,14 +30,15 @@ ATTACKS = {
 """The attacks that ``flare-sparse audit`` knows, with their attackers."""
 _ATTACKS = (
     "EDPB Opinion 28/2024 asks how likely it is that data of persons are extracted from a model, or obtained by "
-    "queries to it. What follows are attacks that were tried on this run or on a repetition of it (`audit.json`); it "
-    "is no statement of that likelihood. Not among them: queries to a model in use, and combinations with other data."
+    "queries to it. Attacks on this run or on a repetition of it (`audit.json`) are no statement of that likelihood; "
+    "not among them are queries to a model in use, and combinations with other data."
 )
 _LEFT = (
     "Messages by kind, with their bytes. Of a site's data a message holds: weights, values of the trained model; a "
     "delta, their change; scores, one number for each entry of the model; statistics, number, mean and deviation of "
     "inputs; examples, their number; metrics, computed on test subjects; events, codes of what happened. The hello has "
-    "versions and limits. No message has a subject, an identifier or a path."
+    "versions and limits. No message has a subject, an identifier or a path. Bytes are those of the encoded values; "
+    "the few numbers beside them (examples, metrics, versions) are not counted, and stand in the egress log."
 )
 _COHORTS = (
     "Numbers of examples as the sites reported them. The rounds answered include the evaluation of the last model."
@@ -122,6 +123,7 @@ def build_dpia(run: RunResult, facts: dict[str, Any]) -> list[Section]:
     """
     made = {str(attack["attack"]) for attack in run.audit.get("attacks", [])}
     not_made = "; ".join(f"{name} ({what})" for name, what in ATTACKS.items() if name not in made)
+    tried = describe_attacks(run) or ["No attack was tried."]
     recorded = "recorded", "source"
     site = "site", "training examples", "validation", "test", "rounds answered"
     log = "site", "lines", "sha256 of the last line", "compared with the server's ledger", "source"
@@ -142,7 +144,7 @@ def build_dpia(run: RunResult, facts: dict[str, Any]) -> list[Section]:
         Section("Privacy budget, in the terms of NIST SP 800-226", (), ("term", *recorded), _list_budget(facts)),
         *_build_subgroups(run),
         Section("Retention and withdrawal", (), ("what", *recorded), _list_retention(run, facts)),
-        Section("Attacks", [_ATTACKS, *describe_attacks(run), f"Not tried: {not_made or 'none of those known'}."]),
+        Section("Attacks", [_ATTACKS, *tried, f"Not tried: {not_made or 'none of those known'}."]),
         Section("Deviations", (), ("round", "site", "deviation", "source"), deviations)
         if deviations
         else Section("Deviations", ["None recorded: every site contributed to every round (`rounds.jsonl`)."]),
@@ -174,6 +176,7 @@ def _write_docx(title: str, sections: Sequence[Section], file: Path) -> None:
     try:
         from docx import Document
         from docx.enum.section import WD_ORIENT
+        from docx.oxml import OxmlElement
         from docx.shared import Pt
     except ImportError as error:
         raise ConfigError("an annex as .docx needs python-docx: pip install 'flare-sparse[evidence]'") from error
@@ -191,7 +194,10 @@ def _write_docx(title: str, sections: Sequence[Section], file: Path) -> None:
         if section.columns:
             rows = [section.columns, *section.rows]
             table = document.add_table(len(rows), len(section.columns), style="Light Grid Accent 1")
+            # On each page that a table goes on.
+            table.rows[0]._tr.get_or_add_trPr().append(OxmlElement("w:tblHeader"))
             for cells, row in zip(table.rows, rows, strict=True):
+                cells._tr.get_or_add_trPr().append(OxmlElement("w:cantSplit"))
                 for cell, value in zip(cells.cells, row, strict=True):
                     cell.text = _strip_marks(str(value))
     document.save(str(file))
@@ -235,6 +241,8 @@ def _list_processing(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, .
         ("method", f"{facts['method']}, {facts['rounds']} rounds", "`summary.json`"),
         ("sites", ", ".join(run.sites), "`summary.json`"),
         ("submitter", f"{who}. Signature {approval['signature']}: {approval['note']}", "the job's signatures"),
+        ("submitted", approval["submitted_at"] or "not recorded", "the server"),
+        ("accepted by", ", ".join(approval["deployed"]) or "not recorded", "the server"),
         ("code that came with the job", "none" if not (run.path / "code").is_dir() else "see `code/`", "`code/`"),
         ("model", f"sha256 {facts['model_sha256']}", "`summary.json`, computed again"),
         ("metrics of the last model", metrics or "none", "`summary.json`"),
@@ -343,6 +351,7 @@ def _list_retention(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, ..
         *_join_sites(
             "checkpoints", {site: _describe_checkpoints(policy) for site, policy in facts["policies"].items()}
         ),
+        ("checkpoints of the server", "no limit, unless `checkpoint_days` in the policy of its kit sets one", "method"),
         ("egress logs, privacy ledgers", "kept at the sites, no limit", "method"),
         ("models and record", "no limit: to be stated by the controller", "not recorded"),
         ("withdrawals", withdrawn or "none", f"`{WITHDRAWN}`" if withdrawn else f"no `{WITHDRAWN}`"),
