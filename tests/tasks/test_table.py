@@ -318,6 +318,12 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
             ("F", "no"),
             r"has the labels M, no, but.*task.classes: \[M, 'no'\]",
         ),
+        (
+            {"target": "ward", "classes": ["0", "1"], "features": ["age"], "categories": {}},
+            ("", ""),
+            r"has the labels A, B, C, but.*task.classes: {no: \[...\], yes: \[...\]}, or task.kind: classes",
+        ),
+        ({}, ("benign", "none"), "its outcome is missing: 'none' counts as missing, unless task.classes names it"),
         ({"features": ["aeg"], "categories": {}}, ("", ""), "no column 'aeg'.*Did you mean 'age'"),
         (
             {"kind": "survival", "target": "months", "event": "visit"},

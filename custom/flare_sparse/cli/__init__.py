@@ -100,5 +100,5 @@ def main(
     [bold]Change[/]  flare-sparse run app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.98
     [bold]Choose[/]  flare-sparse methods, flare-sparse tasks, then a file in app_configs/
     [bold]Follow[/]  flare-sparse watch RUN shows the rounds and the time left
-    [bold]Check[/]   flare-sparse estimate CONFIG counts bytes, flare-sparse check CONFIG finds mistakes; neither trains
+    [bold]Check[/]   flare-sparse estimate CONFIG counts bytes, flare-sparse check CONFIG finds mistakes
     """

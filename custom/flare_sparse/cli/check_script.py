@@ -91,7 +91,8 @@ def train_once(settings: RunConfig, file: Path, task: ScriptTask, data: SiteData
                 raise ScriptTooSlow(text) from error
             lines = output.read_text(errors="replace").splitlines() if output.is_file() else []
             # The folder of the output is gone once this command ends.
-            error.args = ("\n".join([str(error), *(f"  {line}" for line in lines[-5:])]),)
+            text = str(error).replace(f"its output is in {output}", "its output ends with:")
+            error.args = ("\n".join([text, *(f"  {line}" for line in lines[-5:])]),)
             raise
         finally:
             timer.cancel()

@@ -129,6 +129,8 @@ class ClassOutcome(TableOutcome):
             is_merged = len(position) > len(self._labels)
             classes = ", ".join(f"{name}: [...]" for name in name_labels(self._labels))
             remedy = f"{{{classes}}}" if is_merged else format_labels(found)
+            if self._is_binary and not is_merged and len(found) > 2:
+                remedy = "{no: [...], yes: [...]}, or task.kind: classes,"
             raise DataError(
                 f"{table.source}: column {self._target!r} has the labels {shown}, but the job knows "
                 f"{', '.join(position)}. Set task.classes: {remedy} with the labels of all sites, in the same order "

@@ -109,6 +109,8 @@ class TableTask(Task):
         features = encode_features(table, config.features, config.categories, has_indicators=has_indicators)
         targets, ids = self._outcome.read(table), self._get_ids(table)
         row_of = {name: row for row, name in enumerate(ids)}
+        has_classes = config.kind in ("binary", "classes")
+        texts = table.get_texts(config.target) if has_classes else [""] * len(ids)
 
         def find_row(name: str) -> int:
             if name not in row_of:
@@ -116,7 +118,11 @@ class TableTask(Task):
             row = row_of[name]
             if not np.isfinite(targets[row]).all():
                 column = config.event if np.isfinite(targets[row, 0]) else config.target
-                raise DataError(f"its {column} is missing")
+                text = texts[row] if column == config.target else ""
+                # A column of numbers spells an empty cell nan.
+                is_word = text not in ("", "nan")
+                note = f": {text!r} counts as missing, unless task.classes names it" if is_word else ""
+                raise DataError(f"its {column} is missing{note}")
             if not has_indicators and (columns := features.describe_missing(row)):
                 raise DataError(f"features are missing: {columns}; task.missing: impute fills them in")
             return row

@@ -40,7 +40,8 @@ Derivative = Annotated[
 DECATHLON = "dataset.json"
 EXPECTED = (
     f"expected a BIDS data set (sub-*/anat and derivatives/*/sub-*/anat/*_dseg.nii.gz), a folder with {DECATHLON}, or "
-    "a folder of such folders; for other names set task.pairs"
+    "a folder of such folders; for other names set task.pairs, such as {images: ['imagesTr/{case}.nii.gz'], labels: "
+    "'labelsTr/{case}.nii.gz'}"
 )
 CLASS = "label"
 """Column of ``participants.tsv``, and key of an entry of ``dataset.json``, with the number of a class."""
