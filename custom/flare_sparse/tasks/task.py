@@ -169,11 +169,12 @@ class SiteData:
         path: folder or file.
         subset: identifiers of the site's examples; None for all examples of ``path``.
         methods: settings that the site chooses for itself, by name of the method.
-        withdrawn: identifiers of subjects, or of examples, that must not be used (docs/withdrawal.md).
+        withdrawn: identifiers of subjects, or of examples, that must not be used (docs/withdrawal.md). Of a folder of
+            data sets one without the name of its data set stands for all of that name.
 
     Examples:
         >>> data = SiteData("site-1", Path("/data/brains"), withdrawn=frozenset({"sub-07"}))
-        >>> data.select(["sub-01", "sub-07"])
+        >>> data.select(["sub-01", "sub-07", "IXI/sub-07"])
         ('sub-01',)
     """
 
@@ -195,7 +196,9 @@ class SiteData:
         if not self.withdrawn:
             return names
         # An identifier of the subset that the data lacks has no subject; the task names it as missing.
-        left = self.withdrawn | {name for name in known if subject_of(name) in self.withdrawn}
+        left = self.withdrawn | {
+            name for name in known if not self.withdrawn.isdisjoint((subject_of(name), name.rpartition("/")[2]))
+        }
         return tuple(name for name in names if name not in left)
 
 

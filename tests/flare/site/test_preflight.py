@@ -19,6 +19,7 @@ from flare_sparse.flare.site.install import install_guards
 from flare_sparse.flare.site.preflight import CheckResult, check_site
 from flare_sparse.privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount, build_entry
 from flare_sparse.privacy.dp.accounting import Charge, compute_epsilon
+from flare_sparse.tasks.data.source import WITHDRAWN_FILE
 from flare_sparse.training import compute
 
 
@@ -91,7 +92,9 @@ def test_data_is_read_as_the_job_would_read_it(kit: Path, tmp_path: Path) -> Non
     findings = check(kit, job)
     assert findings["allow-list"].verdict == "PASS"
     assert findings["data"].verdict == "PASS"
-    assert "16 training examples, as read by task mortality" in findings["data"].detail
+    assert findings["data"].detail.endswith("16 training examples, as read by task mortality")
+    (kit / "local" / WITHDRAWN_FILE).write_text("7\n8\nno such stay\n")
+    assert "3 withdrawn subjects leaves out 2 examples" in check(kit, job)["data"].detail
     job.write_text("name: job\nmethod: {name: fedavg}\ntask: {name: mortality, medications: 5}\n")
     assert check(kit, job)["data"].verdict == "FAIL"
     assert "task.medications is 5" in check(kit, job)["data"].detail

@@ -8,7 +8,7 @@ import shutil
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ...privacy.dp.accounting import Charge
 from ...privacy.dp.forecast import Forecast, explain_shortage
 from ...tasks.data.source import find_site_data
 from ...tasks.script import ScriptTask
-from ...tasks.task import Task
+from ...tasks.task import Examples, SiteData, Task, load_examples
 from .allow_list import (
     CLASSES,
     EVERYTHING,
@@ -197,13 +197,23 @@ def _check_job(
         loaded.append((assembly, examples, site.trainer.examples.count_train_subjects()))
         if not examples:
             return "WARN", f"{data.path}: no training examples; this site would only evaluate models"
-        return "PASS", f"{data.path}: {examples} training examples, as read by task {job.task.name}"
+        left_out = _count_withdrawn(assembly, data, site.trainer.examples)
+        return "PASS", f"{data.path}: {examples} training examples, as read by task {job.task.name}{left_out}"
 
     yield _run_check("data", read_data)
     if loaded and is_guarded:
         yield _run_check("job", lambda: _check_policy_allows(kit, job, *loaded[0]))
     if loaded and job.privacy is not None:
         yield _run_check("privacy", lambda: _check_privacy(kit, loaded[0][0], loaded[0][2]))
+
+
+def _count_withdrawn(assembly: Assembly, data: SiteData, used: Examples) -> str:
+    """Return how many examples the list of withdrawn subjects leaves out: a misspelt identifier leaves out none."""
+    if not data.withdrawn:
+        return ""
+    everything = load_examples(assembly.task, replace(data, withdrawn=frozenset()), assembly.method.seed)
+    before, after = (part.n_train + part.n_validation + part.n_test for part in (everything, used))
+    return f"; the list of {len(data.withdrawn)} withdrawn subjects leaves out {before - after} examples"
 
 
 def _read_charges(kit: Path) -> list[Charge]:
