@@ -229,10 +229,13 @@ def egress(
 
     [dim]flare-sparse site egress /opt/flare/site-1 --since 2026-03-01[/]
     """
+    from ..flare.site.allow_list import find_local_folder
     from ..rounds.endpoints.egress import find_logs, read_chain, sum_lines
 
     start = "" if since is None else since.astimezone(UTC).isoformat(timespec="milliseconds")
     chains = {name: read_chain(folder) for name, folder in find_logs(kit).items()}
+    if not chains:
+        find_local_folder(kit)
     logs = {name: [line for line in lines if line["time"] >= start] for name, (lines, _) in chains.items()}
     if as_json:
         typer.echo(json.dumps(logs, indent=2))

@@ -83,6 +83,10 @@ def test_removed_head_lets_nothing_leave(kit: Path) -> None:
         EgressLog(kit / EGRESS_FOLDER / "site-1", "age").record(Outgoing("train", ["weights"]))
 
 
+def test_folder_that_is_no_kit_is_refused(tmp_path: Path) -> None:
+    assert "this is no startup kit" in CliRunner().invoke(app, ["site", "egress", str(tmp_path)]).stderr
+
+
 def test_table_sums_messages_and_bytes_by_job_and_kind(kit: Path) -> None:
     result = CliRunner().invoke(app, ["site", "egress", str(kit)])
     assert result.exit_code == 0
