@@ -235,6 +235,7 @@ def egress(
     start = "" if since is None else since.astimezone(UTC).isoformat(timespec="milliseconds")
     chains = {name: read_chain(folder) for name, folder in find_logs(kit).items()}
     if not chains:
+        # Raises for a folder that is no kit: without it, a mistyped path would read as a site that has sent nothing.
         find_local_folder(kit)
     logs = {name: [line for line in lines if line["time"] >= start] for name, (lines, _) in chains.items()}
     if as_json:
