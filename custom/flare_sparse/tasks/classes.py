@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..core.needs import Need, Needs
+from .ranking import compute_auc
 from .task import Metric, Task
 
 
@@ -81,7 +82,5 @@ def compute_binary_metrics(probabilities: Tensor, classes: Tensor) -> dict[str, 
     if bool((positive | predicted).any()):
         metrics["f1"] = 2 * int((positive & predicted).sum()) / (int(positive.sum()) + int(predicted.sum()))
     if 0 < int(positive.sum()) < len(positive):
-        from monai.metrics import compute_roc_auc
-
-        metrics["auc"] = float(compute_roc_auc(probabilities, positive.float()))
+        metrics["auc"] = compute_auc(probabilities, positive)
     return metrics

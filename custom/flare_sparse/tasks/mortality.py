@@ -19,6 +19,7 @@ from ..core.split import Split
 from .data.admissions import AdmissionColumns, Admissions, read_admissions
 from .models import ModelConfig
 from .models.config import require_input
+from .ranking import compute_auc, compute_average_precision
 from .task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
 
 BINS = 10
@@ -148,10 +149,8 @@ def compute_risk_metrics(risk: Tensor, died: Tensor) -> dict[str, float]:
         "prevalence": died.mean().item(),
     }
     if 0 < int(died.sum()) < len(died):
-        from monai.metrics import compute_average_precision, compute_roc_auc
-
-        metrics["auc_roc"] = float(compute_roc_auc(risk, died))
-        metrics["auc_pr"] = float(compute_average_precision(risk, died))
+        metrics["auc_roc"] = compute_auc(risk, died)
+        metrics["auc_pr"] = compute_average_precision(risk, died)
     return metrics
 
 

@@ -16,6 +16,7 @@ from ...core.errors import DataError, MetricsError
 from ..data.cases import CLASS, PHOTOGRAPHS, CaseFiles, find_cases, find_classes
 from ..data.pairs import Pairs
 from ..data.segmentation import check_volumes
+from ..ranking import compute_auc
 from ..task import Kind
 from .cases import Item, check_label_map, describe_cause, strip_metadata
 from .components import LOWER_IS_BETTER, Component, build_all
@@ -236,13 +237,11 @@ class Classes(Target):
         classes, name = labels[:, 0].long(), self._declaration.metric_name
         if self._declaration.metric.path == "accuracy":
             return {name: (measured.argmax(dim=1) == classes).double().mean().item()}
-        from monai.metrics import compute_roc_auc
-
         is_class = torch.stack([classes == number for number in range(measured.shape[1])], dim=1)
         # The second of two classes says all; a class that all cases have, or none, has no AUC.
         chosen = [1] if measured.shape[1] == 2 else range(measured.shape[1])
         defined = [number for number in chosen if 0 < int(is_class[:, number].sum()) < len(classes)]
-        values = [float(compute_roc_auc(measured[:, number], is_class[:, number].float())) for number in defined]
+        values = [compute_auc(measured[:, number], is_class[:, number]) for number in defined]
         return {name: sum(values) / len(values)} if values else {}
 
 
