@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from .following import DROPPED, POLL_S, JobFollower, is_lost
 JOB_FILE = "job_id.txt"
 """File of the result folder that names the job that was submitted last."""
 MAX_RESTARTS = 3
-"""Most times that the command submits a job again to take in sites that FLARE has dropped from it."""
+"""Most times that the command submits a job again: for sites that FLARE has dropped from it, or has not waited for."""
+UNANSWERED = ": no reply (deployment timeout)"
+"""End of what FLARE says of a site that was too slow to accept a job."""
 ABORT_S = 120.0
 """Seconds to wait for the end of an aborted job."""
 
@@ -45,7 +47,8 @@ def run_deployed(
     The server resumes a job that is submitted again from its last committed round. If the job that was last submitted
     from ``out`` is still listed, it is aborted first, because two processes of one job cannot run at a time. FLARE
     drops a site whose client restarts from the running job; once the client is connected again, the job is aborted and
-    submitted again, at most ``MAX_RESTARTS`` times.
+    submitted again. So is a job that did not start because sites took longer to accept it than FLARE waits. Both happen
+    at most ``MAX_RESTARTS`` times together.
 
     Args:
         recipe: the job.
@@ -67,7 +70,7 @@ def run_deployed(
     with redirect_messages(out / "flare.log"), open_connection(kit, on_line) as connection:
         job = _find_job(connection, out, on_line, is_followed=resume)
         job, status, follower = _follow(connection, recipe, out, job, on_line=on_line, restart_command=restart_command)
-        refusals = connection.ask(lambda session: _list_refusals(session.get_job_meta(job)))
+        refusals = _list_refusals(connection, job)
         downloaded = _download(connection, job, out)
     _collect_record(downloaded, out, lambda reason: describe_end(
         job, status, reason=reason, refusals=refusals, rounds=len(follower.shown)
@@ -95,17 +98,29 @@ def run_statistics(recipe: Recipe, kit: Path, out: Path, result: str, on_line: C
     """
     out.mkdir(parents=True, exist_ok=True)
     with redirect_messages(out / "flare.log"), open_connection(kit, on_line) as connection:
-        job, status = _submit(connection, recipe), ""
-        while not status.startswith("FINISHED"):
-            time.sleep(POLL_S)
-            previous, status = status, connection.ask(lambda session: str(session.get_job_status(job)))
-            if status != previous:
-                on_line(f"job {job}: {status.lower()}")
-        refusals = connection.ask(lambda session: _list_refusals(session.get_job_meta(job)))
+        for number in range(1, MAX_RESTARTS + 2):
+            job = _submit(connection, recipe)
+            status = _wait_for_end(connection, job, on_line)
+            refusals = _list_refusals(connection, job)
+            slow = find_slow_sites(status, refusals)
+            if not slow or number > MAX_RESTARTS:
+                break
+            on_line(_describe_slow_sites(slow, job, number))
         downloaded = _download(connection, job, out)
     if file := next(downloaded.glob(f"**/{result}"), None):
         return json.loads(file.read_text(encoding="utf-8"))
     raise describe_end(job, status, reason=_read_reason(downloaded), refusals=refusals)
+
+
+def _wait_for_end(connection: ServerConnection, job: str, on_line: Callable[[str], None]) -> str:
+    """Show each change of a job's status, and return its last one."""
+    status = ""
+    while not status.startswith("FINISHED"):
+        time.sleep(POLL_S)
+        previous, status = status, connection.ask(lambda session: str(session.get_job_status(job)))
+        if status != previous:
+            on_line(f"job {job}: {status.lower()}")
+    return status
 
 
 def _follow(
@@ -117,7 +132,7 @@ def _follow(
     on_line: Callable[[str], None],
     restart_command: str,
 ) -> tuple[str, str, JobFollower]:
-    """Follow a job to its end; submit it, and submit it again when FLARE has dropped a connected site from it.
+    """Follow a job to its end; submit it, and again when FLARE dropped a connected site or did not wait for one.
 
     Args:
         connection: connection to the server.
@@ -146,14 +161,18 @@ def _follow(
             shown=shown,
         )
         status = follower.follow()
-        if status != DROPPED:
-            return job, status, follower
-        on_line(
-            f"{', '.join(follower.dropped)}: connected again, but FLARE has dropped it from the job: job {job} is "
-            f"aborted and submitted again ({number} of at most {MAX_RESTARTS} times); it resumes from its last "
-            "committed round"
-        )
-        _abort(connection, job)
+        if status == DROPPED:
+            on_line(
+                f"{', '.join(follower.dropped)}: connected again, but FLARE has dropped it from the job: job {job} is "
+                f"aborted and submitted again ({number} of at most {MAX_RESTARTS} times); it resumes from its last "
+                "committed round"
+            )
+            _abort(connection, job)
+        else:
+            slow = find_slow_sites(status, _list_refusals(connection, job))
+            if not slow or number > MAX_RESTARTS:
+                return job, status, follower
+            on_line(_describe_slow_sites(slow, job, number))
         job = None
     raise AssertionError("unreachable: the last job is followed to its end")
 
@@ -226,10 +245,36 @@ def _abort(connection: ServerConnection, job: str) -> None:
         time.sleep(POLL_S)
 
 
-def _list_refusals(meta: dict[str, Any]) -> list[str]:
+def _list_refusals(connection: ServerConnection, job: str) -> list[str]:
     """Return which participants refused the job when the server deployed it, and why."""
+    meta = connection.ask(lambda session: session.get_job_meta(job))
     answers = map(str, meta.get("job_deploy_detail") or [])
     return [answer for answer in answers if not answer.endswith(": OK")]
+
+
+def find_slow_sites(status: str, refusals: Sequence[str]) -> list[str]:
+    """Return the sites that kept a job from starting because they were too slow; none if another one refused it.
+
+    Args:
+        status: FLARE's last status of the job.
+        refusals: what :func:`_list_refusals` returns.
+
+    >>> slow = "site-2: no reply (deployment timeout)"
+    >>> find_slow_sites("FINISHED:FAILED_TO_RUN", [slow, "num_ok_sites 2 < required_min_sites 3"])
+    ['site-2']
+    >>> find_slow_sites("FINISHED:FAILED_TO_RUN", [slow, "site-1: BYOC not permitted"])
+    []
+    """
+    of_sites = [text for text in refusals if ": " in text]
+    slow = [text.removesuffix(UNANSWERED) for text in of_sites if text.endswith(UNANSWERED)]
+    return slow if status.endswith("FAILED_TO_RUN") and len(slow) == len(of_sites) else []
+
+
+def _describe_slow_sites(sites: Sequence[str], job: str, number: int) -> str:
+    return (
+        f"{', '.join(sites)}: took longer to accept the job than FLARE waits: job {job} is submitted again ({number} "
+        f"of at most {MAX_RESTARTS} times)"
+    )
 
 
 def _download(connection: ServerConnection, job: str, out: Path) -> Path:
