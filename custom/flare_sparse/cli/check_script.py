@@ -17,6 +17,7 @@ from ..core.mask import Mask
 from ..privacy.dp.account import PRIVACY_FOLDER
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..tasks.task import SiteData
+from ..training.script_exchange import ScriptFailed
 
 LIMIT_S = 60.0
 """Seconds after which a script that still trains is stopped."""
@@ -89,10 +90,12 @@ def train_once(settings: RunConfig, file: Path, task: ScriptTask, data: SiteData
             if is_late.is_set():
                 text = f"the script still ran after {LIMIT_S:.0f} s and was stopped: nothing else is known about it"
                 raise ScriptTooSlow(text) from error
-            lines = output.read_text(errors="replace").splitlines() if output.is_file() else []
+            if not isinstance(error, ScriptFailed):
+                raise
             # The folder of the output is gone once this command ends.
-            text = str(error).replace(f"its output is in {output}", "its output ends with:")
-            error.args = ("\n".join([text, *(f"  {line}" for line in lines[-5:])]),)
+            lines = output.read_text(errors="replace").splitlines()[-5:] if output.is_file() else ["nothing"]
+            error.happened = "\n".join([error.happened, "its output ends with:", *(f"  {line}" for line in lines)])
+            error.output = ""
             raise
         finally:
             timer.cancel()

@@ -234,8 +234,8 @@ class FederationConfig(Section):
         if self.max_share < 1:
             return f"one site has at most {self.max_share:.0%} of a round's weight"
         return (
-            "max_share is 1: a site that reports 2^52 examples determines the model alone; unless all sites are "
-            "trusted, set max_share (such as 0.5) or examples"
+            "a site weighs as many examples as it says it has; unless all sites are trusted, limit it with max_share "
+            "(such as 0.5), or agree on the numbers in federation.examples"
         )
 
 

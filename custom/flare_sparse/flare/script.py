@@ -163,7 +163,7 @@ class FlareScript:
         error, self._errors.error = self._errors.error, None
         if isinstance(error, BudgetSpent):
             return BudgetSpent(str(error))
-        failed = ScriptFailed(f"script {self._script.name}: {self._describe_end(error)}\nits output is in {self._log}")
+        failed = ScriptFailed(f"script {self._script.name}: {self._describe_end(error)}", self._log)
         if error is not None and not isinstance(error, SystemExit):
             failed.add_note("".join(traceback.format_exception(error)))
         return failed

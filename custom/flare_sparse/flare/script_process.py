@@ -73,7 +73,7 @@ class ScriptProcess:
             _send(self._requests, request)
             reply = _receive(self._replies)
         except (EOFError, OSError) as error:
-            raise ScriptFailed(f"the script's process died; its output is in {self._folder / OUTPUT}") from error
+            raise ScriptFailed("the script's process died", str(self._folder / OUTPUT)) from error
         if isinstance(reply, Exception):
             raise reply
         assert isinstance(reply, ScriptReply), "the process sends replies and errors"

@@ -29,9 +29,22 @@ _WRAPPER = "module."
 
 
 class ScriptFailed(FlareSparseError):
-    """The site's training script raised an exception, ended early or sent something unusable."""
+    """The site's training script raised an exception, ended early or sent something unusable.
+
+    Args:
+        happened: what happened.
+        output: where to find what the script printed; empty: unknown.
+    """
 
     code = "E_SCRIPT"
+
+    def __init__(self, happened: str, output: str = ""):
+        # Both arguments: a script's process pickles the error.
+        super().__init__(happened, output)
+        self.happened, self.output = happened, output
+
+    def __str__(self) -> str:
+        return f"{self.happened}\nits output is in {self.output}" if self.output else self.happened
 
 
 @dataclass(frozen=True)
