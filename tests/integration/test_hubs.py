@@ -109,8 +109,8 @@ def kill_processes(kit: Path) -> None:
 def test_job_of_a_killed_hub_ends_and_its_resumption_ends_in_the_undisturbed_bits(
     workspace: Path, tmp_path: Path
 ) -> None:
-    # Many short rounds: the kill must come before the last one.
-    rounds = 20
+    # The kill comes within a second after the first commit, well before the last round.
+    rounds = 6
     data = f"simulator.data={{path: '{workspace / 'data' / '{site}'}'}}"
     flat = [*SMALL, data, "wire.aggregation=masked", f"method.rounds={rounds}"]
     flat += ["federation.task_timeout_s=120", "federation.retries=0"]
@@ -137,7 +137,7 @@ def test_job_of_a_killed_hub_ends_and_its_resumption_ends_in_the_undisturbed_bit
         running.wait()
     shown = (tmp_path / "terminal.txt").read_text()
     assert code != 0, shown
-    assert "is committed at the server" in shown
+    assert "E_QUORUM" in shown
     assert "--resume" in shown
     before = read_rounds(out)
     assert 2 <= len(before) < rounds
