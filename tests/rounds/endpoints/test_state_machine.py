@@ -97,7 +97,7 @@ def test_random_absences_leave_both_ends_with_the_same_vectors() -> None:
 def test_many_random_faults_change_no_bit_and_lose_nothing(
     machine: type[RandomFaults], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    examples = int(os.environ.get("FLARE_SPARSE_LONG_EXAMPLES", "100"))
+    examples = int(os.environ.get("FLARE_SPARSE_LONG_EXAMPLES", "50"))
     run_state_machine_as_test(machine, settings=build_settings(examples))
     with capsys.disabled():
         print(f"{examples} runs, {STEPS['count']} steps")
@@ -188,12 +188,6 @@ def test_steps_fail_only_where_a_fix_is_taken_out(
     ("machine", "mutate", "message"),
     [
         (RandomAbsences, leave_damaged_checkpoints, "CheckpointError"),
-        # With some formats the site notices a base that it does not hold; with others both ends differ first.
-        (
-            RandomAbsences,
-            ignore_age_of_bases,
-            "a request over a base that it never held|the server takes another vector",
-        ),
         (RandomAbsences, ignore_vectors_of_bases, "the server takes another vector"),
         (FaultsOverBases, keep_memory_in_retries, "memory of site-"),
     ],
