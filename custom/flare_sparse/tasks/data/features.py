@@ -85,15 +85,17 @@ def encode_features(
         has_indicators: whether each column has one more input that is 1 where its value is missing.
 
     Raises:
-        DataError: a column is missing, a column of numbers contains text, or a category is unknown.
+        DataError: columns are missing, columns of numbers contain text, or categories are unknown; it names all of
+            them.
     """
+    check_columns(table, columns, categories)
     parts, names, numbers, missing = [], [], [], []
     for name in columns:
         if name in categories:
             values, absent = _encode_categories(table, name, categories[name])
             names += [f"{name}={category}" for category in name_labels(categories[name])]
         else:
-            values = _get_numbers(table, name, [other for other in columns if other not in categories])[:, None]
+            values = table.get_column(name)[:, None]
             absent = ~np.isfinite(values[:, 0])
             values = np.where(absent[:, None], np.nan, values)
             names.append(name)
@@ -145,7 +147,35 @@ def _format_label(label: str) -> str:
     return text.strip()[1:-1]
 
 
-def _encode_categories(table: Table, name: str, categories: Labels) -> tuple[np.ndarray, np.ndarray]:
+def check_columns(table: Table, columns: Sequence[str], categories: Mapping[str, Labels]) -> None:
+    """Raises:
+    DataError: as :func:`encode_features`.
+    """
+    problems, texts = [], []
+    for name in columns:
+        try:
+            if name in categories:
+                _check_categories(table, name, categories[name])
+            elif date := table.find_date(name):
+                problems.append(
+                    f"{table.source}: column {name!r} is among task.features, but {DATES.format(date=date)}"
+                )
+            elif table.get_column(name).dtype.kind != "f":
+                texts.append(name)
+        except DataError as error:
+            problems.append(str(error))
+    if texts:
+        found = {name: sorted({label for label in read_labels(table, name) if label}) for name in texts}
+        listed = ", ".join(f"{_format_label(name)}: {format_labels(labels)}" for name, labels in found.items())
+        problems.append(
+            f"{table.source}: column {texts[0]!r} contains text such as {found[texts[0]][0]!r}; expected numbers. If "
+            f"it is a category, set task.categories: {{{listed}}} with the categories of all sites"
+        )
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _check_categories(table: Table, name: str, categories: Labels) -> None:
     position = number_labels(categories)
     labels = read_labels(table, name, position)
     if unknown := sorted({label for label in labels if label} - set(position)):
@@ -154,21 +184,9 @@ def _encode_categories(table: Table, name: str, categories: Labels) -> tuple[np.
             f"of its categories {', '.join(position)}; add it to task.categories.{name} for all sites, or correct "
             "the data"
         )
-    numbers = np.array([position.get(label, -1) for label in labels])
+
+
+def _encode_categories(table: Table, name: str, categories: Labels) -> tuple[np.ndarray, np.ndarray]:
+    position = number_labels(categories)
+    numbers = np.array([position.get(label, -1) for label in read_labels(table, name, position)])
     return (numbers[:, None] == np.arange(len(categories))).astype(np.float64), numbers < 0
-
-
-def _get_numbers(table: Table, name: str, numeric: Sequence[str]) -> np.ndarray:
-    """Return a column of numbers; if it contains text, the error names all ``numeric`` columns that do."""
-    column = table.get_column(name)
-    if date := table.find_date(name):
-        raise DataError(f"{table.source}: column {name!r} is among task.features, but {DATES.format(date=date)}")
-    if column.dtype.kind == "f":
-        return column
-    texts = [other for other in numeric if table.get_column(other).dtype.kind != "f" and not table.find_date(other)]
-    found = {other: sorted({label for label in read_labels(table, other) if label}) for other in texts}
-    categories = ", ".join(f"{_format_label(other)}: {format_labels(labels)}" for other, labels in found.items())
-    raise DataError(
-        f"{table.source}: column {name!r} contains text such as {found[name][0]!r}; expected numbers. If it is a "
-        f"category, set task.categories: {{{categories}}} with the categories of all sites"
-    )
