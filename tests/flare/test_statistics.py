@@ -230,8 +230,9 @@ def test_job_cannot_ask_for_figures_of_few_rows(tmp_path: Path, job: JobConfig) 
     assert f"no column has {LEAST} rows" in site.read_error()
 
 
-def test_sites_run_no_class_of_flare_in_such_a_job(tmp_path: Path, job: JobConfig) -> None:
+def test_such_a_job_carries_no_code_and_sites_run_no_class_of_flare(tmp_path: Path, job: JobConfig) -> None:
     DescriptionRecipe(job, 10).export(str(tmp_path / "jobs"))
+    assert not list((tmp_path / "jobs").glob("**/*.py"))
     (file,) = (tmp_path / "jobs").glob("**/config_fed_client.json")
     content = json.loads(file.read_text())
     assert [part["executor"]["path"] for part in content["executors"]] == [

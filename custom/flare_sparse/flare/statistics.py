@@ -62,6 +62,8 @@ class DescriptionRecipe(Recipe):
     def __init__(self, config: JobConfig, least: int):
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
+        # The sites have the package: otherwise the job would carry all of it, as code that sites may refuse.
+        job.set_app_packages(["flare_sparse"])
         # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
         folder = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
