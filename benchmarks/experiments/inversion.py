@@ -120,15 +120,15 @@ def draw(rows: list[tuple[str, str, Inversion]], file: Path) -> None:
         for axis, picture, title in zip(line, pictures, titles, strict=True):
             axis.set_xticks([])
             axis.set_yticks([])
-            axis.set_title(title.replace("none:", "no policy:"), fontsize=9)
+            axis.set_title(title.replace("none:", "no policy:"), fontsize=13)
             if picture is None:
-                axis.text(0.5, 0.5, "refused", ha="center", va="center", fontsize=9)
+                axis.text(0.5, 0.5, "refused", ha="center", va="center", fontsize=13)
             else:
                 volume = picture[0].detach()
                 axis.imshow(volume[:, :, volume.shape[2] // 2].T, cmap="gray", vmin=low, vmax=high, origin="lower")
-        line[0].set_ylabel(network, fontsize=9)
+        line[0].set_ylabel(network, fontsize=13)
     figure.tight_layout()
-    figure.savefig(file, dpi=80)
+    figure.savefig(file, dpi=120)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,9 @@ def restart(kit: Path) -> None:
     """Stop a site as its ``stop_fl.sh`` does, start it again and wait until it is connected."""
     (kit / "shutdown.fl").touch()
     for _ in range(60):
-        if subprocess.run(["pgrep", "-f", "--", f"-m {kit} "], capture_output=True, check=False).returncode:
+        found = subprocess.run(["pgrep", "-f", "--", f"-m {kit} "], capture_output=True, check=False)
+        # The shell that starts the client outlives it, and refuses a second one until it has removed this file.
+        if found.returncode and not (kit / "daemon_pid.fl").exists():
             break
         time.sleep(1)
     else:
