@@ -138,9 +138,11 @@ def test_job_of_a_killed_hub_ends_and_its_resumption_ends_in_the_undisturbed_bit
     shown = (tmp_path / "terminal.txt").read_text()
     assert code != 0, shown
     assert "E_QUORUM" in shown
+    assert "is committed at the server" in shown
     assert "--resume" in shown
     before = read_rounds(out)
     assert 2 <= len(before) < rounds
+    assert not (out / "model.safetensors").exists()
     wait_for(lambda: log.read_text().count("Successfully registered client") > connected, "the hub is connected again")
     run_command(*line, "--resume")
     run_in_process(Study.load(MASKED, flat), RunFolder(tmp_path / "flat"))

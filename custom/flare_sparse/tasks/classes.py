@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..core.needs import Need, Needs
-from .ranking import compute_auc
+from ..core.ranking import compute_auc
 from .task import Metric, Task
 
 

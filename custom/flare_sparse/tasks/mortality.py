@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from ..core.errors import DataError
+from ..core.ranking import compute_auc, compute_average_precision
 from ..core.split import Split
 from .data.admissions import AdmissionColumns, Admissions, read_admissions
 from .models import ModelConfig
 from .models.config import require_input
-from .ranking import compute_auc, compute_average_precision
 from .task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
 
 BINS = 10

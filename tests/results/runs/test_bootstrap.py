@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
+from flare_sparse.core.ranking import build_auc
 from flare_sparse.results.runs.bootstrap import (
     ACCURACY,
     AUC,
@@ -18,7 +19,6 @@ from flare_sparse.results.runs.bootstrap import (
     C_INDEX_WITHIN_SITES,
     MAE,
     PairedMetric,
-    build_auc,
     build_c_index,
     compare_predictors,
     compare_scores,

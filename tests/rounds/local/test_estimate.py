@@ -28,21 +28,24 @@ ROOT = Path(__file__).parents[3]
 TYPICAL_WITHIN = 1.5
 """Largest factor between the typical figure and the ledger of these short runs."""
 ONLY_IN_TABLE = {
-    "fedsparsify_paper", "neurosfl_alexnet3d", "lora_a2_banking77", "hetlora_banking77", "flexlora_banking77",
-    "ffa_lora_banking77", "fedavg_hippocampus", "fedsparsify_hippocampus", "neurosfl_hippocampus", "script_cifar10",
-    "neurosfl_segmentation", "neurosfl_bundle", "neurosfl_brain_t1", "dp_morphometry_age", "fedavg_brain_base",
-    "fedavg_scanner_age", "fedsparsify_scanner_age", "neurosfl_scanner_age", "fedavg_voxels", "fedsparsify_voxels",
-    "neurosfl_voxels", "topk_voxels", "metagater_cifar10", "metasnip_cifar10",
+    "fedsparsify_paper", "fedavg_hippocampus", "fedsparsify_hippocampus", "neurosfl_hippocampus",
+    "dp_morphometry_age", "script_cifar10",
 }  # fmt: skip
-"""Large networks, and other data for a method that a shorter configuration runs.
-
-benchmarks/performance/estimate_table.py compares them, too.
-"""
+"""Half a minute to a minute each, of methods that shorter ones run; benchmarks/performance/estimate_table.py compares
+them, too."""
+LONG = {
+    "neurosfl_alexnet3d", "lora_a2_banking77", "hetlora_banking77", "flexlora_banking77", "ffa_lora_banking77",
+    "neurosfl_segmentation", "neurosfl_bundle", "neurosfl_brain_t1", "fedavg_brain_base", "fedavg_scanner_age",
+    "fedsparsify_scanner_age", "neurosfl_scanner_age", "fedavg_voxels", "fedsparsify_voxels", "neurosfl_voxels",
+    "topk_voxels", "metagater_cifar10", "metasnip_cifar10",
+}  # fmt: skip
+"""Large networks, and other data for a method that a shorter configuration runs."""
 FILES = [file for file in sorted((ROOT / "app_configs").glob("*.yaml")) if file.stem not in ONLY_IN_TABLE]
 EXACT = {
-    "bf16_brain_age", "fedavg_brain_age", "fedavg_ft_brain_age", "fedavg_image_classification",
-    "fedavg_one_step_cifar10", "fedavg_readmission", "local_only_brain_age", "metagater_mnist",
-    "metagater_morphometry_age", "per_fedavg_cifar10",
+    "bf16_brain_age", "fedavg_brain_age", "fedavg_brain_base", "fedavg_ft_brain_age", "fedavg_image_classification",
+    "fedavg_one_step_cifar10", "fedavg_readmission", "fedavg_scanner_age", "fedavg_voxels", "ffa_lora_banking77",
+    "flexlora_banking77", "local_only_brain_age", "metagater_mnist", "metagater_morphometry_age", "metasnip_cifar10",
+    "per_fedavg_cifar10",
 }  # fmt: skip
 
 
@@ -55,7 +58,7 @@ def table() -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(file, id=file.stem) for file in FILES],
+    [pytest.param(f, marks=[pytest.mark.long] if f.stem in LONG else [], id=f.stem) for f in FILES],
 )
 def test_ledger_lies_within_the_estimate_and_sites_admit_every_request(
     file: Path, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,8 +111,7 @@ def test_table_of_the_overview_has_the_figures_of_the_estimate() -> None:
     with (ROOT / "docs" / "results" / "bytes_paper.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file))[1:]
     assert len(rows) == 5
-    # Every row takes ten seconds.
-    for sparsity, *cells in (rows[0], rows[-1]):
+    for sparsity, *cells in rows:
         found = figures("fedsparsify_paper", f"method.sparsity={sparsity}")
         down = {key: f"{value / 1e6:,.0f}" for key, value in found["bytes"]["down"].items()}
         shown = down["typical"] if found["exact"] else f"{down['typical']} ({down['least']} to {down['most']})"

@@ -102,7 +102,7 @@ def run_statistics(recipe: Recipe, kit: Path, out: Path, result: str, on_line: C
             job = _submit(connection, recipe)
             status = _wait_for_end(connection, job, on_line)
             refusals = _list_refusals(connection, job)
-            slow = find_slow_sites(status, refusals)
+            slow = _find_slow_sites(status, refusals)
             if not slow or number > MAX_RESTARTS:
                 break
             on_line(_describe_slow_sites(slow, job, number))
@@ -169,7 +169,7 @@ def _follow(
             )
             _abort(connection, job)
         else:
-            slow = find_slow_sites(status, _list_refusals(connection, job))
+            slow = _find_slow_sites(status, _list_refusals(connection, job))
             if not slow or number > MAX_RESTARTS:
                 return job, status, follower
             on_line(_describe_slow_sites(slow, job, number))
@@ -252,7 +252,7 @@ def _list_refusals(connection: ServerConnection, job: str) -> list[str]:
     return [answer for answer in answers if not answer.endswith(": OK")]
 
 
-def find_slow_sites(status: str, refusals: Sequence[str]) -> list[str]:
+def _find_slow_sites(status: str, refusals: Sequence[str]) -> list[str]:
     """Return the sites that kept a job from starting because they were too slow; none if another one refused it.
 
     Args:
@@ -260,9 +260,9 @@ def find_slow_sites(status: str, refusals: Sequence[str]) -> list[str]:
         refusals: what :func:`_list_refusals` returns.
 
     >>> slow = "site-2: no reply (deployment timeout)"
-    >>> find_slow_sites("FINISHED:FAILED_TO_RUN", [slow, "num_ok_sites 2 < required_min_sites 3"])
+    >>> _find_slow_sites("FINISHED:FAILED_TO_RUN", [slow, "num_ok_sites 2 < required_min_sites 3"])
     ['site-2']
-    >>> find_slow_sites("FINISHED:FAILED_TO_RUN", [slow, "site-1: BYOC not permitted"])
+    >>> _find_slow_sites("FINISHED:FAILED_TO_RUN", [slow, "site-1: BYOC not permitted"])
     []
     """
     of_sites = [text for text in refusals if ": " in text]

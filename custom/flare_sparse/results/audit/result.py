@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import DataError
-from ..runs.bootstrap import LEVEL, Statistic, build_auc, iterate_resamples
+from ...core.ranking import Statistic, build_auc
+from ..runs.bootstrap import LEVEL, iterate_resamples
 
 LOW_RATES = {"tpr_at_1_percent_fpr": 0.01, "tpr_at_0_1_percent_fpr": 0.001}
 """Shares of non-members that an attacker may accuse wrongly, by the name of the figure."""

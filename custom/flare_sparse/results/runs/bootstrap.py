@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.ranking import Statistic, build_auc
 from ...tasks.task import Kind
 
 RESAMPLES = 10_000
@@ -33,8 +34,6 @@ MOST_PAIRED = 6000
 """Most examples that a C-index is compared on."""
 LEAST_PAIRED = 4
 """Fewest subjects of a site whose pairs are compared within it: of fewer, the interval would be too narrow."""
-Statistic = Callable[[np.ndarray], np.ndarray]
-"""Values ``(r,)`` of a metric for weights ``(r, n)`` of the subjects; NaN where it is undefined."""
 
 
 @dataclass(frozen=True)
@@ -211,30 +210,6 @@ def _form_groups(metric: PairedMetric, sites: np.ndarray, subjects: np.ndarray) 
     group_of_site = np.where(num_subjects < LEAST_PAIRED, -1, np.arange(len(num_subjects)))
     group_of_subject = group_of_site[site_of_subject]
     return np.asarray(group_of_subject[subject_of_example])
-
-
-def build_auc(risk: np.ndarray, targets: np.ndarray) -> Statistic:
-    """Return the area under the ROC curve as a function of weights; equal risks count half.
-
-    Args:
-        risk: predicted risk ``(n,)``.
-        targets: classes 0 and 1, ``(n, 1)``.
-    """
-    order = np.argsort(risk, kind="stable")
-    ranked, positive = risk[order], targets[order, 0] > 0.5
-    start, end = np.searchsorted(ranked, ranked, "left"), np.searchsorted(ranked, ranked, "right")
-
-    def compute(weights: np.ndarray) -> np.ndarray:
-        sorted_weights = weights[:, order].astype(np.float64)
-        below = np.zeros((len(weights), len(risk) + 1))
-        np.cumsum(np.where(positive, 0.0, sorted_weights), axis=1, out=below[:, 1:])
-        # The controls with a lower risk, and half of those with the same.
-        ahead = (below[:, start] + below[:, end]) / 2
-        pairs = sorted_weights[:, positive].sum(axis=1) * below[:, -1]
-        won = (ahead * sorted_weights)[:, positive].sum(axis=1)
-        return np.asarray(won / np.where(pairs, pairs, np.nan))
-
-    return compute
 
 
 def build_c_index(risk: np.ndarray, targets: np.ndarray, groups: np.ndarray) -> Statistic:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import DataError, MetricsError
+from ...core.ranking import compute_auc
 from ..data.cases import CLASS, PHOTOGRAPHS, CaseFiles, find_cases, find_classes
 from ..data.pairs import Pairs
 from ..data.segmentation import check_volumes
-from ..ranking import compute_auc
 from ..task import Kind
 from .cases import Item, check_label_map, describe_cause, strip_metadata
 from .components import LOWER_IS_BETTER, Component, build_all

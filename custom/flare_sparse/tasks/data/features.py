@@ -88,20 +88,29 @@ def encode_features(
         DataError: columns are missing, columns of numbers contain text, or categories are unknown; it names all of
             them.
     """
-    check_columns(table, columns, categories)
     parts, names, numbers, missing = [], [], [], []
+    problems, texts = [], []
     for name in columns:
-        if name in categories:
-            values, absent = _encode_categories(table, name, categories[name])
-            names += [f"{name}={category}" for category in name_labels(categories[name])]
-        else:
-            values = table.get_column(name)[:, None]
-            absent = ~np.isfinite(values[:, 0])
-            values = np.where(absent[:, None], np.nan, values)
-            names.append(name)
+        try:
+            if name in categories:
+                values, absent = _encode_categories(table, name, categories[name])
+            elif (column := _get_column(table, name)).dtype.kind == "f":
+                absent = ~np.isfinite(column)
+                values = np.where(absent, np.nan, column)[:, None]
+            else:
+                texts.append(name)
+                continue
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        names += [f"{name}={category}" for category in name_labels(categories[name])] if name in categories else [name]
         parts.append(values)
         numbers += [name not in categories] * values.shape[1]
         missing.append(absent)
+    if texts:
+        problems.append(_describe_texts(table, texts))
+    if problems:
+        raise DataError("\n".join(problems))
     marks = np.stack(missing, axis=1)
     if has_indicators:
         parts.append(marks.astype(np.float64))
@@ -147,35 +156,7 @@ def _format_label(label: str) -> str:
     return text.strip()[1:-1]
 
 
-def check_columns(table: Table, columns: Sequence[str], categories: Mapping[str, Labels]) -> None:
-    """Raises:
-    DataError: as :func:`encode_features`.
-    """
-    problems, texts = [], []
-    for name in columns:
-        try:
-            if name in categories:
-                _check_categories(table, name, categories[name])
-            elif date := table.find_date(name):
-                problems.append(
-                    f"{table.source}: column {name!r} is among task.features, but {DATES.format(date=date)}"
-                )
-            elif table.get_column(name).dtype.kind != "f":
-                texts.append(name)
-        except DataError as error:
-            problems.append(str(error))
-    if texts:
-        found = {name: sorted({label for label in read_labels(table, name) if label}) for name in texts}
-        listed = ", ".join(f"{_format_label(name)}: {format_labels(labels)}" for name, labels in found.items())
-        problems.append(
-            f"{table.source}: column {texts[0]!r} contains text such as {found[texts[0]][0]!r}; expected numbers. If "
-            f"it is a category, set task.categories: {{{listed}}} with the categories of all sites"
-        )
-    if problems:
-        raise DataError("\n".join(problems))
-
-
-def _check_categories(table: Table, name: str, categories: Labels) -> None:
+def _encode_categories(table: Table, name: str, categories: Labels) -> tuple[np.ndarray, np.ndarray]:
     position = number_labels(categories)
     labels = read_labels(table, name, position)
     if unknown := sorted({label for label in labels if label} - set(position)):
@@ -184,9 +165,27 @@ def _check_categories(table: Table, name: str, categories: Labels) -> None:
             f"of its categories {', '.join(position)}; add it to task.categories.{name} for all sites, or correct "
             "the data"
         )
-
-
-def _encode_categories(table: Table, name: str, categories: Labels) -> tuple[np.ndarray, np.ndarray]:
-    position = number_labels(categories)
-    numbers = np.array([position.get(label, -1) for label in read_labels(table, name, position)])
+    numbers = np.array([position.get(label, -1) for label in labels])
     return (numbers[:, None] == np.arange(len(categories))).astype(np.float64), numbers < 0
+
+
+def _get_column(table: Table, name: str) -> np.ndarray:
+    """Return a column of numbers or of text.
+
+    Raises:
+        DataError: it is missing, or has dates.
+    """
+    if date := table.find_date(name):
+        raise DataError(f"{table.source}: column {name!r} is among task.features, but {DATES.format(date=date)}")
+    return table.get_column(name)
+
+
+def _describe_texts(table: Table, names: Sequence[str]) -> str:
+    """Return the problem of columns of text that are not among the categories, with the setting that mends it."""
+    found = {name: sorted({label for label in read_labels(table, name) if label}) for name in names}
+    categories = ", ".join(f"{_format_label(name)}: {format_labels(labels)}" for name, labels in found.items())
+    first, labels = next(iter(found.items()))
+    return (
+        f"{table.source}: column {first!r} contains text such as {labels[0]!r}; expected numbers. If it is a "
+        f"category, set task.categories: {{{categories}}} with the categories of all sites"
+    )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from flare_sparse.tasks.ranking import compute_auc, compute_average_precision
+from flare_sparse.core.ranking import compute_auc, compute_average_precision
 
 # Few values: many risks are equal.
 RANKED = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]), st.booleans()), min_size=2, max_size=40)

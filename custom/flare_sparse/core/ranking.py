@@ -1,0 +1,66 @@
+"""How well predicted risks rank two classes.
+
+MONAI has both metrics, but importing it takes a process several seconds, and a task over a table needs nothing else of
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+Statistic = Callable[[np.ndarray], np.ndarray]
+"""Values ``(r,)`` of a metric for weights ``(r, n)`` of the examples or subjects; NaN where it is undefined."""
+
+
+def compute_auc(risk: Tensor, classes: Tensor) -> float:
+    """Return the area under the ROC curve; equal risks count half.
+
+    Args:
+        risk: predicted risk of class 1, ``(n,)``.
+        classes: 0 or 1, ``(n,)``; both occur.
+    """
+    compute = build_auc(risk.detach().cpu().numpy(), classes.detach().cpu().numpy()[:, None])
+    return float(compute(np.ones((1, len(risk))))[0])
+
+
+def build_auc(risk: np.ndarray, targets: np.ndarray) -> Statistic:
+    """Return the area under the ROC curve as a function of weights; equal risks count half.
+
+    Args:
+        risk: predicted risk ``(n,)``.
+        targets: classes 0 and 1, ``(n, 1)``.
+    """
+    order = np.argsort(risk, kind="stable")
+    ranked, positive = risk[order], targets[order, 0] > 0.5
+    start, end = np.searchsorted(ranked, ranked, "left"), np.searchsorted(ranked, ranked, "right")
+
+    def compute(weights: np.ndarray) -> np.ndarray:
+        sorted_weights = weights[:, order].astype(np.float64)
+        below = np.zeros((len(weights), len(risk) + 1))
+        np.cumsum(np.where(positive, 0.0, sorted_weights), axis=1, out=below[:, 1:])
+        # The controls with a lower risk, and half of those with the same.
+        ahead = (below[:, start] + below[:, end]) / 2
+        pairs = sorted_weights[:, positive].sum(axis=1) * below[:, -1]
+        won = (ahead * sorted_weights)[:, positive].sum(axis=1)
+        return np.asarray(won / np.where(pairs, pairs, np.nan))
+
+    return compute
+
+
+def compute_average_precision(risk: Tensor, classes: Tensor) -> float:
+    """Return the mean over the examples of class 1 of the precision at their risk.
+
+    Args:
+        risk: predicted risk of class 1, ``(n,)``.
+        classes: 0 or 1, ``(n,)``; 1 occurs.
+    """
+    values, positive = risk.detach().cpu().numpy(), classes.detach().cpu().numpy() > 0.5
+    order = np.argsort(-values, kind="stable")
+    ranked, hits = values[order], np.cumsum(positive[order])
+    # The last example of each risk: a threshold takes in all equal risks.
+    last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
+    gained = np.diff(hits[last], prepend=0)
+    return float((gained * (hits[last] / (last + 1))).sum() / hits[-1])
