@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Contribution, Patch
@@ -74,6 +75,27 @@ def test_mask_is_invariant_to_scale_mean_order_and_sites_with_zero_scores(bench:
     total = weighted_sum([a, b], lambda updates: [1.0] * len(updates))
     mean = weighted_sum([a, b], weigh_equally)
     assert top_k(total, 20, maskable) == top_k(mean, 20, maskable)
+
+
+def test_a_site_sends_its_largest_scores_and_the_mask_is_that_of_their_sum(bench: Any) -> None:
+    settings = {"sparsity": 0.9, "score_share": 0.1, "min_per_layer": 0}
+    _, ledger = bench.run("neurosfl", rounds=1, **settings)
+    maskable = Mask.from_preset(bench.layout, "conv_linear_weights")
+    sent = floor_fraction(0.1, maskable.count)
+    up = [line for line in ledger.lines if line.kind == "score" and line.direction == "up"]
+    assert [line.scalars_sent for line in up] == [sent] * 3
+    largest = torch.zeros(bench.layout.size)
+    for site in bench.sites().values():
+        scores = compute_saliency(site, bench.weights, batch_size=8, batches=1, t=0)
+        largest += scores * top_k(scores, sent, maskable).bits
+    assert mask_of(bench, **settings) == top_k(largest, sent, maskable)
+    assert mask_of(bench, **settings) != mask_of(bench, sparsity=0.9), "the sum of all scores has another mask"
+
+
+def test_a_share_of_the_scores_needs_one_exchange_and_an_average(bench: Any) -> None:
+    for other in ({"scores": "iter_snip", "iter_snip": "progressive"}, {"aggregation": {"rule": "median"}}):
+        with pytest.raises(ValidationError, match="score_share"):
+            bench.method("neurosfl", score_share=0.2, **other)
 
 
 def test_signed_weighted_full_batch_scores_equal_snip_of_the_pooled_loss(plain: Any) -> None:

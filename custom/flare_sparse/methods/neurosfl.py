@@ -54,6 +54,13 @@ class Config(AveragingConfig):
         "exponential", description="how the live counts of progressive steps are spaced"
     )
     saliency_batches: int | None = Field(1, ge=1, description="minibatches per saliency; null: all training examples")
+    score_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        exclude_if=lambda value: value == 1,
+        description="share of the maskable entries whose scores a site sends: its largest, never fewer than stay live",
+    )
     signed: bool = Field(False, description="rank |sum of signed saliencies|: SNIP of the pooled loss, a test oracle")
     min_per_layer: int = Field(1, ge=0, description="live entries that every maskable tensor keeps; 0 as in the paper")
     random_layers: Literal["uniform", "erk"] = Field(
@@ -71,6 +78,14 @@ class Config(AveragingConfig):
     def _check_random_site(self) -> Config:
         if self.random_site and self.scores != "individual_snip":
             raise ValueError(f"random_site: true needs scores: individual_snip, not {self.scores}")
+        if self.score_share < 1:
+            if self.aggregation.needs_single_updates:
+                rule = self.aggregation.rule
+                raise ValueError(
+                    f"aggregation.rule {rule} compares all scores; leave score_share {self.score_share} out"
+                )
+            if self.score_steps != 1:
+                raise ValueError(f"score_share {self.score_share} needs one exchange of scores; choose scores: snip")
         # A step from the current model needs the delta of every entry; a site sends those of its own mask.
         if self.has_individual_masks and not self.server.is_average:
             raise ValueError(
@@ -92,6 +107,8 @@ class Config(AveragingConfig):
         elif self.random_site:
             reason = f"scores: {self.scores} takes the scores of single sites"
             needs |= {Need.SINGLE_SCORES.because(reason, "choose other scores")}
+        if self.score_share < 1:
+            needs |= {Need.OWN_ENTRIES.because("score_share: each site sends its largest scores", "leave it out")}
         return needs
 
     @property
@@ -190,8 +207,22 @@ class NeuroSFL(AveragingMethod[Config, State]):
 
     def _build_score_assignment(self, state: State) -> Assignment:
         model = self.model(state)
-        expected = UpdateSpec("scores", mask=self._maskable & model.mask, min_value=None if self.config.signed else 0.0)
+        pool, lowest = self._maskable & model.mask, None if self.config.signed else 0.0
+        expected = UpdateSpec("scores", mask=pool, min_value=lowest)
+        if self.config.score_share < 1:
+            sent = self._num_sent_scores
+            expected = UpdateSpec(
+                "scores",
+                accepts=lambda _, mask: mask <= pool and mask.count == sent,
+                min_entries=lambda _: sent,
+                min_value=lowest,
+            )
         return Assignment(Request(SCORE, 0, model, model.mask), expected)
+
+    @property
+    def _num_sent_scores(self) -> int:
+        """Number of scores that a site sends, where it does not send all."""
+        return max(self._num_live, floor_fraction(self.config.score_share, self._maskable.count))
 
     def _build_assignments(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the same model for all sites, or the global one under each site's own mask."""
@@ -225,6 +256,8 @@ class NeuroSFL(AveragingMethod[Config, State]):
                 signed=self.config.signed,
                 factors=factors,
             )
+        if self.config.score_share < 1:
+            scored = self._select_live(scores.abs(), self._num_sent_scores, scored, site.weights)
         return Update(Patch.from_vector(scores, scored), "scores", site.num_examples)
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
@@ -247,8 +280,8 @@ class NeuroSFL(AveragingMethod[Config, State]):
         maskable = self._maskable
         exponential = self.config.step_spacing == "exponential"
         counts = compute_keep_counts(maskable.count, self._num_live, self.config.score_steps, exponential=exponential)
-        pool, count = contributions[0].patch.mask, counts[step - 1]
-        weights = self.model(state).to_vector()
+        model, count = self.model(state), counts[step - 1]
+        pool, weights = maskable & model.mask, model.to_vector()
         masks = [self._select_live(s.abs(), count, pool, weights) for s in self._collect_scores(contributions)]
         if step < self.config.score_steps:
             return replace(state, step=step, masks=tuple(mask | ~maskable for mask in masks))
