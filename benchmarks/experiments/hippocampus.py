@@ -43,7 +43,10 @@ from flare_sparse.training.subject_metrics import SilentTrainer
 from flare_sparse.wire.ledger import Ledger
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "fedavg_hippocampus.yaml"
-SPARSE = ("neurosfl", "fedsparsify", "topk_ef", "topk_both")
+SHORT = {"topk_both": "int2", "neurosfl_int4": "int4", "neurosfl_int2": "int2"}
+"""Rows with short values and an initial model that each site builds: top-k at both ends, and NeuroSFL with scores of no
+more entries than stay live."""
+SPARSE = ("neurosfl", "fedsparsify", "topk_ef", *SHORT)
 DENSE = ("pooled", "fedavg", "local_only")
 DECAY = 0.9
 LINE = "line.json"
@@ -55,7 +58,7 @@ class Setting:
     """One run.
 
     Attributes:
-        row: method, or ``pooled``, or ``topk_both`` for ``topk_ef`` at both ends with values of 2 bits.
+        row: method, or ``pooled``, or one of ``SHORT``.
         sparsity: share of the entries that is off, or, for ``topk_ef``, that is not sent.
         seed: seed of the run.
         fold: fold for testing, from 1.
@@ -84,18 +87,22 @@ class Setting:
         """
         base = load_config(CONFIG, list(self.overrides))
         method: dict[str, Any] = {
-            "name": {"topk_both": "topk_ef"}.get(self.row, "fedavg" if self.row in DENSE else self.row),
+            "name": "fedavg" if self.row in DENSE else self.row.split("_int")[0].replace("both", "ef"),
             "rounds": base.method.config.rounds,
             "training": base.method.config.training.model_dump(mode="json"),
         }
-        if self.row in ("neurosfl", "fedsparsify"):
+        share = round(1 - self.sparsity, 6)
+        if self.row.startswith("topk"):
+            method["fraction"] = share
+        elif self.row in SPARSE:
             method["sparsity"] = self.sparsity
-        elif self.row.startswith("topk"):
-            method["fraction"] = round(1 - self.sparsity, 6)
         overrides = [*self.overrides, f"method={json.dumps(method)}", f"seed={self.seed}", "task.hd95=true"]
         if self.row == "topk_both":
-            overrides += [f"method.down={method['fraction']}", f"method.decay={DECAY}"]
-            overrides += ["wire.values=int2", "wire.initial_model=built"]
+            overrides += [f"method.down={share}", f"method.decay={DECAY}"]
+        elif self.row in SHORT:
+            overrides += [f"method.score_share={share}"]
+        if self.row in SHORT:
+            overrides += [f"wire.values={SHORT[self.row]}", "wire.initial_model=built"]
         overrides += [f"simulator.data.path={data.resolve()}", f"task.split.validation={self.validation}"]
         if self.folds > 1:
             overrides += [f"task.split.folds={self.folds}", f"task.split.fold={self.fold}"]
@@ -107,18 +114,6 @@ def run_setting(setting: Setting, data: Path, folder: Path) -> dict[str, Any]:
     config = setting.load_config(data)
     assembly = assemble(config)
     sites = {name: open_site(assembly, site) for name, site in prepare_site_data(config, assembly.task, data).items()}
-    sites = {name: Site(name, SilentTrainer(site.trainer)) for name, site in sites.items()}
-    if setting.row == "pooled":
-        weights, sent, seconds = train({"pooled": pool(assembly, sites, setting)}, config, assembly, folder)
-        models = dict.fromkeys(sites, weights)
-    elif setting.row == "local_only":
-        alone = {name: train({name: site}, config, assembly, folder / name) for name, site in sites.items()}
-        models, sent = {name: weights for name, (weights, _, _) in alone.items()}, 0
-        seconds = sum(time for _, _, time in alone.values())
-    else:
-        weights, sent, seconds = train(sites, config, assembly, folder)
-        models = dict.fromkeys(sites, weights)
-    cases = {name: measure_cases(assembly, site, models[name], setting) for name, site in sites.items()}
     classes = list(config.task.config.classes)  # type: ignore[attr-defined]
     return {
         "row": setting.row,
@@ -126,21 +121,44 @@ def run_setting(setting: Setting, data: Path, folder: Path) -> dict[str, Any]:
         "seed": setting.seed,
         "fold": setting.fold,
         "metrics": name_metrics(classes, hd95=True),
-        "sites": cases,
-        "bytes": sent,
-        "seconds": seconds,
+        **run_row(setting.row, config, assembly, sites, folder, validation=bool(setting.validation)),
+    }
+
+
+def run_row(
+    row: str, config: RunConfig, assembly: Assembly, sites: dict[str, Site], folder: Path, *, validation: bool = False
+) -> dict[str, Any]:
+    """Train the pooled data, each site alone or a federation; return the metrics of each case, bytes and seconds."""
+    sites = {name: Site(name, SilentTrainer(site.trainer)) for name, site in sites.items()}
+    groups = {"all": sites}
+    if row == "pooled":
+        groups = {"pooled": {"pooled": pool(assembly, sites, config.seed)}}
+    elif row == "local_only":
+        groups = {name: {name: site} for name, site in sites.items()}
+    runs = {
+        name: train(group, config, assembly, folder / name if row == "local_only" else folder)
+        for name, group in groups.items()
+    }
+    common = next(iter(runs.values()))[0]
+    models = {name: runs[name][0] if name in runs else common for name in sites}
+    return {
+        "sites": {
+            name: measure_cases(assembly, site, models[name], validation=validation) for name, site in sites.items()
+        },
+        "bytes": sum(sent for _, sent, _ in runs.values()) if row not in ("pooled", "local_only") else 0,
+        "seconds": sum(seconds for _, _, seconds in runs.values()),
         "parameters": assembly.layout.size,
         "training": config.method.config.training.model_dump(mode="json") | {"rounds": config.method.config.rounds},
     }
 
 
-def pool(assembly: Assembly, sites: dict[str, Site], setting: Setting) -> Site:
+def pool(assembly: Assembly, sites: dict[str, Site], seed: int) -> Site:
     """Return a site with the training cases of all sites."""
     examples = Examples(
         ConcatDataset([site.trainer.examples.train for site in sites.values()]),
         ConcatDataset([site.trainer.examples.test for site in sites.values()]),
     )
-    local = LocalTask.open("pooled", assembly.task, examples, assembly.layout, setting.seed)
+    local = LocalTask.open("pooled", assembly.task, examples, assembly.layout, seed)
     return build_site(local, privacy=SitePrivacy(sends_metrics=False))
 
 
@@ -168,19 +186,24 @@ def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder:
     return outcome.weights, sent, sum(line.seconds for line in outcome.rounds)
 
 
-def select_measured(site: Site, setting: Setting) -> tuple[Any, tuple[str, ...]]:
+def select_measured(site: Site, *, validation: bool = False) -> tuple[Any, tuple[str, ...]]:
     """Return the cases that are measured and their identifiers."""
     examples = site.trainer.examples
-    if setting.validation:
+    if validation:
         return examples.validation, tuple(examples.validation_ids)
     return examples.test, tuple(examples.test_ids)
 
 
 @torch.no_grad()
-def measure_cases(assembly: Assembly, site: Site, weights: Tensor, setting: Setting) -> dict[str, list[float]]:
-    """Return the metrics of each test case by its identifier."""
-    network = load_network(assembly, weights)
-    cases, names = select_measured(site, setting)
+def measure_cases(
+    assembly: Assembly, site: Site, weights: Tensor, *, validation: bool = False
+) -> dict[str, list[float]]:
+    """Return the metrics of each test case by its identifier, of a site's model with what the site has kept."""
+    layout, complete = site.trainer.complete(weights, site.trainer.memory)
+    network = assembly.task.model()
+    network.load_state_dict(layout.unflatten(complete), strict=False)
+    network.eval()
+    cases, names = select_measured(site, validation=validation)
     rows = [assembly.task.measure(network, batch)[0][0] for batch in assembly.task.iterate_batches(cases, 1)]
     return {name: row.tolist() for name, row in zip(names, rows, strict=True)}
 
@@ -250,7 +273,7 @@ def illustrate(settings: list[Setting], options: argparse.Namespace) -> None:
     )
     data, pictures = prepare_site_data(config, assembly.task, options.data), []
     for dice, site, number in (ranked[0], ranked[len(ranked) // 2], ranked[-1]):
-        cases, _ = select_measured(open_site(assembly, data[site]), setting)
+        cases, _ = select_measured(open_site(assembly, data[site]), validation=bool(setting.validation))
         batch = next(assembly.task.iterate_batches(Subset(cases, [number]), 1))
         pictures.append((site, dice, assembly.task.illustrate(network, batch)))
     draw_cases(pictures, options.picture)

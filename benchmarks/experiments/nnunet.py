@@ -1,77 +1,97 @@
-"""An nnU-Net plan trained over three sites, on their pooled data and at each site alone, with the same iterations.
+"""Dice of the hippocampus with one nnU-Net plan: federations by method, pooled data, each site alone, nnU-Net itself.
 
-The hippocampus of docs/segmentation.md is written in nnU-Net's raw layout, a folder for each of its sites A, B and C;
-`flare-sparse nnunet plan` plans for all of them.
+Sites, splits and seeds are those of hippocampus.py, its cases in nnU-Net's raw layout; one plan is made from the
+fingerprints of all sites. A model takes ``--rounds`` times ``--iterations`` steps in every row, with nnU-Net's
+optimiser and learning rate; here the optimiser starts anew in every round. ``nnunet`` is nnU-Net's own trainer on the
+pooled data with as many steps.
 
-    python benchmarks/experiments/nnunet.py ../shared/data/hippocampus --out runs/nnunet [--cases 16]
-        [--configuration 3d_fullres] [--features 32] [--rounds 8] [--iterations 40] [--precision float32] [--seed 1]
-        [--rows fedavg pooled local]
+    python benchmarks/experiments/nnunet.py ../shared/data/hippocampus --runs runs/nnunet [--seeds 3]
+        [--features 32] [--rounds 8] [--iterations 40] [--rows fedavg pooled] [--finished]
 
-A model takes `--rounds` times `--iterations` steps in every row, with nnU-Net's optimiser and learning rate; the
-optimiser starts anew in every round. A quarter of each site's cases are for testing. The result of a row is appended to
-OUT/lines.jsonl.
+A killed call goes on from the last committed round when it is repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import shutil
+import os
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import ConcatDataset
+from hippocampus import CONFIG, LINE, measure_cases, run_row
+from hippocampus_report import print_report
 
 from flare_sparse.config.assemble import Assembly, assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
+from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.seeds import limit_threads
-from flare_sparse.results.runs.local import run_assembly
-from flare_sparse.results.runs.record import sum_traffic
-from flare_sparse.rounds.local.run import Watcher
+from flare_sparse.tasks.data.cases import find_cases
 from flare_sparse.tasks.nnunet.fingerprint import SAMPLES, compute_fingerprint, merge_fingerprints
 from flare_sparse.tasks.nnunet.plan import build_plan
-from flare_sparse.tasks.task import Examples, SiteData
-from flare_sparse.training import LocalTask, Site, build_site
-from flare_sparse.training.subject_metrics import SilentTrainer
+from flare_sparse.tasks.task import SiteData
+from flare_sparse.training import Site
 from flare_sparse.training.trainer import Trainer, Training, Wrapper
-from flare_sparse.wire.ledger import Ledger
 
 DATASET = {
     "channel_names": {"0": "MRI"},
     "labels": {"background": 0, "anterior": 1, "posterior": 2},
     "file_ending": ".nii.gz",
 }
+NAME = "Dataset004_Hippocampus"
+ROWS: dict[str, tuple[float, dict[str, Any]]] = {
+    "pooled": (0.0, {"name": "fedavg"}),
+    "fedavg": (0.0, {"name": "fedavg"}),
+    "local_only": (0.0, {"name": "fedavg"}),
+    "neurosfl": (0.9, {"name": "neurosfl", "sparsity": 0.9}),
+    "neurosfl_95": (0.95, {"name": "neurosfl", "sparsity": 0.95}),
+    "topk_ef": (0.9, {"name": "topk_ef", "fraction": 0.1}),
+    "personal": (0.0, {"name": "fedavg", "personal": ["decoder.seg_layers.*"]}),
+    "nnunet": (0.0, {"name": "fedavg"}),
+}
+"""Sparsity and method of each row."""
 
 
-def write_raw(data: Path, out: Path, cases: int) -> dict[str, Path]:
-    """Write the first cases of each site in nnU-Net's raw layout; return the folders by site."""
-    with (data / "participants.tsv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    folders = {site: out / "raw" / site for site in sorted({row["site"] for row in rows})}
-    for site, folder in folders.items():
-        names = [row["participant_id"] for row in rows if row["site"] == site][:cases]
-        for part in ("imagesTr", "labelsTr"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
-        for name in names:
-            image, labels = (next(data.glob(f"{where}{name}/anat/*.nii.gz")) for where in ("", "derivatives/*/"))
-            shutil.copy(image, folder / "imagesTr" / f"{name}_0000.nii.gz")
-            shutil.copy(labels, folder / "labelsTr" / f"{name}.nii.gz")
-        (folder / "dataset.json").write_text(json.dumps({**DATASET, "numTraining": len(names)}))
+def write_raw(data: Path, seed: int, out: Path) -> dict[str, Path]:
+    """Link the cases of hippocampus.py's sites in nnU-Net's raw layout; return the folders by site."""
+    config = load_config(CONFIG, [f"seed={seed}", f"simulator.data.path={data.resolve()}"])
+    files, folders = find_cases(data), {}
+    for site, part in prepare_site_data(config, assemble(config).task, data).items():
+        folder = folders[site] = out / f"raw-{seed}" / site
+        for name in ("imagesTr", "labelsTr"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for case in part.subset or ():
+            for place, file in (("imagesTr/{}_0000", files[case].images[0]), ("labelsTr/{}", files[case].labels)):
+                link = folder / f"{place.format(case)}.nii.gz"
+                if not link.exists():
+                    link.symlink_to(Path(file).resolve())
+        (folder / "dataset.json").write_text(json.dumps({**DATASET, "numTraining": len(part.subset or ())}))
     return folders
 
 
-def write_config(options: argparse.Namespace, folders: dict[str, Path], out: Path) -> RunConfig:
-    """Plan, and return the configuration of a federation."""
+def plan_federation(options: argparse.Namespace, folders: dict[str, Path]) -> dict[str, Any]:
+    """Return the plan of all sites, with a network of ``--features`` in its first stage; made once for all runs."""
+    if (file := options.runs / "plan.json").is_file():
+        return json.loads(file.read_text())  # type: ignore[no-any-return]
     total = sum(len(list((folder / "labelsTr").iterdir())) for folder in folders.values())
     fingerprints = [compute_fingerprint(folder, SAMPLES // total) for folder in folders.values()]
-    plan = build_plan(merge_fingerprints(fingerprints), "Dataset004_Hippocampus")
+    plan = build_plan(merge_fingerprints(fingerprints), NAME)
     network = plan["plans"]["configurations"][options.configuration]["architecture"]["arch_kwargs"]
     network["features_per_stage"] = [width * options.features // 32 for width in network["features_per_stage"]]
+    file.write_text(json.dumps(plan))
+    return plan
+
+
+def write_config(
+    options: argparse.Namespace, plan: dict[str, Any], row: str, seed: int, folders: dict[str, Path], folder: Path
+) -> RunConfig:
+    """Return the configuration of a row, with nnU-Net's training."""
     training = {
         "batch_size": plan["plans"]["configurations"][options.configuration]["batch_size"],
         "optimizer": "sgd",
@@ -85,14 +105,14 @@ def write_config(options: argparse.Namespace, folders: dict[str, Path], out: Pat
     }
     config = {
         "name": "nnunet",
-        "seed": options.seed,
-        "method": {"name": "fedavg", "rounds": options.rounds, "training": training},
-        "task": {"name": "nnunet", "plan": plan, "configuration": options.configuration, "split": {"test": 0.25}},
-        "simulator": {"sites": len(folders), "data": {"path": str(out / "raw" / "{site}")}},
+        "seed": seed,
+        "method": {**ROWS[row][1], "rounds": options.rounds, "training": training},
+        "task": {"name": "nnunet", "plan": plan, "configuration": options.configuration},
+        "simulator": {"sites": len(folders), "data": {"path": "{site}"}},
     }
-    file = out / "config.yaml"
-    file.write_text(json.dumps(config))
-    return load_config(file)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.json").write_text(json.dumps(config))
+    return load_config(folder / "job.json")
 
 
 class StepsTrainer(Wrapper):
@@ -106,38 +126,75 @@ class StepsTrainer(Wrapper):
         return self._inner.train(replace(training, steps=self._steps))
 
 
-def train(config: RunConfig, assembly: Assembly, sites: dict[str, Site], steps: int) -> tuple[torch.Tensor, int]:
-    """Run FedAvg over some sites with ``steps`` steps in a round; return the weights and the bytes."""
-    ledger, start = Ledger(), time.perf_counter()
+def run_nnunet(options: argparse.Namespace, assembly: Assembly, sites: dict[str, Site], seed: int) -> dict[str, Any]:
+    """Train nnU-Net's own trainer on the training cases of all sites; return what :func:`run_row` does."""
+    folder = options.runs / f"own-{seed}"
+    for name in ("raw", "preprocessed", "results"):
+        os.environ[f"nnUNet_{name}"] = str(folder / name)
+    os.environ |= {"nnUNet_n_proc_DA": "0", "nnUNet_compile": "0"}
+    from nnunetv2.training.dataloading.nnunet_dataset import nnUNetDatasetBlosc2
+    from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
-    def report(line: Any) -> None:
-        print(f"{'+'.join(sites)}: round {line.round}, {time.perf_counter() - start:.0f} s", flush=True)
+    task: Any = assembly.task
+    plan, cases = task.config.plan, [case for site in sites.values() for case in site.trainer.examples.train]
+    prepared = folder / "preprocessed" / NAME
+    written = prepared / plan["plans"]["configurations"][options.configuration]["data_identifier"]
+    written.mkdir(parents=True, exist_ok=True)
+    (folder / "results").mkdir(exist_ok=True)
+    for case in cases:
+        nnUNetDatasetBlosc2.save_case(case.image, case.labels, case.properties, str(written / case.name))
+    names = [case.name for case in cases]
+    (prepared / "splits_final.json").write_text(json.dumps([{"train": names, "val": names[:1]}]))
+    (prepared / "dataset.json").write_text(json.dumps({**DATASET, "numTraining": len(names)}))
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    start = time.perf_counter()
+    trainer = nnUNetTrainer(plan["plans"], options.configuration, 0, plan["dataset"], device=torch.device("cpu"))
+    trainer.num_epochs, trainer.num_iterations_per_epoch = options.rounds, options.iterations
+    trainer.num_val_iterations_per_epoch = 1
+    trainer.initialize()
+    trainer.run_training()
+    weights = assembly.layout.flatten(trainer.network.state_dict())
+    return {
+        "sites": {name: measure_cases(assembly, site, weights) for name, site in sites.items()},
+        "bytes": 0,
+        "seconds": time.perf_counter() - start,
+    }
 
-    silent = {name: Site(name, StepsTrainer(SilentTrainer(site.trainer), steps)) for name, site in sites.items()}
-    outcome, _ = run_assembly(config, assembly, silent, ledger=ledger, watcher=Watcher(on_round=report))
-    return outcome.weights, sum(int(part["payload_bytes"]) for part in sum_traffic(ledger).values())
+
+def run(options: argparse.Namespace, row: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Run one row of one seed, or the rest of it, and return its line."""
+    folders = write_raw(options.data, seed, options.runs)
+    config = write_config(options, plan_federation(options, folders), row, seed, folders, folder)
+    assembly = assemble(config)
+    sites = {name: open_site(assembly, SiteData(name, path)) for name, path in folders.items()}
+    if row == "nnunet":
+        line = run_nnunet(options, assembly, sites, seed)
+    else:
+        sites = {name: Site(name, StepsTrainer(site.trainer, options.iterations)) for name, site in sites.items()}
+        line = run_row(row, config, assembly, sites, folder)
+    measured = {
+        site: {case: [float(np.mean(values)), *values] for case, values in cases.items()}
+        for site, cases in line["sites"].items()
+    }
+    classes = [f"dice_{name}" for name in DATASET["labels"] if name != "background"]  # type: ignore[attr-defined]
+    about = {"row": row, "sparsity": ROWS[row][0], "seed": seed, "metrics": ["dice", *classes]}
+    return about | line | {"sites": measured}
 
 
-def pool(assembly: Assembly, sites: dict[str, Site], seed: int) -> Site:
-    """Return a site with the training cases of all sites."""
-    train_sets = ConcatDataset([site.trainer.examples.train for site in sites.values()])
-    examples = Examples(train_sets, next(iter(sites.values())).trainer.examples.test)
-    local = LocalTask.open("pooled", assembly.task, examples, assembly.layout, seed)
-    return build_site(local)
-
-
-def measure(assembly: Assembly, site: Site, weights: torch.Tensor) -> list[list[float]]:
-    """Return the Dice of each class in each test case of a site."""
-    network = assembly.task.model()
-    network.load_state_dict(assembly.layout.unflatten(weights), strict=False)
-    return assembly.task.measure_all(network, site.trainer.examples.test)[0].tolist()
+def list_runs(options: argparse.Namespace) -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
+    """Yield the folder of each run and what runs it, seed by seed, so that a series that is cut short has all rows."""
+    for seed in range(1, options.seeds + 1):
+        for row in options.rows:
+            folder = options.runs / f"{row}-seed{seed}"
+            yield folder, lambda row=row, seed=seed, folder=folder: run(options, row, seed, folder)  # type: ignore[misc]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", type=int, default=16, help="cases of each site")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--configuration", default="3d_fullres")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=40, help="steps of a model in a round")
@@ -145,42 +202,19 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--momentum", type=float, default=0.99)
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", nargs="+", default=["fedavg", "pooled", "local"])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--finished", action="store_true", help="print the finished runs and start none")
     options = parser.parse_args()
-    folders = write_raw(options.data, options.out, options.cases)
-    config = write_config(options, folders, options.out)
+    lines = []
     with limit_threads(1):
-        for row in options.rows:
-            assembly, start = assemble(config), time.perf_counter()
-            sites = {name: open_site(assembly, SiteData(name, folder)) for name, folder in folders.items()}
-            groups = {"pooled": {"pooled": pool(assembly, sites, options.seed)}} if row == "pooled" else {"all": sites}
-            if row == "local":
-                groups = {name: {name: site} for name, site in sites.items()}
-            models, sent = {}, 0
-            for name, group in groups.items():
-                models[name], count = train(config, assembly, group, options.iterations)
-                sent += count if row == "fedavg" else 0
-            seconds = time.perf_counter() - start
-            common = next(iter(models.values()))
-            dice = {name: measure(assembly, site, models.get(name, common)) for name, site in sites.items()}
-            flat = torch.tensor([case for cases in dice.values() for case in cases])
-            line = {
-                "row": row,
-                **{
-                    key: getattr(options, key)
-                    for key in ("configuration", "features", "cases", "rounds", "iterations", "seed")
-                },
-                "dice": float(flat.mean()),
-                "classes": flat.mean(0).tolist(),
-                "sites": {name: float(torch.tensor(cases).mean()) for name, cases in dice.items()},
-                "cases_measured": dice,
-                "bytes": sent,
-                "seconds": round(seconds),
-            }
-            with (options.out / "lines.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(json.dumps({key: value for key, value in line.items() if key != "cases_measured"}), flush=True)
+        for folder, start in list_runs(options):
+            if not (folder / LINE).is_file():
+                if options.finished:
+                    continue
+                line = start()
+                (folder / LINE).write_text(json.dumps(line))
+            lines.append(json.loads((folder / LINE).read_text()))
+    print_report(lines)
 
 
 if __name__ == "__main__":
