@@ -1,4 +1,4 @@
-"""Accuracy and bytes of LoRA-A2 on BANKING77, against FL+LoRA, FFA-LoRA and FlexLoRA, until validation stops a run.
+"""Accuracy and bytes of LoRA-A2 on BANKING77, against its baselines and FLASC, until validation stops a run.
 
     export FLARE_SPARSE_MODELS=/models        # holds all-MiniLM-L6-v2/
     python benchmarks/experiments/banking77.py --data /data/banking77.csv.gz [--only lora_a2] [--ranks 8 1] [--docs]
@@ -38,13 +38,16 @@ from flare_sparse.rounds.local.run import Course, Watcher
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, Site, build_site
 
+FLASC = "fraction: 0.25, down: 0.25, decay: 0.9, "
+"""A quarter of the adapters' entries both ways (Kuo et al. 2024), with error feedback at both ends and int8 values."""
 SLOTS = 16
 """Slots of a module that LoRA-A2 chooses among; the other methods have as many slots as their rank."""
 
 
 def build_config(name: str, rank: int, seed: int, options: argparse.Namespace) -> RunConfig:
     """Return the configuration of one run, from the published file."""
-    ranked = f"rank: {rank}, " if name in ("lora_a2", "flexlora") else ""
+    own = f"rank: {rank}, " if name in ("lora_a2", "flexlora") else FLASC if name == "flasc" else ""
+    method = "topk_ef" if name == "flasc" else name
     training = f"epochs: {options.epochs}, batch_size: {options.batch_size}, optimizer: adamw, lr: {options.lr}, "
     training += f"weight_decay: 0.01, precision: {options.precision}"
     return load_config(
@@ -52,7 +55,8 @@ def build_config(name: str, rank: int, seed: int, options: argparse.Namespace) -
         [
             f"name=banking77_{name}_{rank}",
             f"seed={seed}",
-            f"method={{name: {name}, {ranked}rounds: {options.rounds}, training: {{{training}}}}}",
+            f"method={{name: {method}, {own}rounds: {options.rounds}, training: {{{training}}}}}",
+            f"wire.values={'int8' if name == 'flasc' else 'float32'}",
             f"task.base={options.base}",
             f"task.adapter.rank={SLOTS if name == 'lora_a2' else rank}",
             f"task.every={options.every}",

@@ -18,7 +18,13 @@ from flare_sparse.results.runs.progress import format_bytes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "lora.md"
 START, END = "<!-- banking77 -->", "<!-- end of banking77 -->"
-METHOD_LABELS = {"lora_a2": "LoRA-A2", "fedavg": "FL+LoRA", "ffa_lora": "FFA-LoRA", "flexlora": "FlexLoRA"}
+METHOD_LABELS = {
+    "lora_a2": "LoRA-A2",
+    "fedavg": "FL+LoRA",
+    "ffa_lora": "FFA-LoRA",
+    "flexlora": "FlexLoRA",
+    "flasc": "FLASC",
+}
 Run = dict[str, Any]
 
 
@@ -57,12 +63,13 @@ def format_runs(runs: Iterable[Run]) -> list[str]:
 
 
 def format_differences(runs: Iterable[Run]) -> list[str]:
-    """Return a table of paired differences: rank 1 minus rank 8 of a method, and LoRA-A2 minus another at a rank."""
+    """Return a table of paired differences: of ranks 1 and 8, of LoRA-A2 and another, of FLASC and FL+LoRA."""
     by_name: dict[tuple[str, int], dict[int, Run]] = {}
     for run in runs:
         by_name.setdefault((run["method"], run["rank"]), {})[run["seed"]] = run
     pairs = [((name, 1), (name, 8)) for name in METHOD_LABELS]
     pairs += [(("lora_a2", rank), (other, rank)) for rank in (8, 1) for other in list(METHOD_LABELS)[1:]]
+    pairs += [(("flasc", rank), ("fedavg", rank)) for rank in (8, 1)]
     rows = [row for pair in pairs if (row := format_difference(by_name, *pair))]
     if not rows:
         return []
