@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from importlib.resources import files
@@ -15,14 +16,22 @@ import torch
 from hypothesis import settings
 from ports import lock_ports, stop_processes_of
 from skips import describe_skips, require
+from thoroughness import count_cases
 
 from flare_sparse.compute.kernels.threads import limit_kernel_threads
 from flare_sparse.privacy.dp.secret import SECRET_BYTES
 
+SHARED_MEMORY, TEMPORARY_BYTES = Path("/dev/shm"), 4 << 30
+"""Where files are in memory, and how much of it a run of the tests may need."""
+
 # pytest's worker processes inherit COLUMNS, which would set the width of the terminal output under test.
 os.environ.pop("COLUMNS", None)
+# Tests that write checkpoints wait for the disk, unless these are in memory; in CI they stay on disk, as in a hospital.
+IN_MEMORY = os.environ.get("CI") != "true" and SHARED_MEMORY.is_dir()
+if IN_MEMORY and shutil.disk_usage(SHARED_MEMORY).free > TEMPORARY_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(SHARED_MEMORY))
 # An example that is slow because the machine is busy is no failure.
-settings.register_profile("any machine", deadline=None)
+settings.register_profile("any machine", deadline=None, max_examples=count_cases(100))
 settings.load_profile("any machine")
 SHARED_DATA = (Path(__file__).parents[2] / "shared" / "data").resolve()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from rows import MAIN
 from torch.utils.data import TensorDataset
 from toy import Adapted, Toy
 from typer.testing import CliRunner
@@ -88,7 +89,9 @@ PAIRS = [
     pytest.param(
         name,
         feature,
-        marks=[pytest.mark.slow] if name in list_compatible_methods(feature) else [],
+        marks=[pytest.mark.slow if name in MAIN else pytest.mark.long]
+        if name in list_compatible_methods(feature)
+        else [],
         id=f"{name}-{feature.name}",
     )
     for name in METHODS

@@ -31,7 +31,7 @@ def count_rounds(out: Path) -> list[int]:
     return [json.loads(line)["round"] for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_command_leaves_growing_files_and_no_process(tmp_path: Path) -> None:
     (tmp_path / "own_task.py").write_text((HERE / "own_task.py").read_text())
     for site in ("site-1", "site-2"):

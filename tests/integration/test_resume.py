@@ -105,7 +105,7 @@ def test_job_killed_in_a_round_and_after_its_last_one_ends_with_the_same_model_a
     assert read_rounds(out) == read_rounds(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resume_with_other_settings_is_refused(tmp_path: Path) -> None:
     file = configuration(tmp_path / "config", TOPK, rounds=100)
     out = tmp_path / "out"

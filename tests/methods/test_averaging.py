@@ -9,6 +9,7 @@ import pytest
 import torch
 from local_federation import LocalFederation, Upload
 from pydantic import ValidationError
+from rows import list_method_rows
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import ConfigError
@@ -123,7 +124,7 @@ def test_average_is_the_result_in_place_of_the_last_model_and_keeps_off_what_is_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list_method_rows())
 def test_schedule_reaches_the_training_of_every_method(name: str, bench: Any) -> None:
     slow = {"kind": "step", "milestones": [0.0], "factor": 1e-3}
     plain = bench.run(name, training=SGD)[0]
@@ -134,7 +135,7 @@ def test_schedule_reaches_the_training_of_every_method(name: str, bench: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "per_fedavg"])
+@pytest.mark.parametrize("name", list_method_rows(name for name in METHODS if name != "per_fedavg"))
 def test_pull_to_the_received_model_reaches_the_training_of_every_method(name: str, bench: Any) -> None:
     # In the first step of a round the weights are those received, which nothing pulls away from.
     steps = {"local_steps": 3} if "local_steps" in METHODS[name].Config.model_fields else {}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from local_federation import LocalFederation
+from rows import list_method_rows
 from toy import Adapted, Toy, ToyBench
 
 from flare_sparse.core.checkpoint.store import Store
@@ -94,7 +95,7 @@ def test_messages_shrink_by_exactly_the_values_that_stay(personal: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXCHANGING)
+@pytest.mark.parametrize("name", list_method_rows(EXCHANGING))
 def test_sites_differ_in_what_they_keep_and_the_server_has_none_of_it(name: str) -> None:
     federation = build(name)
     outcome = federation.run()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from local_federation import LocalFederation
+from rows import MAIN, list_method_rows
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.params import compute_digest
@@ -115,10 +116,15 @@ class Lossy(LocalFederation):
 
 
 def pair_with_formats(first: int) -> list[Any]:
-    """Return every pair of a method and a number format; all but one format of each method are long."""
+    """Return every pair of a method and a number format; all but one format of each main method are long."""
     formats = ("float32", "bfloat16", "int4")
     return [
-        pytest.param(name, values, marks=[] if (i + first) % 3 == j else [pytest.mark.long], id=f"{name}-{values}")
+        pytest.param(
+            name,
+            values,
+            marks=[] if name in MAIN and (i + first) % 3 == j else [pytest.mark.long],
+            id=f"{name}-{values}",
+        )
         for i, name in enumerate(METHODS)
         for j, values in enumerate(formats)
     ]
@@ -188,7 +194,7 @@ def test_kill_in_the_last_of_three_attempts_leaves_no_trace(values: str, bench: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list_method_rows())
 def test_sites_without_checkpoints_receive_the_full_model(name: str, bench: Any, tmp_path: Path) -> None:
     """Only a method that keeps something at its sites ends with another model."""
     uninterrupted = run(bench, name, tmp_path / "uninterrupted")

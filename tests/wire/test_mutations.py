@@ -11,6 +11,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from thoroughness import count_cases
 
 from flare_sparse.core.errors import WireError
 from flare_sparse.core.exchange import Patch
@@ -131,13 +132,13 @@ def test_mutated_messages_are_refused_or_decode_to_valid_patches() -> None:
             assert classify(data[:end]) != "harmless", "checksums detect every truncation"
             outcomes[classify(fix_checksums(data[:end].copy()))] += 1
             mutations += 2
-        for spliced in splice(data, others, rng, 15_000):
+        for spliced in splice(data, others, rng, count_cases(15_000)):
             outcomes[classify(fix_checksums(spliced))] += 1
             mutations += 1
         for other in others:
             for swapped in swap_fields(data, other):
                 outcomes[classify(fix_checksums(swapped))] += 1
                 mutations += 1
-    assert mutations >= 100_000
+    assert mutations >= count_cases(100_000)
     assert {"harmless", "E_LEN", "E_CANON", "E_NNZ", "E_FINITE", "E_VERSION", "E_NOT_HELD"} <= set(outcomes)
     assert all(code == "harmless" or code.startswith("E_") for code in outcomes)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 
 from flare_sparse.core.errors import MissingBase, RejectedMessage
 from flare_sparse.core.exchange import Patch
@@ -58,7 +59,7 @@ def compute_steps(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", QUANTIZED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_cases(60), deadline=None)
 @given(data=st.data())
 def test_error_is_below_one_step_and_becomes_the_residual(values: ValueType, data: st.DataObject) -> None:
     size = data.draw(st.integers(0, 200))
@@ -80,7 +81,7 @@ def test_error_is_below_one_step_and_becomes_the_residual(values: ValueType, dat
 
 @pytest.mark.parametrize(("values", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
 @given(rounded=st.integers(0, 300), exact=st.integers(0, 20), selection=st.integers(0, 200))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=count_cases(40), deadline=None)
 def test_length_is_that_of_the_format_page(
     values: ValueType, bits: int, rounded: int, exact: int, selection: int
 ) -> None:

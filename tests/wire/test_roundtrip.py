@@ -14,6 +14,7 @@ import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 
 from flare_sparse.core.errors import WireError
 from flare_sparse.core.exchange import Patch
@@ -27,7 +28,7 @@ from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import Plan
 
 RUN = "0123456789abcdef"
-CASES = 500
+CASES = count_cases(500)
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=4)
 
 

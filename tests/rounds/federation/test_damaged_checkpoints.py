@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,14 @@ from flare_sparse.rounds.federation import Event, RoundRecord, RoundRules
 SITE = "site-2"
 COMMITS = 3
 """Number of rounds of five that are on disk when the run is killed."""
+PAIRS = [
+    pytest.param(pair, marks=[] if pair[0] == pair[1] else [pytest.mark.long], id=" and ".join(pair))
+    for pair in product(DAMAGES, repeat=2)
+]
 
 
 class Killed(BaseException):
     """Ends the run as a kill of the process would."""
-
-
-@pytest.fixture(autouse=True)
-def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the flushes to disk, which take most of the time and which no test here needs."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 def build(folder: Path, name: str = "topk_ef", values: Any = "float32") -> LocalFederation:
@@ -81,7 +78,7 @@ def damage_newest(store: Store, damages: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damages", list(product(DAMAGES, repeat=2)), ids=" and ".join)
+@pytest.mark.parametrize("damages", PAIRS)
 def test_run_whose_server_checkpoints_are_damaged_starts_again_and_saves(
     damages: tuple[str, str], killed: Path, digest: str, tmp_path: Path
 ) -> None:
@@ -141,7 +138,7 @@ def test_sites_that_have_answered_the_next_round_follow_a_server_that_falls_back
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damages", list(product(DAMAGES, repeat=2)), ids=" and ".join)
+@pytest.mark.parametrize("damages", PAIRS)
 def test_site_whose_checkpoints_are_damaged_contributes_and_saves(
     damages: tuple[str, str], killed: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rows import list_method_rows
 from safetensors.torch import load_file
 from toy import estimate_traffic
 
@@ -124,7 +125,7 @@ EXCLUDED = {"lora_a2", "ffa_lora", "flexlora", "hetlora", "metagater", "metasnip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - EXCLUDED))
+@pytest.mark.parametrize("method", list_method_rows(sorted(METHODS.keys() - EXCLUDED)))
 def test_statistics_stay_the_same_through_the_rounds_of_every_method(job: Path, tmp_path: Path, method: str) -> None:
     run(job, tmp_path / "fedavg", "method={name: fedavg, rounds: 1}")
     run(job, tmp_path / "out", f"method={{name: {method}, rounds: 2}}", "federation.retries=0")

@@ -33,13 +33,10 @@ ONLY_IN_TABLE = {
 }  # fmt: skip
 """Half a minute to a minute each, of methods that shorter ones run; benchmarks/performance/estimate_table.py compares
 them, too."""
-LONG = {
-    "neurosfl_alexnet3d", "lora_a2_banking77", "hetlora_banking77", "flexlora_banking77", "ffa_lora_banking77",
-    "neurosfl_segmentation", "neurosfl_bundle", "neurosfl_brain_t1", "fedavg_brain_base", "fedavg_scanner_age",
-    "fedsparsify_scanner_age", "neurosfl_scanner_age", "fedavg_voxels", "fedsparsify_voxels", "neurosfl_voxels",
-    "topk_voxels", "metagater_cifar10", "metasnip_cifar10",
+SHORT = {folder.name for folder in (ROOT / "jobs").iterdir()} - {
+    "lora_a2_banking77", "metagater_cifar10", "neurosfl_bundle", "neurosfl_segmentation"
 }  # fmt: skip
-"""Large networks, and other data for a method that a shorter configuration runs."""
+"""The jobs of the repository, but for large networks."""
 FILES = [file for file in sorted((ROOT / "app_configs").glob("*.yaml")) if file.stem not in ONLY_IN_TABLE]
 EXACT = {
     "bf16_brain_age", "fedavg_brain_age", "fedavg_brain_base", "fedavg_ft_brain_age", "fedavg_image_classification",
@@ -58,7 +55,7 @@ def table() -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(f, marks=[pytest.mark.long] if f.stem in LONG else [], id=f.stem) for f in FILES],
+    [pytest.param(f, marks=[] if f.stem in SHORT else [pytest.mark.long], id=f.stem) for f in FILES],
 )
 def test_ledger_lies_within_the_estimate_and_sites_admit_every_request(
     file: Path, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 from torch import Tensor, nn
 
 from flare_sparse.compute.structure import build_channel_graph
@@ -136,7 +137,7 @@ def networks(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
     return network, whole if draw(st.booleans()) else torch.randn(size, generator=random)
 
 
-CASES = settings(max_examples=150, deadline=None)
+CASES = settings(max_examples=count_cases(150), deadline=None)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 from torch import Tensor, nn
 
 from flare_sparse.compute.structure import build_channel_graph
@@ -19,7 +20,7 @@ from flare_sparse.tasks.models import build_model
 
 RATES = st.floats(0, 1)
 SELECTIONS = st.sampled_from(["positive", "negative"])
-CASES = settings(max_examples=60, deadline=None)
+CASES = settings(max_examples=count_cases(60), deadline=None)
 
 
 def generator() -> torch.Generator:
