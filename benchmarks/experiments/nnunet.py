@@ -132,7 +132,7 @@ def run_nnunet(options: argparse.Namespace, assembly: Assembly, sites: dict[str,
     for name in ("raw", "preprocessed", "results"):
         os.environ[f"nnUNet_{name}"] = str(folder / name)
     os.environ |= {"nnUNet_n_proc_DA": "0", "nnUNet_compile": "0"}
-    from nnunetv2.training.dataloading.nnunet_dataset import nnUNetDatasetBlosc2
+    from nnunetv2.training.dataloading.nnunet_dataset import nnUNetDatasetNumpy
     from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
     task: Any = assembly.task
@@ -142,14 +142,17 @@ def run_nnunet(options: argparse.Namespace, assembly: Assembly, sites: dict[str,
     written.mkdir(parents=True, exist_ok=True)
     (folder / "results").mkdir(exist_ok=True)
     for case in cases:
-        nnUNetDatasetBlosc2.save_case(case.image, case.labels, case.properties, str(written / case.name))
+        nnUNetDatasetNumpy.save_case(case.image, case.labels, case.properties, str(written / case.name))
     names = [case.name for case in cases]
     (prepared / "splits_final.json").write_text(json.dumps([{"train": names, "val": names[:1]}]))
+    # The trainer copies it to the result and reads nothing of it.
+    (prepared / "dataset_fingerprint.json").write_text("{}")
     (prepared / "dataset.json").write_text(json.dumps({**DATASET, "numTraining": len(names)}))
     torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     start = time.perf_counter()
-    trainer = nnUNetTrainer(plan["plans"], options.configuration, 0, plan["dataset"], device=torch.device("cpu"))
+    plans = {**plan["plans"], "continue_training": False}
+    trainer = nnUNetTrainer(plans, options.configuration, 0, plan["dataset"], device=torch.device("cpu"))
     trainer.num_epochs, trainer.num_iterations_per_epoch = options.rounds, options.iterations
     trainer.num_val_iterations_per_epoch = 1
     trainer.initialize()
