@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ from flare_sparse.tasks.task import Picture
 Row = tuple[str, float]
 Cases = dict[tuple[str, str], np.ndarray]
 """Metrics ``(m,)`` of each case, by site and identifier; means over the runs that tested the case."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A metric of the tables: its label, its column among a case's metrics, and how it is written."""
+
+    label: str
+    column: int
+    digits: str
+    is_lower_better: bool = False
 
 
 def group_lines(lines: list[dict[str, Any]]) -> dict[Row, list[dict[str, Any]]]:
@@ -58,61 +69,68 @@ def compare_rows(first: Cases, second: Cases, metric: int, *, is_lower_better: b
 
 
 def print_report(lines: list[dict[str, Any]]) -> None:
-    """Print metrics, paired differences and Dice by site of every row."""
+    """Print metrics, paired differences and Dice by site of every row, with HD95 where it was measured."""
     rows = group_lines(lines)
     cases = {row: average_cases(runs) for row, runs in rows.items()}
     metrics = lines[0]["metrics"]
-    print("\n".join(format_metrics(rows, cases, metrics)), end="\n\n")
+    shown = [Shown("Dice", 0, ".3f")]
+    if "hd95" in metrics:
+        shown.append(Shown("HD95 (mm)", metrics.index("hd95"), ".2f", is_lower_better=True))
+    print("\n".join(format_metrics(rows, cases, metrics, shown)), end="\n\n")
     if dense := cases.get(("fedavg", 0.0)):
-        print("\n".join(format_differences(cases, dense, metrics.index("hd95"))), end="\n\n")
-    print("\n".join(format_sites(cases, metrics.index("hd95"))))
+        print("\n".join(format_differences(cases, dense, shown)), end="\n\n")
+    print("\n".join(format_sites(cases, shown)))
 
 
-def format_metrics(rows: dict[Row, list[dict[str, Any]]], cases: dict[Row, Cases], metrics: list[str]) -> Iterator[str]:
+def format_metrics(
+    rows: dict[Row, list[dict[str, Any]]], cases: dict[Row, Cases], metrics: list[str], shown: list[Shown]
+) -> Iterator[str]:
     """Yield a table of the metrics over all test cases."""
-    yield "| run | sparsity | cases | Dice | " + " | ".join(metrics[1:3]) + " | HD95 (mm) | MB |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    heads = [shown[0].label, *metrics[1:3], *(metric.label for metric in shown[1:])]
+    yield f"| run | sparsity | cases | {' | '.join(heads)} | MB |"
+    yield "|" + " --- |" * (4 + len(heads))
     for (name, sparsity), runs in rows.items():
         table = np.array(list(cases[name, sparsity].values()))
         sites = np.array([site for site, _ in cases[name, sparsity]])
-        means, distance = table.mean(axis=0), metrics.index("hd95")
-        dice = format_interval(f"{means[0]:.3f}", *estimate_interval(table[:, 0], sites), ".3f")
-        hd95 = format_interval(f"{means[distance]:.2f}", *estimate_interval(table[:, distance], sites), ".2f")
+        means = table.mean(axis=0)
+        first, *others = (
+            format_interval(f"{means[m.column]:{m.digits}}", *estimate_interval(table[:, m.column], sites), m.digits)
+            for m in shown
+        )
         sent = np.mean([line["bytes"] for line in runs]) / 1e6
-        cells = [label_row(name, sparsity), len(table), dice, f"{means[1]:.3f}", f"{means[2]:.3f}", hd95, f"{sent:.1f}"]
+        classes = [f"{value:.3f}" for value in means[1:3]]
+        cells = [label_row(name, sparsity), len(table), first, *classes, *others, f"{sent:.1f}"]
         yield f"| {' | '.join(map(str, cells))} |"
 
 
-def format_differences(cases: dict[Row, Cases], dense: Cases, distance: int) -> Iterator[str]:
+def format_differences(cases: dict[Row, Cases], dense: Cases, shown: list[Shown]) -> Iterator[str]:
     """Yield a table of the differences from dense FedAvg on the same cases."""
-    yield "| run minus FedAvg | sparsity | Dice | | HD95 (mm) | |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| run minus FedAvg | sparsity |" + "".join(f" {metric.label} | |" for metric in shown)
+    yield "|" + " --- |" * (2 + 2 * len(shown))
     for (name, sparsity), values in cases.items():
         if values is not dense:
-            dice = compare_rows(values, dense, 0, is_lower_better=False)
-            hd95 = compare_rows(values, dense, distance, is_lower_better=True)
             cells = [label_row(name, sparsity)]
-            for difference, digits in ((dice, "+.3f"), (hd95, "+.2f")):
-                value = f"{difference.value:{digits}}"
-                cells += [format_interval(value, difference.low, difference.high, digits), difference.verdict]
+            for metric in shown:
+                found = compare_rows(values, dense, metric.column, is_lower_better=metric.is_lower_better)
+                digits = f"+{metric.digits}"
+                cells += [format_interval(f"{found.value:{digits}}", found.low, found.high, digits), found.verdict]
             yield f"| {' | '.join(cells)} |"
 
 
-def format_sites(cases: dict[Row, Cases], distance: int) -> Iterator[str]:
-    """Yield a table of Dice and HD95 by site, and whether a row is ahead of the site's own model there."""
+def format_sites(cases: dict[Row, Cases], shown: list[Shown]) -> Iterator[str]:
+    """Yield a table of the metrics by site, and whether a row is ahead of the site's own model there."""
     first = next(iter(cases.values()))
     sites = sorted({site for site, _ in first})
     counts = [sum(site == name for site, _ in first) for name in sites]
-    yield (
-        "| Dice / HD95 | sparsity | " + " | ".join(f"{s}, {n} cases" for s, n in zip(sites, counts, strict=True)) + " |"
-    )
-    yield "| --- | --- | " + " | ".join("---" for _ in sites) + " |"
+    heads = " | ".join(f"{s}, {n} cases" for s, n in zip(sites, counts, strict=True))
+    yield f"| {' / '.join(metric.label for metric in shown)} | sparsity | {heads} |"
+    yield "|" + " --- |" * (2 + len(sites))
     alone = cases.get(("local_only", 0.0))
     for (name, sparsity), values in cases.items():
         cells = []
         for site in sites:
             means = np.mean([row for key, row in values.items() if key[0] == site], axis=0)
-            cell = f"{means[0]:.3f} / {means[distance]:.2f}"
+            cell = " / ".join(f"{means[metric.column]:{metric.digits}}" for metric in shown)
             if alone is not None and values is not alone:
                 cell += f", {compare_rows(values, alone, 0, is_lower_better=False, site=site).verdict}"
             cells.append(cell)

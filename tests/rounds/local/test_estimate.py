@@ -76,6 +76,23 @@ def test_ledger_lies_within_the_estimate_and_sites_admit_every_request(
         assert row.sent / TYPICAL_WITHIN <= row.typical <= row.sent * TYPICAL_WITHIN
 
 
+@pytest.mark.slow
+def test_fewest_bytes_of_the_tutorial_lie_within_the_estimate(table: ModuleType, tmp_path: Path) -> None:
+    main = (ROOT / "app_configs" / "neurosfl_brain_age.yaml").read_text()
+    file = tmp_path / "few.yaml"
+    file.write_text(
+        main.replace("  sparsity: 0.9 ", "  score_share: 0.1\n  sparsity: 0.9 ").replace(
+            "values: float32 ", "initial_model: built\n  values: int4 "
+        )
+    )
+    row = table.compare(file, tmp_path, rounds=2)
+    assert row.messages[0] == row.messages[1]
+    assert row.least <= row.sent <= row.most
+    assert row.sent / TYPICAL_WITHIN <= row.typical <= row.sent * TYPICAL_WITHIN
+    total = compute_figures(Study.load(file))["bytes"]["total"]
+    assert round(total["typical"] / 1e6, 1) == 2.2
+
+
 def record_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestLog]:
     """Let every site admit its requests by a log of one start and one attempt, and by all presets; return the logs."""
     logs: dict[str, RequestLog] = {}
