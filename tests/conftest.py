@@ -27,8 +27,13 @@ SHARED_MEMORY, TEMPORARY_BYTES = Path("/dev/shm"), 4 << 30
 # pytest's worker processes inherit COLUMNS, which would set the width of the terminal output under test.
 os.environ.pop("COLUMNS", None)
 # Tests that write checkpoints wait for the disk, unless these are in memory; in CI they stay on disk, as in a hospital.
-IN_MEMORY = os.environ.get("CI") != "true" and SHARED_MEMORY.is_dir()
-if IN_MEMORY and shutil.disk_usage(SHARED_MEMORY).free > TEMPORARY_BYTES:
+# Startup kits have scripts, which some containers do not run from there.
+if (
+    os.environ.get("CI") != "true"
+    and SHARED_MEMORY.is_dir()
+    and shutil.disk_usage(SHARED_MEMORY).free > TEMPORARY_BYTES
+    and not os.statvfs(SHARED_MEMORY).f_flag & os.ST_NOEXEC
+):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(SHARED_MEMORY))
 # An example that is slow because the machine is busy is no failure.
 settings.register_profile("any machine", deadline=None, max_examples=count_cases(100))
