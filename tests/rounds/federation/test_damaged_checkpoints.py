@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ PAIRS = [
 
 class Killed(BaseException):
     """Ends the run as a kill of the process would."""
+
+
+@pytest.fixture(autouse=True)
+def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the flushes to disk, which take most of the time and which no test here needs."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 def build(folder: Path, name: str = "topk_ef", values: Any = "float32") -> LocalFederation:
