@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 from ports import lock_ports, stop_processes_of
-from skips import describe_skips, require
+from skips import describe_skips, require, runs_in_ci
 from thoroughness import count_cases
 
 from flare_sparse.compute.kernels.threads import limit_kernel_threads
@@ -29,7 +29,7 @@ os.environ.pop("COLUMNS", None)
 # Tests that write checkpoints wait for the disk, unless these are in memory; in CI they stay on disk, as in a hospital.
 # Startup kits have scripts, which some containers do not run from there.
 if (
-    os.environ.get("CI") != "true"
+    not runs_in_ci()
     and SHARED_MEMORY.is_dir()
     and shutil.disk_usage(SHARED_MEMORY).free > TEMPORARY_BYTES
     and not os.statvfs(SHARED_MEMORY).f_flag & os.ST_NOEXEC

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rows import JOBS
 from torch import nn
 
 from flare_sparse.config.assemble import assemble
@@ -26,8 +27,8 @@ from flare_sparse.training import Site
 CONFIGS = Path(__file__).parents[3] / "app_configs"
 BUILDABLE = sorted(file.stem for file in CONFIGS.glob("*.yaml") if "\n  base: " not in file.read_text())
 """All but those with a pre-trained base model, which is not part of the project."""
-SHORT = {folder.name for folder in (CONFIGS.parent / "jobs").iterdir()} - {"metagater_cifar10"}
-"""The jobs of the repository, but for a network that takes seconds."""
+SHORT = JOBS - {"metagater_cifar10"}
+"""Without a network that takes seconds."""
 LAYOUT = Layout.from_module(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rows import JOBS
 from scripts import load_script
 
 from flare_sparse.api.estimate import compute_figures, name_sites
@@ -33,10 +34,8 @@ ONLY_IN_TABLE = {
 }  # fmt: skip
 """Half a minute to a minute each, of methods that shorter ones run; benchmarks/performance/estimate_table.py compares
 them, too."""
-SHORT = {folder.name for folder in (ROOT / "jobs").iterdir()} - {
-    "lora_a2_banking77", "metagater_cifar10", "neurosfl_bundle", "neurosfl_segmentation"
-}  # fmt: skip
-"""The jobs of the repository, but for large networks."""
+SHORT = JOBS - {"lora_a2_banking77", "metagater_cifar10", "neurosfl_bundle", "neurosfl_segmentation"}
+"""Without large networks."""
 FILES = [file for file in sorted((ROOT / "app_configs").glob("*.yaml")) if file.stem not in ONLY_IN_TABLE]
 EXACT = {
     "bf16_brain_age", "fedavg_brain_age", "fedavg_brain_base", "fedavg_ft_brain_age", "fedavg_image_classification",
