@@ -75,17 +75,14 @@ class Config(AveragingConfig):
     maskable: MaskPreset = Field("conv_linear_weights", description="which parameters may be masked")
 
     @model_validator(mode="after")
-    def _check_random_site(self) -> Config:
+    def _check_scores(self) -> Config:
         if self.random_site and self.scores != "individual_snip":
             raise ValueError(f"random_site: true needs scores: individual_snip, not {self.scores}")
-        if self.score_share < 1:
-            if self.aggregation.needs_single_updates:
-                rule = self.aggregation.rule
-                raise ValueError(
-                    f"aggregation.rule {rule} compares all scores; leave score_share {self.score_share} out"
-                )
-            if self.score_steps != 1:
-                raise ValueError(f"score_share {self.score_share} needs one exchange of scores; choose scores: snip")
+        if self.score_share < 1 and self.aggregation.needs_single_updates:
+            rule = self.aggregation.rule
+            raise ValueError(f"aggregation.rule {rule} compares all scores; leave score_share {self.score_share} out")
+        if self.score_share < 1 and self.score_steps != 1:
+            raise ValueError(f"score_share {self.score_share} needs one exchange of scores; choose scores: snip")
         # A step from the current model needs the delta of every entry; a site sends those of its own mask.
         if self.has_individual_masks and not self.server.is_average:
             raise ValueError(
@@ -207,15 +204,14 @@ class NeuroSFL(AveragingMethod[Config, State]):
 
     def _build_score_assignment(self, state: State) -> Assignment:
         model = self.model(state)
-        pool, lowest = self._maskable & model.mask, None if self.config.signed else 0.0
-        expected = UpdateSpec("scores", mask=pool, min_value=lowest)
+        pool, count = self._maskable & model.mask, self._num_sent_scores
+        expected = UpdateSpec("scores", mask=pool, min_value=None if self.config.signed else 0.0)
         if self.config.score_share < 1:
-            sent = self._num_sent_scores
-            expected = UpdateSpec(
-                "scores",
-                accepts=lambda _, mask: mask <= pool and mask.count == sent,
-                min_entries=lambda _: sent,
-                min_value=lowest,
+            expected = replace(
+                expected,
+                mask=None,
+                accepts=lambda _, mask: mask <= pool and mask.count == count,
+                min_entries=lambda _: count,
             )
         return Assignment(Request(SCORE, 0, model, model.mask), expected)
 
