@@ -46,8 +46,9 @@ SLOTS = 16
 
 def build_config(name: str, rank: int, seed: int, options: argparse.Namespace) -> RunConfig:
     """Return the configuration of one run, from the published file."""
-    own = f"rank: {rank}, " if name in ("lora_a2", "flexlora") else FLASC if name == "flasc" else ""
-    method = "topk_ef" if name == "flasc" else name
+    ranked = f"rank: {rank}, "
+    own = {"lora_a2": ranked, "flexlora": ranked, "flasc": FLASC}.get(name, "")
+    method, values = ("topk_ef", "int8") if name == "flasc" else (name, "float32")
     training = f"epochs: {options.epochs}, batch_size: {options.batch_size}, optimizer: adamw, lr: {options.lr}, "
     training += f"weight_decay: 0.01, precision: {options.precision}"
     return load_config(
@@ -56,7 +57,7 @@ def build_config(name: str, rank: int, seed: int, options: argparse.Namespace) -
             f"name=banking77_{name}_{rank}",
             f"seed={seed}",
             f"method={{name: {method}, {own}rounds: {options.rounds}, training: {{{training}}}}}",
-            f"wire.values={'int8' if name == 'flasc' else 'float32'}",
+            f"wire.values={values}",
             f"task.base={options.base}",
             f"task.adapter.rank={SLOTS if name == 'lora_a2' else rank}",
             f"task.every={options.every}",

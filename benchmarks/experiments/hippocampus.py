@@ -32,6 +32,7 @@ from flare_sparse.config.assemble import Assembly, assemble, open_checkpoints, o
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.core.params import Layout
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.results.runs.record import RecordWriter, sum_traffic
 from flare_sparse.rounds.local.run import Course, Watcher
@@ -43,8 +44,12 @@ from flare_sparse.training.subject_metrics import SilentTrainer
 from flare_sparse.wire.ledger import Ledger
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "fedavg_hippocampus.yaml"
-SHORT = {"topk_both": "int2", "neurosfl_int4": "int4", "neurosfl_int2": "int2"}
-"""Rows with short values and an initial model that each site builds: top-k at both ends, and NeuroSFL with scores of no
+SHORT = {
+    "topk_both": ("topk_ef", "int2"),
+    "neurosfl_int4": ("neurosfl", "int4"),
+    "neurosfl_int2": ("neurosfl", "int2"),
+}
+"""Method and values of the rows whose sites build the initial model: top-k at both ends, and NeuroSFL with scores of no
 more entries than stay live."""
 SPARSE = ("neurosfl", "fedsparsify", "topk_ef", *SHORT)
 DENSE = ("pooled", "fedavg", "local_only")
@@ -86,23 +91,24 @@ class Setting:
         A site alone and the pooled data are federations of one site, which average nothing.
         """
         base = load_config(CONFIG, list(self.overrides))
+        name, values = SHORT.get(self.row, ("fedavg" if self.row in DENSE else self.row, "float32"))
         method: dict[str, Any] = {
-            "name": "fedavg" if self.row in DENSE else self.row.split("_int")[0].replace("both", "ef"),
+            "name": name,
             "rounds": base.method.config.rounds,
             "training": base.method.config.training.model_dump(mode="json"),
         }
         share = round(1 - self.sparsity, 6)
-        if self.row.startswith("topk"):
+        if name == "topk_ef":
             method["fraction"] = share
-        elif self.row in SPARSE:
+        elif name != "fedavg":
             method["sparsity"] = self.sparsity
-        overrides = [*self.overrides, f"method={json.dumps(method)}", f"seed={self.seed}", "task.hd95=true"]
         if self.row == "topk_both":
-            overrides += [f"method.down={share}", f"method.decay={DECAY}"]
+            method |= {"down": share, "decay": DECAY}
         elif self.row in SHORT:
-            overrides += [f"method.score_share={share}"]
+            method["score_share"] = share
+        overrides = [*self.overrides, f"method={json.dumps(method)}", f"seed={self.seed}", "task.hd95=true"]
         if self.row in SHORT:
-            overrides += [f"wire.values={SHORT[self.row]}", "wire.initial_model=built"]
+            overrides += [f"wire.values={values}", "wire.initial_model=built"]
         overrides += [f"simulator.data.path={data.resolve()}", f"task.split.validation={self.validation}"]
         if self.folds > 1:
             overrides += [f"task.split.folds={self.folds}", f"task.split.fold={self.fold}"]
@@ -199,19 +205,16 @@ def measure_cases(
     assembly: Assembly, site: Site, weights: Tensor, *, validation: bool = False
 ) -> dict[str, list[float]]:
     """Return the metrics of each test case by its identifier, of a site's model with what the site has kept."""
-    layout, complete = site.trainer.complete(weights, site.trainer.memory)
-    network = assembly.task.model()
-    network.load_state_dict(layout.unflatten(complete), strict=False)
-    network.eval()
+    network = load_network(assembly, *site.trainer.complete(weights, site.trainer.memory))
     cases, names = select_measured(site, validation=validation)
     rows = [assembly.task.measure(network, batch)[0][0] for batch in assembly.task.iterate_batches(cases, 1)]
     return {name: row.tolist() for name, row in zip(names, rows, strict=True)}
 
 
-def load_network(assembly: Assembly, weights: Tensor) -> torch.nn.Module:
+def load_network(assembly: Assembly, layout: Layout, weights: Tensor) -> torch.nn.Module:
     """Return the network with the given weights, in eval mode."""
     network = assembly.task.model()
-    network.load_state_dict(assembly.layout.unflatten(weights), strict=False)
+    network.load_state_dict(layout.unflatten(weights), strict=False)
     return network.eval()
 
 
@@ -261,7 +264,7 @@ def illustrate(settings: list[Setting], options: argparse.Namespace) -> None:
     assert isinstance(assembly.task, Segmentation)
     from flare_sparse.results.runs.models import read_run_model
 
-    network = load_network(assembly, read_run_model(options.runs / setting.name, assembly, "final"))
+    network = load_network(assembly, assembly.layout, read_run_model(options.runs / setting.name, assembly, "final"))
     line = json.loads((options.runs / setting.name / LINE).read_text())
     ranked = sorted(
         (

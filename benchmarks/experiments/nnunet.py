@@ -8,7 +8,8 @@ pooled data with as many steps.
     python benchmarks/experiments/nnunet.py ../shared/data/hippocampus --runs runs/nnunet [--seeds 3]
         [--features 32] [--rounds 8] [--iterations 40] [--rows fedavg pooled] [--finished]
 
-A killed call goes on from the last committed round when it is repeated.
+A killed call goes on from the last committed round when it is repeated; ``nnunet`` starts anew. Settings other than
+rows and seeds need a folder of their own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +77,14 @@ def write_raw(data: Path, seed: int, out: Path) -> dict[str, Path]:
 
 
 def plan_federation(options: argparse.Namespace, folders: dict[str, Path]) -> dict[str, Any]:
-    """Return the plan of all sites, with a network of ``--features`` in its first stage; made once for all runs."""
-    if (file := options.runs / "plan.json").is_file():
-        return json.loads(file.read_text())  # type: ignore[no-any-return]
-    total = sum(len(list((folder / "labelsTr").iterdir())) for folder in folders.values())
-    fingerprints = [compute_fingerprint(folder, SAMPLES // total) for folder in folders.values()]
-    plan = build_plan(merge_fingerprints(fingerprints), NAME)
+    """Return the plan of all sites, made once for all runs, with ``--features`` in the network's first stage."""
+    if not (file := options.runs / "plan.json").is_file():
+        total = sum(len(list((folder / "labelsTr").iterdir())) for folder in folders.values())
+        fingerprints = [compute_fingerprint(folder, SAMPLES // total) for folder in folders.values()]
+        file.write_text(json.dumps(build_plan(merge_fingerprints(fingerprints), NAME)))
+    plan: dict[str, Any] = json.loads(file.read_text())
     network = plan["plans"]["configurations"][options.configuration]["architecture"]["arch_kwargs"]
     network["features_per_stage"] = [width * options.features // 32 for width in network["features_per_stage"]]
-    file.write_text(json.dumps(plan))
     return plan
 
 
@@ -185,14 +185,6 @@ def run(options: argparse.Namespace, row: str, seed: int, folder: Path) -> dict[
     return about | line | {"sites": measured}
 
 
-def list_runs(options: argparse.Namespace) -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
-    """Yield the folder of each run and what runs it, seed by seed, so that a series that is cut short has all rows."""
-    for seed in range(1, options.seeds + 1):
-        for row in options.rows:
-            folder = options.runs / f"{row}-seed{seed}"
-            yield folder, lambda row=row, seed=seed, folder=folder: run(options, row, seed, folder)  # type: ignore[misc]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
@@ -210,12 +202,13 @@ def main() -> None:
     options = parser.parse_args()
     lines = []
     with limit_threads(1):
-        for folder, start in list_runs(options):
+        # Seed by seed, so that a series that is cut short has all rows.
+        for seed, row in product(range(1, options.seeds + 1), options.rows):
+            folder = options.runs / f"{row}-seed{seed}"
             if not (folder / LINE).is_file():
                 if options.finished:
                     continue
-                line = start()
-                (folder / LINE).write_text(json.dumps(line))
+                (folder / LINE).write_text(json.dumps(run(options, row, seed, folder)))
             lines.append(json.loads((folder / LINE).read_text()))
     print_report(lines)
 
