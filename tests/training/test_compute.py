@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from flare_sparse.compute.kernels import network as kernels
+from flare_sparse.compute.kernels.preparation import prepare_loops
 from flare_sparse.compute.kernels.threads import limit_kernel_threads
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Patch
@@ -174,6 +175,8 @@ def test_blocks_of_an_unchanged_mask_are_built_once_with_the_same_bits(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: True).__code__)
+    # The first sparse block of a process prepares the loops, with blocks of its own.
+    prepare_loops()
     built, build = [], kernels.build_blocks
     monkeypatch.setattr(kernels, "build_blocks", lambda *args: built.append(1) or build(*args))
     generator = torch.Generator().manual_seed(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, get_args
 
@@ -18,6 +18,7 @@ from .flat import FlatModel
 from .trainer import Trainer, Training, Wrapper
 
 if TYPE_CHECKING:
+    from ..compute.kernels.chains import Chain
     from ..compute.kernels.network import Block
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,13 @@ class SparseComputeTrainer(Wrapper):
         log.info("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))
         return trained
 
+    @cached_property
+    def _chains(self) -> list[Chain]:
+        """Layers that the kernels can compute; to trace a small network takes as long as to train it for an epoch."""
+        from ..compute.kernels.chains import find_chains
+
+        return find_chains(self._model.module)
+
     def _find_blocks(self, training: Training) -> list[Block]:
         """Return the blocks of the live weights: those that train, and those that are not 0."""
         from ..compute.kernels import network
@@ -62,10 +70,10 @@ class SparseComputeTrainer(Wrapper):
         # With one mask for both, the live weights are those of the mask in every round: their blocks are kept.
         if training.patch is None or training.patch.mask is not trainable:
             live = torch.logical_or(trainable.bits, training.start != 0)
-            return network.build_blocks(self._model.module, _view_weights(self._model, live), decide_and_prepare)
+            return network.build_blocks(self._chains, _view_weights(self._model, live), decide_and_prepare)
         if self._blocks is None or self._blocks[0] != trainable:
             weights = _view_weights(self._model, trainable.bits)
-            self._blocks = trainable, network.build_blocks(self._model.module, weights, decide_and_prepare)
+            self._blocks = trainable, network.build_blocks(self._chains, weights, decide_and_prepare)
         return self._blocks[1]
 
 

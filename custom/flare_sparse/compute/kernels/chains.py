@@ -51,7 +51,8 @@ def find_chains(network: nn.Module) -> list[Chain]:
     """
     modules = dict(network.named_modules())
     singles = [Chain(name, module) for name, module in modules.items() if is_supported(module)]
-    if is_supported(network):
+    # Only convolutions are joined with others.
+    if is_supported(network) or not any(isinstance(chain.layer, _CONVOLUTIONS) for chain in singles):
         return singles
     try:
         traced = [_join_layers(graph, modules) for graph in _trace_modes(network)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -276,7 +276,7 @@ def use_sparse_kernels(
     Yields:
         A block for each layer.
     """
-    blocks = build_blocks(network, live, decide)
+    blocks = build_blocks(find_chains(network), live, decide)
     with install_blocks(blocks):
         yield blocks
 
@@ -305,16 +305,20 @@ def compile_network(network: nn.Module, decide: Decide = is_sparse_faster) -> nn
     """
     compiled = copy.deepcopy(network).eval().requires_grad_(requires_grad=False)
     live = {name: parameter != 0 for name, parameter in compiled.named_parameters() if parameter.dim() > 1}
-    _replace_forward(build_blocks(compiled, live, decide, follows_weights=True))
+    _replace_forward(build_blocks(find_chains(compiled), live, decide, follows_weights=True))
     return compiled
 
 
 def build_blocks(
-    network: nn.Module, live: Mapping[str, Tensor], decide: Decide = is_sparse_faster, *, follows_weights: bool = False
+    chains: Iterable[Chain],
+    live: Mapping[str, Tensor],
+    decide: Decide = is_sparse_faster,
+    *,
+    follows_weights: bool = False,
 ) -> list[Block]:
-    """Return a block for each layer of a network; arguments as of :func:`use_sparse_kernels` and :class:`Block`."""
+    """Return a block for each chain of a network whose weight is in ``live``; arguments as of :class:`Block`."""
     blocks = []
-    for chain in find_chains(network):
+    for chain in chains:
         name = f"{chain.name}.weight" if chain.name else "weight"
         if name in live:
             blocks.append(Block(chain, live[name], decide, follows_weights=follows_weights))
