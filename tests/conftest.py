@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 from ports import lock_ports, stop_processes_of
+from rows import mark_rows
 from skips import describe_skips, require, runs_in_ci
 from thoroughness import count_cases
 
@@ -78,9 +79,14 @@ def poc_ports(tmp_path: Path) -> Iterator[None]:
         stop_processes_of(tmp_path)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files of the longest tests, which mostly wait: the others fill the time of the cores meanwhile."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark rows before pytest selects by marks, and begin with the files of the longest tests.
+
+    These mostly wait: the others fill the time of the cores meanwhile.
+    """
+    mark_rows(items)
+    yield
     long = Counter(item.path for item in items if item.get_closest_marker("long"))
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (item.path.parent.name != "integration", not long[item.path], not slow[item.path]))

@@ -60,6 +60,7 @@ def read_column(table: str, name: str) -> set[str]:
         return {row[name] for row in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 def test_every_error_code_has_a_row() -> None:
     assert find_error_codes() - read_column("error_codes.csv", "code") == set()
 
@@ -221,6 +222,7 @@ def test_sections_cited_from_the_specification_exist() -> None:
     assert unknown == []
 
 
+@pytest.mark.slow
 def test_no_text_cites_a_document_outside_the_repository() -> None:
     found = {
         (str(path.relative_to(ROOT)), word)
@@ -385,7 +387,7 @@ def test_configuration_of_the_page_is_complete(tmp_path: Path) -> None:
     assert load_config(file).simulator is not None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_study_of_the_page_on_tables_finds_the_risk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(1)

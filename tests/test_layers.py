@@ -152,6 +152,7 @@ def test_only_the_shell_imports_nvflare() -> None:
     assert [(name, t) for name in outside for t in list_imports(name) if get_room(t) == "nvflare"] == []
 
 
+@pytest.mark.slow
 def test_imports_have_no_cycle() -> None:
     graph = {name: find_own_imports(name) - {get_package(name)} for name in INSIDE}
     assert len(list(TopologicalSorter(graph).static_order())) == len(INSIDE)

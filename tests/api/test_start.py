@@ -62,6 +62,7 @@ def test_run_prints_its_rounds_and_equals_the_run_of_the_command(job: str, capsy
     assert fs.Run.load("by-command").study.run_id == run.study.run_id
 
 
+@pytest.mark.slow
 def test_interrupted_run_can_be_read_and_resumed(job: str) -> None:
     class Interruption(fs.Observer):
         def see_round(self, line: dict[str, Any]) -> None:

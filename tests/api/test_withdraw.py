@@ -85,6 +85,7 @@ def digest(done: Run) -> tuple[str, Any]:
     return done.summary["model_sha256"], done.summary["final"]["sites"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_without_subjects_the_run_has_the_bits_of_one_that_never_had_them(method: Any, tmp_path: Path) -> None:
     leaving = {8, 13}
@@ -95,6 +96,7 @@ def test_without_subjects_the_run_has_the_bits_of_one_that_never_had_them(method
     assert digest(again) == digest(never)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_without_a_site_the_run_has_the_bits_of_one_that_never_had_it(method: Any, tmp_path: Path) -> None:
     done = run(tmp_path / "all", write_table(tmp_path / "all.csv"), method)
@@ -104,6 +106,7 @@ def test_without_a_site_the_run_has_the_bits_of_one_that_never_had_it(method: An
     assert sorted(again.summary["final"]["sites"]) == ["A", "B", "D"]
 
 
+@pytest.mark.slow
 def test_subjects_of_a_site_that_was_drawn_late_start_after_the_last_round_before(tmp_path: Path) -> None:
     """Sampled sites: with seed 5, one of the four takes no part in the first rounds."""
     method = {"name": "topk_ef", "fraction": 0.2, "rounds": 6, "participation": 0.5, "decay": 0.9}
@@ -140,6 +143,7 @@ def test_without_history_or_with_a_leaving_site_a_sampled_run_starts_at_the_begi
     assert find_start(done.rounds, [late], done.study.config, leaves=True) == 0
 
 
+@pytest.mark.slow
 def test_nothing_of_the_subject_is_left_but_the_record_and_the_marked_model(tmp_path: Path) -> None:
     done = run(tmp_path / "all", write_table(tmp_path / "all.csv"), METHODS["topk_ef"])
     (done.path / "evaluations").mkdir()
@@ -179,6 +183,7 @@ def call(*arguments: Any) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300"})
 
 
+@pytest.mark.slow
 def test_command_says_what_the_data_touched_and_changes_nothing_when_dry(tmp_path: Path) -> None:
     done = run(tmp_path / "all", write_table(tmp_path / "all.csv"), METHODS["topk_ef"])
     (tmp_path / "leaving.txt").write_text("s8\n\n s12\n")
@@ -252,6 +257,7 @@ def test_task_that_lets_withdrawn_data_in_is_refused(tmp_path: Path) -> None:
         load_examples(Silent(config), data, 1)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_result_folder_live_as_long_as_the_settings_say(tmp_path: Path) -> None:
     table = write_table(tmp_path / "all.csv")
     none = run(tmp_path / "none", table, METHODS["topk_ef"], federation={"checkpoint_days": 0})

@@ -53,6 +53,7 @@ def test_scales_that_are_negative_or_not_finite_are_rejected(catalogue: Any, val
     assert [record.rejected for record in huge.rounds] == [{"site-2": "E_NORM"}] * 2 + [{}]
 
 
+@pytest.mark.slow
 @QUANTIZED
 @pytest.mark.row(44)
 def test_codes_that_mean_nothing_and_wrong_counts_are_rejected(catalogue: Any, values: Any) -> None:
@@ -76,6 +77,7 @@ def claim_exact(sent: Any) -> Any:
     return with_section(sent, change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32_zstd", "bfloat16_zstd"])
 @pytest.mark.row(45)
 def test_compressed_values_of_another_size_are_rejected(catalogue: Any, values: Any) -> None:
@@ -104,6 +106,7 @@ def test_compressed_values_of_another_size_are_rejected(catalogue: Any, values: 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32_zstd", "int4"])
 @pytest.mark.row(46)
 def test_gaps_that_are_no_selection_are_rejected(catalogue: Any, values: Any) -> None:
@@ -118,6 +121,7 @@ def test_gaps_that_are_no_selection_are_rejected(catalogue: Any, values: Any) ->
     )
 
 
+@pytest.mark.slow
 @QUANTIZED
 @pytest.mark.row(47)
 def test_difference_to_another_vector_asks_for_the_full_model_once(catalogue: Any, values: Any) -> None:

@@ -224,12 +224,14 @@ def build_voxels(value: float) -> np.ndarray:
     return voxels
 
 
+@pytest.mark.slow
 @pytest.mark.row(34)
 def test_flipped_bits_in_a_volume_are_found(hospitals: Hospitals) -> None:
     """tests/data/test_nifti.py flips 400 bits."""
     hospitals.assert_rejects(*(("corrupt file FILE", flip_bit(share)) for share in (0.25, 0.5, 0.75)))
 
 
+@pytest.mark.slow
 @pytest.mark.row(35)
 def test_truncated_empty_missing_and_foreign_files_are_found(hospitals: Hospitals) -> None:
     """Only a code leaves the site; the error text at the site names the file."""
@@ -241,6 +243,7 @@ def test_truncated_empty_missing_and_foreign_files_are_found(hospitals: Hospital
     )
 
 
+@pytest.mark.slow
 @pytest.mark.row(36)
 def test_header_of_terabytes_is_rejected(hospitals: Hospitals) -> None:
     hospitals.assert_rejects(
@@ -248,11 +251,13 @@ def test_header_of_terabytes_is_rejected(hospitals: Hospitals) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.row(37)
 def test_compression_bomb_is_rejected(hospitals: Hospitals) -> None:
     hospitals.assert_rejects(("FILE inflates to more than the", inflate))
 
 
+@pytest.mark.slow
 @pytest.mark.row(38)
 def test_nan_infinite_and_constant_voxels_are_rejected(hospitals: Hospitals) -> None:
     hospitals.assert_rejects(
@@ -262,6 +267,7 @@ def test_nan_infinite_and_constant_voxels_are_rejected(hospitals: Hospitals) -> 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.row(39)
 def test_another_geometry_is_rejected(hospitals: Hospitals) -> None:
     """The tasks have no label images, so no grid of a label image is checked."""
@@ -273,6 +279,7 @@ def test_another_geometry_is_rejected(hospitals: Hospitals) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.row(40)
 def test_site_without_examples_abstains_and_one_without_subjects_fails(hospitals: Hospitals, catalogue: Any) -> None:
     """A site whose task has no training example abstains; an empty list of subjects is an error at the site."""
@@ -285,6 +292,7 @@ def test_site_without_examples_abstains_and_one_without_subjects_fails(hospitals
     assert "there are no subjects" in hospitals.assert_rejects()
 
 
+@pytest.mark.slow
 @pytest.mark.row(41)
 def test_site_of_one_class_contributes_without_an_auc(hospitals: Hospitals) -> None:
     """Its loss is defined; the area under the curve is not and is left out."""
@@ -299,6 +307,7 @@ def test_site_of_one_class_contributes_without_an_auc(hospitals: Hospitals) -> N
     assert compute_digest(outcome.weights) != compute_digest(hospitals.run(OTHERS).weights)
 
 
+@pytest.mark.slow
 @pytest.mark.row(42)
 def test_labels_outside_the_classes_are_rejected(hospitals: Hospitals) -> None:
     hospitals.task = "sex_classification"
@@ -307,6 +316,7 @@ def test_labels_outside_the_classes_are_rejected(hospitals: Hospitals) -> None:
     assert "sex 'X' in participants.tsv; expected F or 0 (female), M or 1 (male)" in hospitals.assert_rejects()
 
 
+@pytest.mark.slow
 @pytest.mark.row(43)
 def test_subject_names_are_neither_in_replies_nor_in_logs(
     hospitals: Hospitals, caplog: pytest.LogCaptureFixture

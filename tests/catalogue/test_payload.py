@@ -142,6 +142,7 @@ def test_values_must_be_as_many_as_selected_entries(wire: Any, encoding: str) ->
     wire.assert_rejects(("E_NNZ", send_one_value_less), *counted)
 
 
+@pytest.mark.slow
 @encodings("csr", "slices")
 @pytest.mark.row(4)
 def test_unsorted_double_negative_or_large_indices_are_rejected(wire: Any, encoding: str) -> None:
@@ -240,6 +241,7 @@ def test_nan_and_infinity_are_rejected_in_every_format(catalogue: Any, encoding:
     assert all(record.rejected == {} for record in tiny.rounds)
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(9)
 def test_big_endian_messages_are_rejected(wire: Any, encoding: str) -> None:

@@ -59,6 +59,7 @@ def change_keys(**fields: Any) -> Callable[[np.ndarray], np.ndarray]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.row(48)
 def test_keys_that_the_site_has_not_signed_are_rejected() -> None:
     assert_rejects("E_SIGNATURE", Step.KEYS, change_keys(pad_key=bytes(range(32))))

@@ -223,6 +223,7 @@ def test_local_run_writes_model_and_record_to_the_default_folder(
     assert "holds no checkpoint" in again.output
 
 
+@pytest.mark.slow
 def test_export_sends_a_user_task_with_byoc_and_otherwise_tells_how_to_install_it(config: Path, tmp_path: Path) -> None:
     (tmp_path / "line_task.py").write_text((ROOT / "tests" / "integration" / "own_task.py").read_text())
     file = tmp_path / "own.yaml"

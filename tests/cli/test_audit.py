@@ -140,6 +140,7 @@ def test_interrupted_audit_trains_no_model_twice(runs: Path) -> None:
     assert "reference model 1 of 1: training" in call(*arguments).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [(["--attackers", "insider"], "expected some of outsider, member, server"), (["--attackers", ""], "expected some")],

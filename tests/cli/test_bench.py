@@ -80,6 +80,7 @@ def test_missing_numba_names_the_extra_and_no_setting(run: Path, monkeypatch: py
     assert "auto" not in result.output
 
 
+@pytest.mark.slow
 def test_interrupted_run_and_run_without_a_common_model_are_explained(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
     with pytest.raises(ConfigError, match=r"the run has no model, because it has not ended.*--resume"):

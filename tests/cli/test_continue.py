@@ -53,6 +53,7 @@ def compute_digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.slow
 def test_continued_run_has_the_record_of_all_rounds_and_leaves_the_finished_one_unchanged(folder: Path) -> None:
     before = compute_digests(folder / "short")
     result = call(
@@ -73,6 +74,7 @@ def test_continued_run_has_the_record_of_all_rounds_and_leaves_the_finished_one_
     assert again.exit_code == 0, again.output
 
 
+@pytest.mark.slow
 def test_interrupted_continuation_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(folder / "short", tmp_path / "short")
     arguments = ("run", folder / "job.yaml", "--env", "local", "--rounds", 4, "--out", tmp_path / "long")
@@ -135,6 +137,7 @@ def test_method_whose_schedule_has_ended_is_refused(folder: Path, tmp_path: Path
     assert not (tmp_path / "short-4").exists()
 
 
+@pytest.mark.slow
 def test_encrypted_run_continues_with_its_own_keys(folder: Path, tmp_path: Path) -> None:
     require(importlib.util.find_spec("tenseal") is not None, "TenSEAL is needed: pip install 'flare-sparse[he]'")
     settings = ("--set", "method={name: fedavg}", "--set", "wire={encryption: ckks}", "--set", "federation.min_sites=2")

@@ -57,6 +57,7 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_test_split_of_a_site_has_the_metrics_of_the_run(finished: Path) -> None:
     result = call(finished / "fedavg", "--data", finished / "site-1.csv", "--split", "test", "--json")
     assert result.exit_code == 0, result.output
@@ -69,6 +70,7 @@ def test_test_split_of_a_site_has_the_metrics_of_the_run(finished: Path) -> None
     assert "this is the data that the run trained on: the metrics count training examples" in again.output
 
 
+@pytest.mark.slow
 def test_held_out_hospital_is_evaluated_whole_with_intervals_around_the_values(finished: Path) -> None:
     result = call(finished / "fedavg", "--data", finished / "held-out.csv", "--best")
     assert result.exit_code == 0, result.output
@@ -117,6 +119,7 @@ def test_every_model_is_evaluated_at_every_site(finished: Path) -> None:
     assert results["site-1"]["site-2"] != results["site-1"]["site-1"]
 
 
+@pytest.mark.slow
 def test_sites_own_model_is_evaluated_on_request_and_named_where_it_is_not(finished: Path) -> None:
     data = finished / "held-out.csv"
     result = call(finished / "local_only", "--data", data)

@@ -55,6 +55,7 @@ def turn(file: Path, copy: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_predictions_have_the_grid_of_their_images_in_every_orientation(
     finished: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_predictions_have_the_grid_of_their_images_in_every_orientation(
     assert len(np.unique(values)) > 1
 
 
+@pytest.mark.slow
 def test_data_set_of_the_run_is_predicted_by_case(finished: tuple[Path, Path], tmp_path: Path) -> None:
     run, brains = finished
     result = call("predict", run, "--data", brains, "--out", tmp_path / "out")
@@ -122,6 +124,7 @@ def test_sparse_predictions_agree_with_dense_ones(
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_predictions_without_numba_are_dense(
     finished: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def find_line(result: Result, start: str) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "cause", "code"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)]
 )

@@ -150,6 +150,7 @@ def test_bundle_and_name_exclude_each_other(study: Path) -> None:
         load_config(study, ["task.name=segmentation"])
 
 
+@pytest.mark.slow
 def test_bundle_of_monai_is_trained_at_90_percent_and_loaded_back_by_monai(study: Path, tmp_path: Path) -> None:
     """No code is sent: the job has no custom folder, and MONAI's own parser builds and loads what comes back."""
     config = load_config(study)

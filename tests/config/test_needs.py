@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from rows import MAIN
 from torch.utils.data import TensorDataset
 from toy import Adapted, Toy
 from typer.testing import CliRunner
@@ -89,9 +88,7 @@ PAIRS = [
     pytest.param(
         name,
         feature,
-        marks=[pytest.mark.slow if name in MAIN else pytest.mark.long]
-        if name in list_compatible_methods(feature)
-        else [],
+        marks=[pytest.mark.slow(rows=24)] if name in list_compatible_methods(feature) else [],
         id=f"{name}-{feature.name}",
     )
     for name in METHODS
@@ -139,6 +136,7 @@ def test_files_of_the_page_are_the_table() -> None:
         assert text == format_csv(rows), "python -m flare_sparse.config.compatibility"
 
 
+@pytest.mark.slow
 def test_matrix_of_the_terminal_has_the_marks_of_the_table() -> None:
     output = CliRunner().invoke(app, ["methods", "--matrix"]).output
     rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.split()[0] in METHODS}

@@ -110,6 +110,7 @@ class Brains(Indexed):
         return bids.read_cohort(path)
 
 
+@pytest.mark.slow
 def test_phantoms_of_the_same_settings_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "indexed", Brains)
     simulator = {"sites": 2, "data": {"phantom": {"subjects": 5, "seed": 3}}}

@@ -104,6 +104,7 @@ def test_job_sends_figures_to_mlflow_only_when_asked_and_only_from_the_server(
     assert not any("mlflow" in text for text in [texts["with"][1], *texts["without"]])
 
 
+@pytest.mark.slow
 def test_byoc_job_carries_the_whole_package(config: RunConfig, tmp_path: Path) -> None:
     import flare_sparse
 

@@ -51,6 +51,7 @@ def read_task(recipe: SparseRecipe, folder: Path) -> dict[str, Any]:
     return task
 
 
+@pytest.mark.slow
 def test_arguments_become_the_task_of_the_job(build: Callable[..., SparseRecipe], tmp_path: Path) -> None:
     recipe = build(train_args="--lr 0.1", launch="torchrun --nproc_per_node=2", metric="mse", weigh_by="examples")
     task = read_task(recipe, tmp_path)
@@ -66,6 +67,7 @@ def test_arguments_become_the_task_of_the_job(build: Callable[..., SparseRecipe]
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "expected"),
     [

@@ -80,6 +80,7 @@ def keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PRIVACY_VARIABLE, "")
 
 
+@pytest.mark.slow
 def test_update_leaves_once_for_a_charge_and_metrics_leave_without(tmp_path: Path) -> None:
     site = RecipeSite(tmp_path, "job")
     site.train()

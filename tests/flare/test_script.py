@@ -143,7 +143,7 @@ def fail(process: ScriptProcess) -> ScriptFailed:
     return raised.value
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("args", "first", "last"),
     [
@@ -187,7 +187,7 @@ def test_script_may_receive_a_model_twice_before_it_sends(start: Callable[..., S
     assert [process.run(request(kind)).metrics["accuracy"] for kind in ("train", "evaluate", "train")] == [0.5] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_next_request_starts_a_script_again_that_has_failed(start: Callable[..., ScriptProcess]) -> None:
     process = start("once")
     with pytest.raises(ScriptFailed, match="KeyError: 'subject 4711'"):
@@ -217,7 +217,7 @@ while flare.is_running():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_script_with_a_spent_budget_abstains_and_its_process_charges_the_ledger_of_the_site(tmp_path: Path) -> None:
     account = PrivacyAccount(tmp_path / "kit", Budget(6.0, 1e-5))
     budget = ScriptBudget(PrivacyConfig(noise_multiplier=1.5, unit="record"), account, 9, "run", "job")

@@ -123,6 +123,7 @@ def test_exact_settings_change_no_bit_in_either_direction(tmp_path: Path) -> Non
         model = dxo.data
 
 
+@pytest.mark.slow
 def test_residual_reaches_the_server_in_later_rounds(ends: tuple[End, End]) -> None:
     server, site = ends
     total = np.zeros((20, 20), np.float32)

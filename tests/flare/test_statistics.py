@@ -141,6 +141,7 @@ def sites(tmp_path: Path, job: JobConfig) -> list[DescribedSite]:
     ]
 
 
+@pytest.mark.slow
 def test_columns_are_described_by_site_with_the_warnings_that_decide(
     tmp_path: Path, sites: list[DescribedSite]
 ) -> None:

@@ -118,7 +118,7 @@ def test_sites_upload_exactly_the_scalars_of_their_rank_budgets(
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_saved_adapters_load_with_peft_and_give_the_same_outputs(configuration: Path, tmp_path: Path) -> None:
     config = load_config(configuration)
     run_in_process(Study(config, configuration), RunFolder(tmp_path / "run"))
@@ -154,7 +154,7 @@ def test_message_for_another_base_model_is_rejected(configuration: Path, models_
         endpoint.receive(attempt.messages["site-1"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_save_refuses_a_run_whose_base_model_is_missing(
     configuration: Path, tmp_path: Path, models_folder: Path
 ) -> None:

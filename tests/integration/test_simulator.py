@@ -91,15 +91,10 @@ METHODS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "topk_ef" else pytest.mark.long)
-        for name in METHODS
-        if name != "neurosfl"  # in test_run_writes_a_consistent_record
-    ],
-)
+    "name", sorted(METHODS.keys() - {"neurosfl"})
+)  # that one is in test_run_writes_a_consistent_record
 def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) -> None:
     """The model is the same bit for bit, and so are the bytes of every message."""
     site_settings = {"site_settings": {"site-2": {name: {"rate": 0.05}}}} if name == "scbfwp" else {}
@@ -154,6 +149,7 @@ def test_simulation_records_which_layers_were_computed_sparsely(tmp_path: Path) 
     assert at_site == {"site-2": simulated["site-2"]}
 
 
+@pytest.mark.slow
 def test_bits_depend_on_the_seed_only(tmp_path: Path) -> None:
     """Simulations end with the bits of local runs (``test_simulator_ends_with_the_bits_of_a_local_run``)."""
     file = configuration(tmp_path / "config", METHODS["neurosfl"])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from local_federation import LocalFederation, Upload
 from pydantic import ValidationError
-from rows import list_method_rows
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import ConfigError
@@ -96,6 +95,7 @@ def test_step_back_discards_what_a_harmful_update_did_to_moments_and_average(tmp
     assert run_poisoned("harmed", 1) == run_poisoned("clean", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), [("neurosfl", {}), ("fedsparsify", {"sparsity": 0.8})])
 def test_average_is_the_result_in_place_of_the_last_model_and_keeps_off_what_is_off(
     name: str, settings: dict[str, Any], bench: Any
@@ -124,7 +124,7 @@ def test_average_is_the_result_in_place_of_the_last_model_and_keeps_off_what_is_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_method_rows())
+@pytest.mark.parametrize("name", METHODS)
 def test_schedule_reaches_the_training_of_every_method(name: str, bench: Any) -> None:
     slow = {"kind": "step", "milestones": [0.0], "factor": 1e-3}
     plain = bench.run(name, training=SGD)[0]
@@ -135,7 +135,7 @@ def test_schedule_reaches_the_training_of_every_method(name: str, bench: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_method_rows(name for name in METHODS if name != "per_fedavg"))
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "per_fedavg"])
 def test_pull_to_the_received_model_reaches_the_training_of_every_method(name: str, bench: Any) -> None:
     # In the first step of a round the weights are those received, which nothing pulls away from.
     steps = {"local_steps": 3} if "local_steps" in METHODS[name].Config.model_fields else {}
@@ -200,6 +200,7 @@ def test_fine_tuning_has_its_own_rate_and_pull_or_those_of_the_last_round() -> N
     assert plain.proximal == 0.3
 
 
+@pytest.mark.slow
 def test_pull_keeps_the_fine_tuned_model_near_the_global_one(bench: Any) -> None:
     free, pulled = (
         bench.run("fedavg_ft", training={**SGD, "epochs": 3}, finetune={"epochs": 20, "proximal": strength})[0]

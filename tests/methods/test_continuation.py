@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import list_method_rows
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.needs import Need, find_need
@@ -70,7 +69,7 @@ def open_stores(folder: Path, rounds: int) -> Callable[[str], Store]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", list_method_rows(name for name in METHODS if name != "local_only"))
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "local_only"])
 def test_two_rounds_and_two_more_are_four_at_once(name: str, values: str, bench: Any, tmp_path: Path) -> None:
     run(bench, name, 2, open_stores(tmp_path / "short" / "checkpoints", 2), values)
     keep_final_checkpoints(tmp_path / "short" / "checkpoints")

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from rows import list_method_rows
 from toy import estimate_traffic
 
 from flare_sparse.config.policy.initial import find_changed_tensor
@@ -54,14 +53,14 @@ class Restarting:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_method_rows())
+@pytest.mark.parametrize("name", METHODS)
 def test_same_seed_gives_the_same_bits_in_any_order_of_sites(name: str, bench: Any) -> None:
     backwards = dict(reversed(bench.sites().items()))
     assert bench.compute_digest(name) == bench.compute_digest(name) == bench.compute_digest(name, backwards)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_method_rows())
+@pytest.mark.parametrize("name", METHODS)
 def test_state_is_frozen_and_can_be_saved_around_every_call(name: str, bench: Any) -> None:
     """It is frozen, and a run whose state is saved and restored around every call ends with the same bits."""
     method = bench.method(name)
@@ -74,7 +73,7 @@ def test_state_is_frozen_and_can_be_saved_around_every_call(name: str, bench: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_method_rows())
+@pytest.mark.parametrize("name", METHODS)
 def test_every_round_is_committed_and_every_message_costs_at_least_its_floor(name: str, bench: Any) -> None:
     outcome, ledger = bench.run(name)
     assert outcome.evaluation.sites.keys() == {"site-1", "site-2", "site-3"}
@@ -84,7 +83,7 @@ def test_every_round_is_committed_and_every_message_costs_at_least_its_floor(nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_method_rows())
+@pytest.mark.parametrize("name", METHODS)
 def test_one_site_is_enough_and_a_site_without_training_examples_abstains(name: str, bench: Any) -> None:
     bench.run(name, {"site-1": bench.site(1)})
     idle = {**bench.sites(2), "site-3": bench.site(3, 0)}
@@ -114,7 +113,7 @@ def test_dry_run_sends_the_bytes_of_a_real_run(name: str, bench: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_method_rows())
+@pytest.mark.parametrize("name", METHODS)
 def test_first_model_of_every_method_is_the_initial_one(name: str, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     receive = SiteEndpoint.receive
     checked: list[str | None] = []

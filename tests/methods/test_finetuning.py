@@ -142,6 +142,7 @@ def test_received_model_that_the_site_keeps_is_not_blamed_on_its_training(monkey
             method.answer(Request(FINETUNE, 4, Patch(site.weights, full), full), site)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -229,6 +230,7 @@ def test_site_does_not_fine_tune_for_a_server_whose_job_does_not_provide_for_it(
     assert plain.traffic.count_requests(EVALUATE, 4) == 1
 
 
+@pytest.mark.slow
 def test_new_site_fine_tunes_the_model_of_a_finished_run() -> None:
     federation = build("fedavg", personal="norms")
     outcome = federation.run()

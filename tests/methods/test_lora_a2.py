@@ -138,6 +138,7 @@ def test_site_sends_its_budget_and_keeps_other_slots_bit_for_bit(uneven: Any, ra
             assert torch.equal((trained - state.weights)[update.patch.mask.bits], update.patch.values)
 
 
+@pytest.mark.slow
 def test_budget_of_all_ranks_equals_alternating_fedavg(uneven: Any) -> None:
     lora = build_method(uneven, rounds=3, rank=RANK)
     seen = play_rounds(lora, uneven, 3)
@@ -155,12 +156,14 @@ def test_budget_of_all_ranks_equals_alternating_fedavg(uneven: Any) -> None:
         assert torch.allclose(after.weights.double(), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_budget_of_all_ranks_does_not_depend_on_the_trial(uneven: Any) -> None:
     long = uneven.compute_digest("lora_a2", rank=RANK, training=TRAINING, trial_epochs=5)
     assert long == uneven.compute_digest("lora_a2", rank=RANK, training=TRAINING)
     assert long == uneven.compute_digest("lora_a2", rank=RANK, training=TRAINING, trial="gradient")
 
 
+@pytest.mark.slow
 def test_b_only_with_all_ranks_equals_ffa_lora_bit_for_bit(uneven: Any, adapted: Any) -> None:
     for bench in (uneven, adapted):
         always = bench.compute_digest("lora_a2", rank=RANK, training=TRAINING, schedule="b_only", b_lr_ratio=1.0)
@@ -226,6 +229,7 @@ def test_merged_weights_give_the_same_output(uneven: Any) -> None:
     assert torch.allclose(module.merge_and_unload()(x), unmerged, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["slots", "scalars"])
 def test_ledger_counts_the_entries_of_the_selected_slots(uneven: Any, budget: str) -> None:
     """The slots are known from a run without the wire; the ledger of a run over it has the same numbers."""
@@ -289,6 +293,7 @@ def test_trained_head_is_part_of_every_update(adapted: Any) -> None:
         )
 
 
+@pytest.mark.slow
 def test_different_ranks_give_different_models(uneven: Any) -> None:
     one, two = (uneven.compute_digest("lora_a2", rank=rank, training=TRAINING) for rank in (1, 2))
     assert one != two

@@ -93,6 +93,7 @@ def test_flexlora_averages_the_products(adapted: Any) -> None:
         assert (norms[:-1] >= norms[1:]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flexlora", "hetlora"])
 def test_site_exchanges_the_ranks_of_its_budget(adapted: Any, name: str) -> None:
     """A slot has 12 + 12 scalars, there are two modules, and the head has 13."""

@@ -40,6 +40,7 @@ def count_uploads(name: str, layout: Layout, **settings: Any) -> int:
     return sum(line.scalars_sent for line in ledger.lines if line.direction == "up") * SITES * ROUNDS // 2
 
 
+@pytest.mark.slow
 def test_uploads_of_fl_lora_and_ffa_lora_equal_the_papers(adapted: dict[int, Layout]) -> None:
     slots = Slots(adapted[1])
     assert slots.num_modules == 72
@@ -56,6 +57,7 @@ def test_uploads_of_lora_a2_lie_between_their_bounds(adapted: dict[int, Layout],
     assert 72 * rank * 768 * SITES * ROUNDS <= sent <= CAPS[rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", CAPS)
 def test_upper_bound_is_the_size_of_the_widest_slots(adapted: dict[int, Layout], rank: int) -> None:
     slots = Slots(adapted[16])

@@ -163,6 +163,7 @@ def test_first_model_sent_is_the_initial_one_bit_for_bit(gated: Net) -> None:
     assert torch.equal(gated.states(1)[1].sent, gated.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local_proximity", [None, 0.0])
 def test_without_acceleration_a_round_equals_fedprox_or_fedavg(gated: Net, local_proximity: float | None) -> None:
     """Step = 1 / lambda: the uniform mean of the sites' models, with proximal term (FedProx) or without (FedAvg)."""
@@ -182,6 +183,7 @@ def test_without_acceleration_a_round_equals_fedprox_or_fedavg(gated: Net, local
         assert torch.equal(state.w, state.ag)
 
 
+@pytest.mark.slow
 def test_without_acceleration_a_run_equals_uniform_fedavg(gated: Net) -> None:
     settings = {"local_steps": 2, "rounds": 3}
     ours, _ = gated.run(acceleration=False, step=5.0, local_proximity=0.0, output="pr_next", **settings)
@@ -195,6 +197,7 @@ def test_without_acceleration_a_run_equals_uniform_fedavg(gated: Net) -> None:
     assert torch.allclose(ours.weights, theirs.weights, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.1, 0.5])
 def test_shorter_step_equals_reptile(gated: Net, epsilon: float) -> None:
     before, after = gated.states(1, acceleration=False, step=epsilon / 0.2, local_proximity=0.0, local_steps=4)
@@ -248,6 +251,7 @@ def zero_group(net: Net, layer: str, channel: int) -> torch.Tensor:
     return weights
 
 
+@pytest.mark.slow
 def test_permanently_closed_channel_and_its_filter_are_not_sent(gated: Net) -> None:
     """Group: 5 + 1 scalars; filter: 6 x 3 x 3 + 1 in layer 2. Both stay zero at site and server."""
     gated.weights = zero_group(gated, "2", 4)
@@ -270,6 +274,7 @@ def test_reopenable_channel_is_sent_and_reopens(gated: Net) -> None:
     assert gated.layout.unflatten(outcome.weights)["2.gate.open.weight"][4].any()
 
 
+@pytest.mark.slow
 def test_lasso_closes_channels_and_messages_shrink(gated: Net) -> None:
     outcome, ledger = gated.run(lasso=0.06, rounds=12)
     sent = [line.scalars_sent for line in ledger.lines if line.kind == "train" and line.direction == "up"]
@@ -379,6 +384,7 @@ def test_momentum_cap_bounds_alpha(two: Net) -> None:
     assert [capped.compute_steps(t).alpha for t in (1, 2, 3, 4, 100)] == pytest.approx([1, 2 / 3, 0.5, 0.5, 0.5])
 
 
+@pytest.mark.slow
 def test_unscaled_prox_shrinks_less(gated: Net) -> None:
     shrunk: list[float] = []
     for scale in (True, False):

@@ -42,6 +42,7 @@ def test_exactly_k_maskable_entries_are_live_and_the_mask_never_changes(bench: A
     assert [line.encoding for line in train if line.direction == "down"][3:] == ["shared"] * 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", ["snip", "random"])
 def test_sparsity_zero_equals_fedavg_bit_for_bit(bench: Any, scores: str) -> None:
     assert bench.compute_digest("neurosfl", sparsity=0, scores=scores) == bench.compute_digest("fedavg")
@@ -122,6 +123,7 @@ def test_signed_saliency_in_minibatches_equals_that_of_all_examples(batch_size: 
     assert torch.allclose(parts, whole, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", OPTIMIZERS, ids=["momentum", "adam", "adamw"])
 def test_entries_outside_the_mask_are_zero_at_sites_and_server(bench: Any, training: dict[str, Any]) -> None:
     outcome, _ = bench.run("neurosfl", sparsity=0.8, training=training)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from local_federation import LocalFederation
-from rows import list_method_rows
 from toy import Adapted, Toy, ToyBench
 
 from flare_sparse.core.checkpoint.store import Store
@@ -78,6 +77,7 @@ def test_groups_and_patterns_name_tensors_of_the_network() -> None:
         select_personal(Layout.from_module(torch.nn.Linear(2, 1)), "norms")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("personal", ["norms", "head"])
 def test_messages_shrink_by_exactly_the_values_that_stay(personal: str) -> None:
     full, partial = build("fedavg", personal=()), build("fedavg", personal=personal)
@@ -95,7 +95,7 @@ def test_messages_shrink_by_exactly_the_values_that_stay(personal: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_method_rows(EXCHANGING))
+@pytest.mark.parametrize("name", EXCHANGING)
 def test_sites_differ_in_what_they_keep_and_the_server_has_none_of_it(name: str) -> None:
     federation = build(name)
     outcome = federation.run()
@@ -134,6 +134,7 @@ def test_resumed_run_ends_with_the_same_bits_at_server_and_sites(name: str, valu
     assert collect(resumed).keys() == expected_kept.keys() == {"site-1", "site-2", "site-3"}
 
 
+@pytest.mark.slow
 def test_retry_starts_from_what_the_site_kept_before_the_first_attempt(tmp_path: Path) -> None:
     expected = build("fedavg", tmp_path / "plain")
     outcome = expected.run()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from local_federation import LocalFederation
-from rows import MAIN, list_method_rows
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.params import compute_digest
@@ -115,27 +114,13 @@ class Lossy(LocalFederation):
         return replies
 
 
-def pair_with_formats(first: int) -> list[Any]:
-    """Return every pair of a method and a number format; all but one format of each main method are long."""
-    formats = ("float32", "bfloat16", "int4")
-    return [
-        pytest.param(
-            name,
-            values,
-            marks=[] if name in MAIN and (i + first) % 3 == j else [pytest.mark.long],
-            id=f"{name}-{values}",
-        )
-        for i, name in enumerate(METHODS)
-        for j, values in enumerate(formats)
-    ]
-
-
 def timeless(record: RoundRecord) -> dict[str, Any]:
     return {k: v for k, v in asdict(record).items() if k not in ("seconds", "committed_at")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "values"), pair_with_formats(0))
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("name", METHODS)
 def test_resumed_run_equals_the_uninterrupted_one(name: str, values: str, bench: Any, tmp_path: Path) -> None:
     """Model, evaluations, rounds and messages are equal, whichever commit was the last."""
     uninterrupted = run(bench, name, tmp_path / "uninterrupted", values)
@@ -147,7 +132,8 @@ def test_resumed_run_equals_the_uninterrupted_one(name: str, values: str, bench:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "values"), pair_with_formats(1))
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("name", METHODS)
 def test_failed_attempt_leaves_no_trace(name: str, values: str, bench: Any, tmp_path: Path) -> None:
     """The first attempt of every round fails, and the sites repeat their updates in the second.
 
@@ -194,7 +180,7 @@ def test_kill_in_the_last_of_three_attempts_leaves_no_trace(values: str, bench: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_method_rows())
+@pytest.mark.parametrize("name", METHODS)
 def test_sites_without_checkpoints_receive_the_full_model(name: str, bench: Any, tmp_path: Path) -> None:
     """Only a method that keeps something at its sites ends with another model."""
     uninterrupted = run(bench, name, tmp_path / "uninterrupted")
@@ -206,6 +192,7 @@ def test_sites_without_checkpoints_receive_the_full_model(name: str, bench: Any,
     assert (resumed[0] == uninterrupted[0]) is (name != "topk_ef")
 
 
+@pytest.mark.slow
 def test_run_without_resume_starts_anew(bench: Any, tmp_path: Path) -> None:
     uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted")
     with pytest.raises(Killed):

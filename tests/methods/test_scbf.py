@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_federation import LocalFederation
+from thoroughness import count_cases
 from torch import Tensor, nn
 from toy import estimate_traffic
 
@@ -44,6 +45,7 @@ def test_sum_at_rate_one_adds_every_delta(plain: Any) -> None:
     torch.testing.assert_close(state.weights, expected.float(), rtol=0, atol=3e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scbf", "dssgd"])
 def test_mean_at_rate_one_equals_fedavg_bit_for_bit(name: str, bench: Any) -> None:
     """Invariant 2, with batch normalisation, dropout and sites of different sizes, through the wire."""
@@ -58,8 +60,9 @@ def test_sum_at_rate_one_equals_fedavg_with_a_server_step_of_k(sites: int, plain
     torch.testing.assert_close(added, stepped, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["sum", "mean", "count"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=count_cases(40), deadline=None)
 @given(seed=st.integers(0, 2**20))
 def test_entries_that_no_site_revealed_keep_their_bits(aggregation: str, seed: int) -> None:
     layout = Layout.from_module(nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 1)))
@@ -272,6 +275,7 @@ def test_dssgd_uploads_the_largest_deltas(bench: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_residual_network_trains_at_its_smaller_size(bench: Any) -> None:
     """Convolutions, batch normalisation and residual sums: the smaller network evaluates as the masked one."""
     from flare_sparse.tasks.models.resnet import ResidualBlock
@@ -321,6 +325,7 @@ def test_note_describes_threshold_and_removable_units(bench: Any) -> None:
     assert bench.method("fedavg").describe() == ""
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_bits_with_sampled_channels(bench: Any) -> None:
     settings = {"max_exact_channels": 1, "sampled_channels": 5000}
     first, second = (

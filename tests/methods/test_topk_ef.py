@@ -122,6 +122,7 @@ def test_the_last_evaluation_sends_the_last_change_alone(bench: Any) -> None:
     assert outcome.evaluation.overall["mse"] > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**16), decay=st.sampled_from([1.0, 0.8, 0.5]))
 def test_what_arrived_and_what_both_ends_keep_is_the_sum_of_all_deltas(seed: int, decay: float) -> None:

@@ -1,21 +1,32 @@
-"""Rows of tests that run every method or every configuration."""
+"""Which configurations and which rows of a test run by default; the others are long."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from zlib import crc32
 
 import pytest
 
-from flare_sparse.methods.registry import METHODS
-
-MAIN = {"fedavg", "fedsparsify", "lora_a2", "metagater", "neurosfl", "scbf", "scbfwp", "topk_ef"}
-"""The papers' methods, FedAvg and top-k; the other methods are baselines."""
 JOBS = {folder.name for folder in (Path(__file__).parents[2] / "jobs").iterdir()}
 """Configurations of the repository's jobs; the others are long."""
+DEFAULT_ROWS = 2
 
 
-def list_method_rows(names: Iterable[str] = METHODS) -> list[Any]:
-    """Return a row for each method; those of the baselines are long."""
-    return [pytest.param(name, marks=[] if name in MAIN else [pytest.mark.long], id=name) for name in names]
+def mark_rows(items: Iterable[pytest.Item]) -> None:
+    """Mark all but a few rows of every slow test as long: all but 2, or ``@pytest.mark.slow(rows=...)``.
+
+    The rows that stay are the first by a checksum of their names, so that two tests over the same methods or number
+    formats run different ones.
+    """
+    rows = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("long"):
+            rows[item.nodeid.partition("[")[0]].append(item)
+    for test in rows.values():
+        ordered = sorted(test, key=lambda item: crc32(item.nodeid.encode()))
+        slow = ordered[0].get_closest_marker("slow")
+        assert slow is not None
+        for item in ordered[slow.kwargs.get("rows", DEFAULT_ROWS) :]:
+            item.add_marker(pytest.mark.long)

@@ -207,6 +207,7 @@ def test_file_that_is_not_gzip_is_explained(brains: Path, tmp_path: Path) -> Non
         task().load(SiteData("a", path), seed=0)
 
 
+@pytest.mark.slow
 def test_all_real_brains_are_usable(shared_data: Path) -> None:
     """Every volume of two hospitals is usable, and the network accepts them."""
     kind = TASKS["brain_age"]

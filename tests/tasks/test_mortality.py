@@ -142,6 +142,7 @@ def test_each_dose_is_its_own_input() -> None:
     assert encode_one_hot(np.array([[0, 1, 3]], dtype=np.uint8), 3).tolist() == [[0, 0, 0, 1, 0, 0, 0, 0, 1]]
 
 
+@pytest.mark.slow
 def test_first_day_medications_predict_death(shared_data: Path) -> None:
     """AUC above 0.65 on the test stays of the whole cohort (logistic regression in the data's README: 0.79)."""
     learn = task(

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import list_method_rows
 
 from flare_sparse.compute.structure.tracing import Untraceable
 from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import parse_job
+from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.task import SiteData
@@ -29,7 +29,7 @@ def brains(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_method_rows())
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_and_evaluates_a_segmentation(name: str, brains: Path) -> None:
     task: dict[str, Any] = {
         "name": "segmentation",

@@ -492,6 +492,7 @@ def test_table_is_federated_without_code(task: str, metric: str, tmp_path: Path)
     assert run["differences"]["site_mean"][metric]["second"] == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.slow
 def test_evaluation_states_which_rows_the_scale_came_from(tmp_path: Path) -> None:
     header = ROWS.splitlines()[0]
     for site, count in (("site-1", 40), ("site-2", 40), ("new", 30), ("few", 20)):

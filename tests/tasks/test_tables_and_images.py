@@ -59,6 +59,7 @@ def test_age_is_learned_from_morphometry(shared_data: Path) -> None:
     assert train_and_evaluate(learn, SiteData("all", path), epochs=10)["mae"] < 0.5 * error_of_mean
 
 
+@pytest.mark.slow
 def test_sex_is_learned_from_morphometry(shared_data: Path) -> None:
     path = shared_data / "brain_morphometry" / "desikan_abide1.csv.gz"
     figures = train_and_evaluate(task("morphometry_sex", features="desikan"), SiteData("all", path), epochs=10)
@@ -105,6 +106,7 @@ def test_atlases_have_the_columns_of_freesurfer() -> None:
     assert {name: len(columns) for name, columns in ATLASES.items()} == {"destrieux": 193, "desikan": 71}
 
 
+@pytest.mark.slow
 def test_table_of_another_atlas_names_the_atlas_of_the_table(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="190 of the 193 columns of atlas 'destrieux' are missing") as caught:
         task("morphometry_age").load(SiteData("a", write_desikan(tmp_path / "t.csv")), seed=0)
@@ -145,7 +147,7 @@ def test_other_code_of_sex_is_explained(tmp_path: Path) -> None:
         task("morphometry_sex", features="desikan").load(SiteData("a", file), seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pneumonia_is_learned_from_xrays(shared_data: Path) -> None:
     path = shared_data / "pneumoniamnist" / "pneumoniamnist.npz"
     figures = train_and_evaluate(

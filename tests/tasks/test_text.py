@@ -30,6 +30,7 @@ def queries(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_adapted_minilm_starts_as_its_base_model(models_folder: Path) -> None:
     made = task()
     model = made.model().eval()
@@ -42,6 +43,7 @@ def test_adapted_minilm_starts_as_its_base_model(models_folder: Path) -> None:
         assert torch.equal(model(*batch), made.build_base().eval()(*batch))
 
 
+@pytest.mark.slow
 def test_prediction_of_a_text_is_independent_of_its_batch(models_folder: Path, queries: Path) -> None:
     """Padding takes no part in attention or in the mean over tokens."""
     made = task(classes=2)
@@ -97,6 +99,7 @@ def _with_class(file: Path, label: int) -> Path:
     return other
 
 
+@pytest.mark.slow
 def test_saved_adapter_is_loaded_by_peft(models_folder: Path, tmp_path: Path) -> None:
     made = task(adapter={"rank": 2, "head": "trained"})
     model = made.model().eval()

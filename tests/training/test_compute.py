@@ -223,7 +223,7 @@ def test_an_unknown_kind_of_computation_is_refused() -> None:
         can_use_kernels("spars", torch.device("cpu"))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_commands_and_jobs_start_without_numba() -> None:
     code = "import sys; sys.modules['numba'] = None; import flare_sparse.cli, flare_sparse.flare.session"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Embedded, Plain, Toy
@@ -157,7 +158,7 @@ def test_vector_is_loaded_without_a_copy_if_it_is_aligned() -> None:
     assert torch.equal(model.to_vector(), start)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_cases(60), deadline=None)
 @given(st.data())
 def test_live_entries_are_the_indices_of_the_mask_by_tensor(data: st.DataObject) -> None:
     layout = Layout.from_module(Toy().model())

@@ -337,6 +337,7 @@ def _raise(site: str, error: Exception) -> None:
     raise error
 
 
+@pytest.mark.slow
 def test_training_that_its_engine_has_not_charged_is_refused(tmp_path: Path) -> None:
     config = PrivacyConfig(noise_multiplier=1.0, unit="record")
     budget = ScriptBudget(config, PrivacyAccount(tmp_path), 2, "run", "job")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 
 from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.core.exchange import Patch
@@ -53,7 +54,8 @@ def test_layers_of_different_density_have_widths_of_their_own() -> None:
     assert len(section) <= 1.05 * sum(compute_selection_entropy(part, None) for part in parts)
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=count_cases(200), deadline=None)
 @given(data=st.data(), size=st.integers(0, 3000))
 def test_any_selection_of_up_to_half_of_the_entries_comes_back(data: st.DataObject, size: int) -> None:
     layout = Layout((TensorSpec("w", (size,), "weight"),))
@@ -180,7 +182,7 @@ def test_another_width_of_a_block_is_not_canonical() -> None:
         decode((4).to_bytes(8, "little") + b"\x05" + body, SMALL)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count_cases(300), deadline=None)
 @given(section=st.binary(max_size=60), count=st.integers(0, 60))
 def test_random_bytes_are_refused_or_the_one_form_of_a_selection(section: bytes, count: int) -> None:
     forged = count.to_bytes(8, "little") + section

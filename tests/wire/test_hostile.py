@@ -234,6 +234,7 @@ SAMPLES["slices"] = build_message(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_forged_mutation_is_refused_or_decodes_to_a_valid_patch(name: str) -> None:
     """With valid checksums, a message that is not refused still yields a finite patch within the layout."""

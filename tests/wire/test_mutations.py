@@ -117,7 +117,7 @@ def classify(data: np.ndarray) -> str:
     return "harmless"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mutated_messages_are_refused_or_decode_to_valid_patches() -> None:
     messages, rng, outcomes = build_messages(), random.Random(11), Counter[str]()
     mutations = 0

@@ -106,6 +106,7 @@ def test_rounding_is_right_on_average(values: ValueType) -> None:
     assert back.view(repeats, BLOCK).unique(dim=0).shape[0] > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", QUANTIZED)
 def test_error_feedback_sends_every_value_in_the_end(values: ValueType) -> None:
     """The residual stays below its bound, so the mean of what arrives approaches the truth as 1 / rounds."""

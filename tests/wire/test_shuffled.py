@@ -8,6 +8,7 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 
 from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.core.exchange import Patch
@@ -34,8 +35,9 @@ def write(vector: torch.Tensor, values: ValueType, **options: torch.Tensor) -> n
     return encode(patch, build_plan(vector.numel()), values=values, **options).data  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("values", "plain"), FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_cases(60), deadline=None)
 @given(numbers=st.lists(NUMBERS, max_size=60) | st.integers(0, 300).map(lambda n: [1.5] * n))
 def test_values_are_those_of_the_plain_format(values: ValueType, plain: ValueType, numbers: list[float]) -> None:
     vector = torch.tensor(numbers, dtype=torch.float32)

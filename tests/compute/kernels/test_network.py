@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 from torch import Tensor, nn
 
 from flare_sparse.compute.kernels import cost
@@ -77,7 +78,7 @@ def check_close(values: Tensor, exact: Tensor, name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_cases(60), deadline=None)
 @given(
     st.integers(1, 3),
     st.tuples(*[st.integers(1, 3)] * 3),
@@ -104,7 +105,8 @@ def test_convolution_equals_torch(
     check_equal(nn.Sequential(layer), torch.randn(samples, inputs, *shape[:axes]), density)
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=count_cases(30), deadline=None)
 @given(
     st.sampled_from(["none", "instance", "batch"]),
     st.sampled_from([(1, 1, 1), (2, 2, 2), (3, 3, 3), (1, 2, 3)]),
@@ -211,6 +213,7 @@ def test_decision_is_made_anew_for_another_number_of_threads_of_torch() -> None:
     assert asked == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient")
 def test_gradients_pass_gradcheck() -> None:
     """Numerical derivatives in float32, whose step and tolerance are coarse."""

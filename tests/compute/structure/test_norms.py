@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 from torch import nn
 
 from flare_sparse.compute.structure.norms import clip_variances
@@ -22,7 +23,7 @@ BITS = st.lists(st.booleans(), min_size=LAYOUT.size, max_size=LAYOUT.size)
 
 @pytest.mark.slow
 @given(VALUES, BITS | st.just([True] * LAYOUT.size))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=count_cases(200), deadline=None)
 def test_only_variances_below_zero_change(values: list[float], bits: list[bool]) -> None:
     vector, mask = torch.tensor(values), Mask(torch.tensor(bits))
     before = mask.take(vector).clone()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 from torch import Tensor, nn
 
 from flare_sparse.compute.structure import (
@@ -42,6 +43,7 @@ def units(name: str, seed: int) -> tuple[Layout, Mask, list[Tensor]]:
     return layout, build_live_mask(layout, layers, kept), kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_smaller_network_computes_the_same_as_the_masked_one(name: str) -> None:
     """docs/algorithms.md, section 3.11, invariant 9."""
@@ -64,6 +66,7 @@ def test_smaller_network_computes_the_same_as_the_masked_one(name: str) -> None:
     assert torch.equal(removed.to_vector(), live.take(weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_extracted_network_has_the_weights_of_the_masked_one(name: str) -> None:
     network, inputs = NETWORKS[name]
@@ -78,7 +81,7 @@ def test_extracted_network_has_the_weights_of_the_masked_one(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=count_cases(20), deadline=None)
 @given(seed=st.integers(0, 2**20))
 def test_live_mask_and_kept_units_are_inverse(name: str, seed: int) -> None:
     layout, live, kept = units(name, seed)

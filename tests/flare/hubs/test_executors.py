@@ -162,6 +162,7 @@ def test_hub_that_cannot_be_opened_refuses_collections_with_a_code_and_keeps_the
     assert "hub" in (clients["hub-1"].kit / "job" / "site_error.txt").read_text()
 
 
+@pytest.mark.slow
 def test_hub_waits_for_a_port_that_an_aborted_job_still_holds(
     clients: dict[str, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +180,7 @@ def test_hub_waits_for_a_port_that_an_aborted_job_still_holds(
     hub.handle_event(EventType.END_RUN, clients["hub-1"].build_context())
 
 
+@pytest.mark.slow
 def test_aborted_job_does_not_wait_for_its_port(clients: dict[str, Client], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "FREE_S", 60.0)
     aborted, context = Signal(), clients["hub-1"].build_context()

@@ -87,6 +87,7 @@ def fetch(connection: HubConnection) -> tuple[str, bytes]:
     return question
 
 
+@pytest.mark.slow
 def test_each_site_answers_its_own_questions_one_after_another(kits: Path) -> None:
     with (
         open_hub(kits) as (mailboxes, address),
@@ -128,6 +129,7 @@ def test_site_of_another_job_gets_no_question_and_gives_no_answer(kits: Path) ->
         assert asked.result() == {"site-1": b"right"}
 
 
+@pytest.mark.slow
 def test_answer_to_a_question_whose_time_is_over_is_dropped(kits: Path) -> None:
     with open_hub(kits) as (mailboxes, address), ThreadPoolExecutor(1) as pool, connect(kits, address) as connection:
         asked = pool.submit(mailboxes.ask, {"site-1": b"early"}, 0.3, 100)
@@ -140,6 +142,7 @@ def test_answer_to_a_question_whose_time_is_over_is_dropped(kits: Path) -> None:
         assert asked.result() == {}
 
 
+@pytest.mark.slow
 def test_answer_longer_than_the_question_allows_is_not_accepted(kits: Path) -> None:
     with open_hub(kits) as (mailboxes, address), ThreadPoolExecutor(1) as pool, connect(kits, address) as connection:
         asked = pool.submit(mailboxes.ask, {"site-1": b"question"}, 1.0, 4)
@@ -158,6 +161,7 @@ def test_participant_that_is_no_site_of_the_hub_is_refused(kits: Path) -> None:
         connection.exchange("", b"")
 
 
+@pytest.mark.slow
 def test_certificate_of_another_root_is_refused_by_either_end(kits: Path) -> None:
     """The stranger does not accept the hub, and the hub does not accept a stranger that accepts it."""
     (kits / "mixed").mkdir(exist_ok=True)
@@ -180,6 +184,7 @@ def test_site_sends_nothing_to_another_participant_in_the_place_of_its_hub(kits:
         connection.exchange("", b"secret")
 
 
+@pytest.mark.slow
 def test_site_waits_for_a_hub_that_is_not_there_and_says_so_once(kits: Path, caplog: pytest.LogCaptureFixture) -> None:
     start = time.monotonic()
     with connect(kits, ("127.0.0.1", 1)) as connection:
@@ -188,6 +193,7 @@ def test_site_waits_for_a_hub_that_is_not_there_and_says_so_once(kits: Path, cap
     assert len([record for record in caplog.records if "hub-1 cannot be reached" in record.message]) == 1
 
 
+@pytest.mark.slow
 def test_stopped_site_ends_a_call_that_a_hub_does_not_end(kits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flare_sparse.flare.hubs.listener.POLL_S", 60.0)
     start = time.monotonic()
@@ -342,6 +348,7 @@ def test_port_of_a_hub_is_its_own(kits: Path) -> None:
         HubListener(address, Mailboxes(SITES, 60.0), build_server_credentials(kits / "hub-1"), "job-2")
 
 
+@pytest.mark.slow
 def test_large_answer_that_nothing_wants_any_more_does_not_stop_a_site(kits: Path) -> None:
     late = threading.Event()
     contents: list[bytes] = []
@@ -381,6 +388,7 @@ def test_answer_that_was_lost_is_sent_again_without_another_training(
     assert [content for content in contents if content] == [answers["site-1"]] * 2
 
 
+@pytest.mark.slow
 def test_site_does_not_hurry_a_hub_that_never_makes_it_wait(kits: Path) -> None:
     times: list[float] = []
     with connect(kits, ("127.0.0.1", 1)) as connection:

@@ -27,6 +27,7 @@ def hand_over(mailboxes: Mailboxes, site: str, key: str, content: bytes) -> bool
     return question is not None
 
 
+@pytest.mark.slow
 def test_first_answer_counts_and_a_key_fits_one_question_only() -> None:
     mailboxes = Mailboxes(SITES, 60.0)
     with ThreadPoolExecutor(1) as pool:
@@ -73,6 +74,7 @@ def answer(mailboxes: Mailboxes, site: str) -> None:
     assert hand_over(mailboxes, site, fetch(mailboxes, site), b"answer")
 
 
+@pytest.mark.slow
 def test_site_that_fetches_nothing_is_missing_until_it_fetches_again(ask: Any) -> None:
     mailboxes = Mailboxes(SITES, 0.3)
     for allowed in ((0.25, 1.0), (0.0, 0.2)):
@@ -110,6 +112,7 @@ def test_hub_without_any_site_waits_for_them_in_every_exchange(ask: Any) -> None
         assert 0.2 <= measure(lambda: ask(mailboxes, 20.0).result()) < 1.0
 
 
+@pytest.mark.slow
 def test_answer_that_began_in_time_is_taken_and_another_one_is_not(ask: Any) -> None:
     mailboxes = Mailboxes(SITES, 60.0)
     asked = ask(mailboxes, 0.3, 5.0)
@@ -136,6 +139,7 @@ def test_answer_whose_transfer_does_not_end_is_cancelled(ask: Any) -> None:
     assert asked.result() == {}
 
 
+@pytest.mark.slow
 def test_answer_that_was_lost_with_its_connection_may_come_again(ask: Any) -> None:
     mailboxes = Mailboxes(SITES, 60.0)
     asked = ask(mailboxes, 1.0)

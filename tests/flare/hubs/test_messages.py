@@ -185,6 +185,7 @@ def test_site_that_sends_something_else_than_an_update_has_a_code() -> None:
     assert build_links(lambda site, task, data: values).exchange(attempt) == {"site-1": "E_KIND"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [SumRules(8.0, is_padded=False), SumRules(8.0)], ids=["fixed_point", "masked"])
 def test_tree_over_these_messages_ends_in_the_bits_of_the_flat_run(
     rules: SumRules, monkeypatch: pytest.MonkeyPatch

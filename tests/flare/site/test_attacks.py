@@ -289,6 +289,7 @@ def test_training_with_a_chosen_model_reveals_training_rows_only_without_a_polic
     assert len(found) > 48 if preset is None else not found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [None, 20.0])
 def test_model_far_from_the_last_one_is_refused_by_the_limit_on_its_change_alone(
     factor: float | None, tmp_path: Path
@@ -367,7 +368,7 @@ def test_difference_of_two_rounds_reveals_rows_unless_models_may_not_jump_or_ans
     assert (first is not None and second is not None and attack.is_read(first - second)) is is_read
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("noise_multiplier", "is_withheld"), [(4.0, False), (0.0001, True)])
 def test_noise_of_a_job_replaces_the_withholding_of_units_only_if_it_hides_a_subject(
     noise_multiplier: float, *, is_withheld: bool, tmp_path: Path

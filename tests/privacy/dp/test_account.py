@@ -45,6 +45,7 @@ def test_same_answer_is_charged_once_and_others_as_less_noise_on_the_same_sample
         account.charge(entry("q", "v"), Budget(four, DELTA))
 
 
+@pytest.mark.slow
 def test_ledger_survives_the_process_and_adds_up_all_jobs(tmp_path: Path) -> None:
     PrivacyAccount(tmp_path).charge(entry("q"), None)
     PrivacyAccount(tmp_path).charge(entry("q", run=OTHER), None)
@@ -62,6 +63,7 @@ def test_ledger_survives_the_process_and_adds_up_all_jobs(tmp_path: Path) -> Non
     assert len(account.read().entries) == 3
 
 
+@pytest.mark.slow
 def test_budget_of_a_job_counts_its_own_run_only() -> None:
     account, budget = PrivacyAccount(), Budget(spend(1), DELTA)
     account.charge(entry("q", run=OTHER), budget)
@@ -70,6 +72,7 @@ def test_budget_of_a_job_counts_its_own_run_only() -> None:
         account.check(entry("r"), budget)
 
 
+@pytest.mark.slow
 def test_question_answered_before_may_be_asked_when_the_budget_is_spent() -> None:
     account, budget = PrivacyAccount(), Budget(spend(1), DELTA)
     account.charge(entry("q"), budget)

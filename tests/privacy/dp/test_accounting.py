@@ -21,7 +21,7 @@ from flare_sparse.privacy.dp.accounting import (
 DELTA = 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Optimal order is the:UserWarning")
 def test_epsilon_is_that_of_the_prv_accountant_in_random_settings() -> None:
     draw = random.Random(3)
@@ -45,6 +45,7 @@ def test_every_subject_in_every_step_is_accounted_by_renyi_divergence() -> None:
     assert compute_epsilon([Charge(5.0, 1.0, 60)], DELTA) == accountant.get_epsilon(DELTA)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Optimal order is the:UserWarning")
 @pytest.mark.parametrize("noise_multiplier", [0.2, 1e-4])
 def test_tiny_noise_is_accounted_without_a_huge_grid(noise_multiplier: float) -> None:
@@ -77,7 +78,7 @@ def test_nothing_charged_costs_nothing() -> None:
     assert compute_epsilon([], DELTA) == compute_epsilon([Charge(1.0, 0.5, 0)], DELTA) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("epsilon", "subjects", "batch_size"), [(3.0, 100, 16), (1.0, 412, 32), (8.0, 20, 32)])
 def test_solved_noise_keeps_the_budget_and_little_less_would_not(
     epsilon: float, subjects: int, batch_size: int

@@ -57,7 +57,7 @@ def train_epoch(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> int:
     return steps
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_epsilon_of_a_loop_is_the_one_of_opacus_for_the_same_steps(open_budget: Any) -> None:
     budget = open_budget(epsilon=2.0)
     net, optimizer, loader = build_loop(epochs=2)

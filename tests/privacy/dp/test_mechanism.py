@@ -97,7 +97,7 @@ def test_training_is_charged_once_for_the_same_values() -> None:
     assert len(own.account.read().entries) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_planned_trainings_spend_the_budget_and_one_more_is_refused() -> None:
     own = mechanism(epsilon=2.0)
     for t in range(1, 5):

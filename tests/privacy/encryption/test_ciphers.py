@@ -12,6 +12,7 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 
 from flare_sparse.core.errors import ConfigError, RejectedMessage
 from flare_sparse.core.exchange import EncryptedValues
@@ -47,7 +48,7 @@ def draw_values(seed: int, count: int, scale: float) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=count_cases(40), deadline=None)
 @given(
     count=st.sampled_from([1, 2, 100, SLOTS - 1, SLOTS, SLOTS + 1, 3 * SLOTS + 7]),
     examples=st.lists(st.integers(1, 10_000), min_size=1, max_size=6),
@@ -174,6 +175,7 @@ def build_bomb(size: int) -> bytes:
     return data[:8] + struct.pack("<Q", 16 + len(content)) + content
 
 
+@pytest.mark.slow
 def test_decompression_bomb_is_refused_before_it_expands() -> None:
     data = build_bomb(1 << 28)
     assert len(data) < 40_000
@@ -183,7 +185,8 @@ def test_decompression_bomb_is_refused_before_it_expands() -> None:
         )
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=count_cases(150), deadline=None)
 @given(data=st.data())
 def test_changed_ciphertext_is_refused_or_decrypts_without_another_error(data: st.DataObject) -> None:
     (ciphertext,) = split_ciphertexts(encrypt_ones(), get_site().ciphertext_format, 4)

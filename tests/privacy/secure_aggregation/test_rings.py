@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 
 from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.privacy.secure_aggregation.rings import MAX_BOUND, MAX_SITES, Ring, RingFormat
@@ -36,7 +37,7 @@ def test_sum_of_largest_values_does_not_wrap_around(bits: int, sign: int) -> Non
     assert abs(float(ring.decode(total)[0]) - sign * 3.0) <= ring.compute_error(sites)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_cases(60), deadline=None)
 @given(
     values=st.lists(st.lists(st.floats(-64, 64, width=32), min_size=5, max_size=5), min_size=1, max_size=6),
     examples=st.lists(st.integers(1, 10_000), min_size=6, max_size=6),

@@ -26,6 +26,7 @@ def refuse_small_differences(earlier: Iterable[RevealedSum], new: RevealedSum) -
     return "refused" if survivors not in known and (is_small or len(known) > 1) else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choices", ["attempts", "jobs"])
 def test_no_attempts_of_up_to_five_sites_isolate_few_of_them(search: ModuleType, choices: str) -> None:
     counts: Counter[str] = Counter()
@@ -34,6 +35,7 @@ def test_no_attempts_of_up_to_five_sites_isolate_few_of_them(search: ModuleType,
     assert counts["combinations"] > 30_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sites", [6, 9, 12])
 def test_no_random_attempts_isolate_few_sites(search: ModuleType, sites: int) -> None:
     counts: Counter[str] = Counter()
@@ -42,6 +44,7 @@ def test_no_random_attempts_isolate_few_sites(search: ModuleType, sites: int) ->
     assert counts["sequences"] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sites", "choices", "factors"),
     [(5, "attempts", [(1, 1, 1, 1, 1), (0, 1, 1, 1, 1)]), (3, "jobs", [(7, 2, 5), (1, 1, 1)])],

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from secure_sums import NARROW, SUM_ID, Bench, build_ring, get_identities, refuses
+from thoroughness import count_cases
 
 from flare_sparse.core.errors import RejectedMessage, RequestRefused
 from flare_sparse.privacy.secure_aggregation.collector import TooFewSites
@@ -36,7 +37,8 @@ def encode(values: dict[str, np.ndarray], bench: Bench) -> dict[str, np.ndarray]
     return {name: bench.ring.encode(vector, 1.0) for name, vector in values.items()}
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=count_cases(40), deadline=None)
 @given(
     count=st.integers(3, 8),
     steps=st.lists(st.sampled_from([*[""] * 6, *STEPS]), min_size=8, max_size=8),

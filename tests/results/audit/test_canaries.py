@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
+from thoroughness import count_cases
 
 from flare_sparse.results.audit.canaries import SHARES, bound_epsilon, compute_epsilon_bound, compute_p_value
 
@@ -25,7 +26,7 @@ def compute_paper_p_value(m: int, r: int, v: int, eps: float, delta: float) -> f
     return min(beta + alpha * delta * 2 * m, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_cases(60), deadline=None)
 @given(st.data(), st.integers(1, 60), st.floats(0, 6), st.sampled_from([0.0, 1e-6, 1e-3]))
 def test_p_value_is_that_of_the_papers_program(data: st.DataObject, m: int, epsilon: float, delta: float) -> None:
     r = data.draw(st.integers(0, m))
@@ -60,6 +61,7 @@ def test_planted_leak_exceeds_a_small_claim() -> None:
     assert bound.epsilon > 3
 
 
+@pytest.mark.slow
 def test_scores_without_information_stay_below_any_claim() -> None:
     bounds = []
     for seed in range(200):

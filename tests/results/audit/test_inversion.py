@@ -67,6 +67,7 @@ class Smooth(Plain):
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_optimisation_rebuilds_the_image_of_an_update() -> None:
     torch.manual_seed(1)
     task = Smooth()

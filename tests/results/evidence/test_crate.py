@@ -31,6 +31,7 @@ def read_entities(crate: Path) -> dict[str, Any]:
     return {entity["@id"]: entity for entity in graph}
 
 
+@pytest.mark.slow
 def test_crate_meets_every_requirement_of_workflow_run_crate(phantom_run: Path, tmp_path: Path) -> None:
     pack(phantom_run, tmp_path / "crate", "--license", "CC-BY-4.0")
     assert validate_crate(tmp_path / "crate") == []
@@ -47,6 +48,7 @@ def test_validator_finds_what_is_missing(phantom_run: Path, tmp_path: Path) -> N
     assert any("license" in message for message in validate_crate(tmp_path / "crate"))
 
 
+@pytest.mark.slow
 def test_crate_describes_the_run_as_the_federated_learning_profile_asks(phantom_run: Path, tmp_path: Path) -> None:
     entities = pack(phantom_run, tmp_path / "crate")
     profiles = {part["@id"] for part in entities["./"]["conformsTo"]}
@@ -87,7 +89,7 @@ def test_no_prediction_checkpoint_or_model_of_a_site_goes_into_the_crate(phantom
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_configuration_of_the_crate_alone_ends_in_the_digest_of_its_evidence(
     phantom_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

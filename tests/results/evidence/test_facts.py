@@ -60,6 +60,7 @@ def test_permit_of_a_job_stands_in_evidence_model_card_and_egress_log(phantom_ru
     assert len(logs) == 2
 
 
+@pytest.mark.slow
 def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(phantom_run, run)
@@ -115,6 +116,7 @@ def test_policy_of_a_site_is_shown_with_every_term_and_a_missing_one_is_named(ph
         collect_facts(run, NO_JOB, {"site-9": Policy()})
 
 
+@pytest.mark.slow
 def test_budget_and_audit_of_a_run_are_passed_on(phantom_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(phantom_run, run)

@@ -13,7 +13,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 from flare_sparse.results.evidence.materials import build_materials
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bill_of_materials_is_valid_and_names_versions_and_licenses() -> None:
     created = datetime(2026, 1, 2, tzinfo=UTC)
     bill = build_materials("abc", created)

@@ -60,6 +60,7 @@ def test_baselines_and_differences_stand_beside_every_run(printed: Any) -> None:
             assert difference["by_site"].keys() == {"site-1", "site-2"}
 
 
+@pytest.mark.slow
 def test_runs_are_compared_with_one_another_on_the_same_subjects(printed: Any) -> None:
     groups = {group["label"]: group for group in printed[1]["groups"]}
     forward = groups["fedavg"]["differences"]["local_only"]["mae"]

@@ -70,13 +70,15 @@ def page(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finished: dict[str, Path]) -> None:
     browser.get(page.as_uri())
     text = browser.find_element("tag name", "body").text
+    # One call for all rows: a call for each takes seconds.
+    every = browser.execute_script("return [...document.querySelectorAll('tbody tr')].map(row => row.innerText)")
     runs = {name: RunResult.read(folder) for name, folder in finished.items()}
     for name, run in runs.items():
-        rows = [row.text for row in browser.find_elements("css selector", "tbody tr") if row.text.startswith(name)]
+        rows = [row for row in every if row.startswith(name)]
         assert f"{run.final_metric:.3f}" in rows[0]
         assert format_bytes(run.sum_directions("payload_bytes")) in rows[0]
         for site, figure in run.site_metrics.items():
-            lines = [row.text for row in browser.find_elements("css selector", "tbody tr") if row.text.startswith(site)]
+            lines = [row for row in every if row.startswith(site)]
             # The first table by site is that of the contributions.
             assert f"{figure:.3f}" in lines[1]
     assert f"{runs['neurosfl'].reduction:.1f} times less than" in text
@@ -136,7 +138,7 @@ def test_runs_are_compared_within_their_seed(finished: dict[str, Path]) -> None:
     assert describe_caveat(runs[:1]).startswith("This is the result of one run on 4 test examples")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_report_without_local_only_run_has_no_gains(finished: dict[str, Path], tmp_path: Path) -> None:
     written = write_report([RunResult.read(finished["neurosfl"]), RunResult.read(finished["fedavg"])], tmp_path)
     assert "gains.png" not in [file.name for file in written]
@@ -154,6 +156,7 @@ def test_page_makes_no_requests_and_logs_no_errors(browser: Any, page: Path) -> 
     assert not re.search(r'(src|href)="(?!data:)', page.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [375, 1200])
 def test_page_fits_the_width_of_the_screen(width: int, browser: Any, page: Path) -> None:
     metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
@@ -274,6 +277,7 @@ def test_runs_that_differ_by_seed_only_are_averaged(finished: dict[str, Path], t
     assert build_seed_averages([runs[0], runs[0]]) is None
 
 
+@pytest.mark.slow
 def test_matrix_has_a_row_for_every_model_and_a_column_for_every_site_and_cohort(finished: dict[str, Path]) -> None:
     alone, dense = RunResult.read(finished["local_only"]), RunResult.read(finished["fedavg"])
     results = {"site-1": {"site-1": {"mae": 1.0}, "site-2": {"mae": 2.0}}}

@@ -10,6 +10,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
+from thoroughness import count_cases
 
 from flare_sparse.core.ranking import build_auc
 from flare_sparse.results.runs.bootstrap import (
@@ -76,7 +77,7 @@ def test_single_subject_is_resampled_with_the_smallest_other_site_and_alone_deci
         assert (few.value, few.verdict) == (1, verdict)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sites", "per", "expected"), [(3, 2, 0.0), (1, 6, 0.05), (5, 2, 0.05), (1, 10, 0.05), (3, 10, 0.05)]
 )
@@ -106,7 +107,7 @@ def test_worst_site_and_share_of_sites_that_gain_follow_the_direction_of_the_met
     assert compare_scores(change, np.zeros(50), SITES, is_lower_better=False).worst_site == "a"
 
 
-@settings(max_examples=20)
+@settings(max_examples=count_cases(20))
 @given(seed=st.integers(0, 2**32 - 1), decimals=st.integers(0, 2))
 def test_weighted_auc_equals_that_of_scikit_learn(seed: int, decimals: int) -> None:
     """Rounded risks have ties."""

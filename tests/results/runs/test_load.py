@@ -46,6 +46,7 @@ def test_loaded_model_equals_the_record_and_is_masked(run: Path) -> None:
     assert all(torch.equal(t, best[n]) for n, t in load_model(run, best=True).state_dict().items())
 
 
+@pytest.mark.slow
 def test_onnx_file_computes_the_same_outputs(run: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["save", str(run), "--onnx", "--to", str(tmp_path / "saved")])
     assert result.exit_code == 0, result.output

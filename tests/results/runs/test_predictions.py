@@ -68,6 +68,7 @@ def test_runs_with_other_usable_subjects_are_not_paired_by_rank(visits: Path) ->
     assert difference["subjects"] == round(0.2 * SUBJECTS * VISITS)
 
 
+@pytest.mark.slow
 def test_rows_of_one_subject_have_its_rank_and_count_once(visits: Path) -> None:
     run = run_table(visits, "grouped", f"{REGRESSION}, group: subject, missing: impute")
     predictions = read_predictions(run)

@@ -108,6 +108,7 @@ def test_interval_stays_in_the_range_of_the_metric(
         assert cell.compute_interval(metric)[1] == 1.0
 
 
+@pytest.mark.slow
 def test_interval_of_a_gap_follows_from_those_of_its_subgroups(run: Run) -> None:
     """Newcombe (1998, Stat. Med. 17:873), table II, method 10: 56 of 70 less 48 of 80, and 10 of 10 less 0 of 10."""
     result = RunResult.read(run.path)

@@ -80,7 +80,7 @@ def search_all(storage: str, trials: int, *, stop_after: int | None = None) -> l
     return proposed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sampler_comes_close_to_the_best_value_and_a_search_that_goes_on_to_the_same_settings(tmp_path: Path) -> None:
     whole = search_all(MEMORY, 30)
     assert len(set(whole)) == 30
@@ -102,6 +102,7 @@ def test_sampler_does_not_try_the_same_values_twice() -> None:
     assert sorted(proposed) == [("a=1",), ("a=2",)]
 
 
+@pytest.mark.slow
 def test_failed_settings_are_noted_as_such_and_others_go_on() -> None:
     search = Search(["a=1,2,3"], MEMORY)
 

@@ -44,6 +44,7 @@ def list_sent(ledger: Ledger, t: int = 1) -> list[int]:
     return [line.scalars_sent for line in lines if line.sequence == lines[0].sequence + t - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [Plain, Scaled, Toy])
 @pytest.mark.parametrize("name", ["fedavg", "topk_ef", "neurosfl"])
 @pytest.mark.parametrize("values", ["float32", "float32_zstd"])
@@ -58,6 +59,7 @@ def test_runs_have_the_bits_of_those_whose_first_request_has_the_model(task: Any
     assert list_sent(built_ledger, 2) == list_sent(sent_ledger, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int8", "int2"])
 def test_estimate_has_the_bytes_of_the_first_request(values: Any) -> None:
     bench = ToyBench(Toy() if values == "bfloat16" else Scaled())
@@ -77,6 +79,7 @@ def test_estimate_has_the_bytes_of_the_first_request(values: Any) -> None:
         assert size.is_exact == (line.values != "float32_zstd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["int8", "int2"])
 def test_statistics_travel_compressed_and_without_their_rests(values: Any) -> None:
     bench = ToyBench(Scaled())
@@ -120,6 +123,7 @@ def test_site_that_no_longer_has_its_model_asks_for_everything(values: Any) -> N
     assert len(federation.records) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "int2"])
 @pytest.mark.parametrize("task", [Plain, Scaled])
 def test_lost_messages_of_the_first_round_do_not_change_the_run(values: Any, task: Any) -> None:

@@ -44,6 +44,7 @@ def test_site_that_missed_one_round_gets_a_difference_of_its_own() -> None:
     assert buffers == {1: 1, 2: 1, 3: 2, 4: 2, 5: 2}
 
 
+@pytest.mark.slow
 def test_server_keeps_a_bounded_number_of_vectors_and_messages_however_many_sites_miss_rounds() -> None:
     federation = LocalFederation(sites=8, values="int4", rounds=6, rules=RoundRules(min_sites=1, retries=0))
     random, kept = np.random.default_rng(5), []

@@ -87,7 +87,7 @@ def test_random_faults_change_no_bit_and_lose_nothing() -> None:
     run_state_machine_as_test(RandomFaults, settings=build_settings(8, derandomize=True, database=None))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_random_absences_leave_both_ends_with_the_same_vectors() -> None:
     run_state_machine_as_test(RandomAbsences, settings=build_settings(3, derandomize=True, database=None))
 

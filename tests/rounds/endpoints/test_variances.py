@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_federation import LocalFederation
+from thoroughness import count_cases
 from toy import Toy, ToyBench
 
 from flare_sparse.core.exchange import Assignment, Patch, Request, UpdateSpec
@@ -37,7 +38,7 @@ def receive(message: Any) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("values", FORMATS)
 @given(st.lists(st.lists(st.floats(2.0**-14, 100, width=32), min_size=8, max_size=8), min_size=2, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_cases(60), deadline=None)
 def test_error_feedback_never_yields_a_negative_variance(values: Any, models: list[list[float]]) -> None:
     residual = None
     for model in models:

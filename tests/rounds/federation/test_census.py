@@ -78,6 +78,7 @@ def test_site_of_another_version_is_excluded_for_good() -> None:
         assert record.is_balanced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dispfl", "neurosfl"])
 def test_excluded_site_is_not_counted_by_a_method_that_counts_its_sites(method: str) -> None:
     federated = Federated(method)
@@ -220,6 +221,7 @@ def test_smallest_update_of_lora_a2_has_the_narrowest_slots() -> None:
     assert able.config.ranks == {"site-1": 1}
 
 
+@pytest.mark.slow
 def test_killed_run_with_limits_resumes_to_the_same_bits(tmp_path: Path) -> None:
     def federated(folder: Path) -> Federated:
         made = Federated(

@@ -22,10 +22,7 @@ from flare_sparse.rounds.federation import Event, RoundRecord, RoundRules
 SITE = "site-2"
 COMMITS = 3
 """Number of rounds of five that are on disk when the run is killed."""
-PAIRS = [
-    pytest.param(pair, marks=[] if pair[0] == pair[1] else [pytest.mark.long], id=" and ".join(pair))
-    for pair in product(DAMAGES, repeat=2)
-]
+PAIRS = [pytest.param(pair, id=" and ".join(pair)) for pair in product(DAMAGES, repeat=2)]
 
 
 class Killed(BaseException):
@@ -198,6 +195,7 @@ def test_site_without_its_newest_checkpoint_sends_nothing_twice(
     assert bool(loaded[1].memory.method) == (name == "topk_ef"), "later updates are remembered again"
 
 
+@pytest.mark.slow
 def test_site_keeps_its_memory_if_the_damaged_update_was_never_committed(tmp_path: Path) -> None:
     """The run is killed after a site's update and before the commit; the round is retried from the memory before it."""
     undisturbed = build(tmp_path / "undisturbed", values="bfloat16").run()

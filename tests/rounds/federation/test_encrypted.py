@@ -189,6 +189,7 @@ def test_site_with_a_wrong_key_is_rejected_and_the_others_continue() -> None:
     assert bool(decrypt(outcome).isfinite().all())
 
 
+@pytest.mark.slow
 def test_run_resumes_from_an_encrypted_checkpoint(tmp_path: Path) -> None:
     """The resumed run sends the ciphertext of the killed one, bit for bit. Its own sums get fresh noise."""
 

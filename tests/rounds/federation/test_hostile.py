@@ -75,7 +75,7 @@ def compute_honest_error(outcome: Outcome) -> float:
     return sum(errors) / len(errors)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nan_is_rejected_and_the_honest_sites_decide_the_model() -> None:
     outcome = run(send_nan, RoundRules(quarantine_after=0))
     assert all(record.rejected == dict.fromkeys(HOSTILE, "E_FINITE") for record in outcome.rounds[:-1])
@@ -138,6 +138,7 @@ def test_median_lies_between_the_honest_weights_and_the_mean_does_not(attack: At
     assert not is_between_honest(history, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "neurosfl"])
 @pytest.mark.parametrize("factor", [1.0, -1.0, -5.0, -20.0])
 def test_updates_that_point_against_all_others_are_named_once(factor: float, method: str) -> None:
@@ -146,7 +147,7 @@ def test_updates_that_point_against_all_others_are_named_once(factor: float, met
     assert events == ([(1, site, "update_opposed") for site in HOSTILE] if factor < -1 else [])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_median_keeps_the_error_finite_where_the_mean_does_not_learn() -> None:
     """Two hostile sites of eight scale their delta by 1e6."""
     clean = compute_honest_error(run(None, **MEDIAN))
@@ -155,7 +156,7 @@ def test_median_keeps_the_error_finite_where_the_mean_does_not_learn() -> None:
     assert not compute_honest_error(run(send_millionfold)) < 2 * clean
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_norm_clip_bounds_a_scaled_delta_and_records_its_site() -> None:
     outcome, history = record_history(build_federation(send_millionfold, RoundRules(clip_norm=2.0)))
     assert all(set(HOSTILE) <= set(record.clipped) for record in outcome.rounds[:-1])
@@ -180,7 +181,7 @@ def test_max_share_bounds_a_claim_of_examples() -> None:
     assert torch.allclose(history.models[1], hostile, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_flipped_signs_are_not_recognised_and_only_slow_training_down() -> None:
     """No rule promises more: these updates are finite and as long as honest ones."""
     outcome = run(flip_sign, **MEDIAN)

@@ -65,6 +65,7 @@ def test_three_hubs_of_four_sites_end_in_the_bits_of_the_flat_run(name: str, rul
     assert_equal_runs(build(rules, build_hubs(), name), build(rules, None, name))
 
 
+@pytest.mark.slow
 def test_any_grouping_of_the_sites_ends_in_the_same_bits() -> None:
     """Hubs of unequal size, and sites that reach the server directly."""
     uneven = {"west": HubRules(("site-7",)), "east": HubRules(("site-12", "site-3", "site-5", "site-1", "site-9"))}
@@ -76,7 +77,7 @@ def test_pads_cancel_so_that_masked_and_fixed_point_runs_are_equal() -> None:
     assert torch.equal(build(MASKED, build_hubs()).run().weights, build(CLEAR, None).run().weights)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("rules", "step"), [(CLEAR, Step.TERMS), (MASKED, Step.VALUES), (MASKED, Step.SHARES)])
 def test_site_that_drops_out_under_a_hub_costs_what_it_costs_without(rules: SumRules, step: Step) -> None:
     federations = [build(rules, hubs) for hubs in (build_hubs(), None)]
@@ -159,6 +160,7 @@ def test_lost_hub_ends_the_run_below_the_quorum_of_the_server() -> None:
         tree.run()
 
 
+@pytest.mark.slow
 def test_masked_attempt_without_a_whole_hub_fails_and_the_next_one_ends() -> None:
     """8 of 12 sites are fewer than t = 9: the pads of the lost hub cannot be removed, so the sites begin again."""
     tree = build(MASKED, build_hubs(), settings={"rounds": 1})
@@ -191,6 +193,7 @@ def read_sections(federation: LocalFederation) -> list[bytes]:
     return [message.tobytes()[HEADER_BYTES + 16 :] for _, step, message in federation.sum_messages if step in steps]
 
 
+@pytest.mark.slow
 def test_hub_holds_values_of_single_sites_in_fixed_point_runs_and_only_padded_ones_in_masked_runs() -> None:
     trained: dict[str, Patch] = {}
 
@@ -227,6 +230,7 @@ def test_server_receives_one_message_with_values_of_each_hub() -> None:
     assert not any(parcels[0].message.tobytes()[HEADER_BYTES + 16 :] in sections for parcels in answers)
 
 
+@pytest.mark.slow
 def test_ledger_lists_the_servers_links_and_the_links_of_each_hub() -> None:
     hubs = build_hubs()
     tree, flat = build(CLEAR, hubs), build(CLEAR, None)
@@ -385,6 +389,7 @@ def test_server_rejects_a_sum_of_a_hub_that_has_other_entries() -> None:
     assert tree.records[0].rejected == {"site-3": "E_MASK", "site-4": "E_MASK"}
 
 
+@pytest.mark.slow
 def test_only_steps_with_values_may_be_answered_for_several_sites() -> None:
     tree = build(MASKED, build_hubs(1, 4), sites=4, settings={"rounds": 1})
 

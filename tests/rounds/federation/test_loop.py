@@ -43,6 +43,7 @@ def bench() -> Any:
     return toy.ToyBench()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedsparsify", "neurosfl"])
 def test_site_that_lost_its_base_is_sent_the_full_model_in_the_same_round(name: str) -> None:
     loop = Loop(bench(), name)
@@ -71,6 +72,7 @@ def test_zero_contributions_never_meet_the_quorum() -> None:
         loop.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["bfloat16", "float16"])
 def test_16_bit_formats_halve_the_bytes_and_end_near_float32(values: str) -> None:
     made = bench()

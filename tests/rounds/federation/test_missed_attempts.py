@@ -23,12 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """The methods whose training requests build on the previous model."""
 ADAPTED = ("ffa_lora", "lora_a2")
-VALUES = (
-    "float32",
-    pytest.param("bfloat16", marks=pytest.mark.long),
-    pytest.param("float16", marks=pytest.mark.long),
-    "int4",
-)
+VALUES = ("float32", "bfloat16", "float16", "int4")
 MISSED = 2
 """Number of the attempt that is disturbed: the first one of round 2. Every round takes one attempt otherwise."""
 
@@ -128,6 +123,7 @@ def test_site_that_lost_its_checkpoints_is_sent_the_full_model_once(name: str, v
         assert requests[0][1] < size
 
 
+@pytest.mark.slow
 def test_restart_after_an_update_that_did_not_count_changes_no_bit(tmp_path: Path) -> None:
     """Round 2 goes on without site-3, and round 3 is tried twice: the second attempt starts before round 2's update."""
     lost = {(2, "site-3"), (3, "site-1"), (3, "site-2")}

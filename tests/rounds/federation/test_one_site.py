@@ -84,6 +84,7 @@ def is_silent_in_training(site: str, attempt: Attempt) -> bool:
 SEND_HUGE_VALUES = change_values(lambda values: torch.full_like(values, 3e38))
 
 
+@pytest.mark.slow
 def test_update_with_an_infinite_product_is_rejected_and_the_others_decide_the_model(tmp_path: Path) -> None:
     """FlexLoRA multiplies two factors: 3e38 is finite, its square is not. Nothing of it is committed, so the run can
     be resumed.
@@ -166,6 +167,7 @@ def test_site_too_light_for_an_encrypted_sum_is_left_out_and_recorded(examples: 
 # ---- updates that could decide the model alone
 
 
+@pytest.mark.slow
 def test_claimed_test_examples_do_not_choose_the_best_model() -> None:
     """The site claims 2^52 test examples, with a perfect metric in the first round."""
     calls: list[int] = []
@@ -185,6 +187,7 @@ def test_claimed_test_examples_do_not_choose_the_best_model() -> None:
     assert [record.rejected for record in grown.rounds] == [*[{}] * 3, {HOSTILE: "E_METRICS"}]
 
 
+@pytest.mark.slow
 def test_scaled_adapter_weighs_no_more_than_max_share_in_hetlora(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(toy.ToyBench(toy.Adapted()).method("hetlora"))
     weigh, weights = kind._weigh_by_size, []

@@ -155,6 +155,7 @@ def test_kills_beyond_the_attempts_and_a_step_back_are_one_new_start_each(
     assert [event.event for event in federation.records[-1].events] == []
 
 
+@pytest.mark.slow
 def test_site_that_was_away_takes_part_again_in_the_same_start(name: str, tmp_path: Path) -> None:
     federation = LoggedFederation(tmp_path, name, rules=RoundRules(min_sites=2, retries=1))
     federation.is_silent = lambda site, attempt: site == "site-3" and attempt.round in (2, 3)
@@ -163,6 +164,7 @@ def test_site_that_was_away_takes_part_again_in_the_same_start(name: str, tmp_pa
     assert federation.count_starts() == dict.fromkeys(SITES, 1)
 
 
+@pytest.mark.slow
 def test_continuation_is_the_first_start_of_its_own_run(tmp_path: Path) -> None:
     name = "topk_ef"
     digest = compute_digest(LoggedFederation(tmp_path / "undisturbed", name).run().weights)
@@ -181,6 +183,7 @@ def test_continuation_is_the_first_start_of_its_own_run(tmp_path: Path) -> None:
     assert finished.count_starts() == dict.fromkeys(SITES, 1)
 
 
+@pytest.mark.slow
 def test_more_starts_than_the_policy_allows_are_refused_with_the_remedy(tmp_path: Path) -> None:
     starts = STRICT.max_starts
     assert starts == 5

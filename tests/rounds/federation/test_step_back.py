@@ -62,6 +62,7 @@ def build(
     return federation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), [("fedavg", {}), ("topk_ef", {"down": 0.2, "decay": 0.8})])
 def test_run_steps_back_from_a_poisoned_commit_and_ends_as_without_it(
     name: str, settings: dict[str, Any], tmp_path: Path
@@ -80,6 +81,7 @@ def test_run_steps_back_from_a_poisoned_commit_and_ends_as_without_it(
     assert Store(tmp_path / "run" / SERVER, {}).list_stepped_back() == [2]
 
 
+@pytest.mark.slow
 def test_round_that_is_poisoned_again_stops_the_run_and_names_the_sites(tmp_path: Path) -> None:
     with pytest.raises(RoundFailed, match=r"round 2 was committed twice.*of site-1, site-2, site-3, is harmful"):
         build(tmp_path / "run", poisons=2).run()
@@ -122,6 +124,7 @@ def test_minority_that_claims_to_diverge_discards_no_commit(tmp_path: Path) -> N
     assert Store(tmp_path / SERVER, {}).list_stepped_back() == []
 
 
+@pytest.mark.slow
 def test_step_back_by_hand_repeats_the_last_round(tmp_path: Path) -> None:
     class Killed(BaseException):
         pass

@@ -252,6 +252,7 @@ def test_sites_refuse_a_second_sum_over_other_sites() -> None:
     assert sorted(revealed) == sorted(set(federation.sites) - set(silent))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost_values", [[], ["site-2"]])
 def test_retry_after_shares_were_revealed_is_over_the_same_sites(lost_values: list[str]) -> None:
     """A site that has missed the first attempt, or its values in it, does not stop the second one by its return."""

@@ -51,6 +51,7 @@ def test_every_message_lies_within_its_estimate(task: str, name: str, values: An
         assert sum(line.payload_bytes for line in ledger.lines) == sum(size.typical for size in estimates.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "fedsparsify", "neurosfl"])
 def test_every_message_of_a_masked_run_lies_within_its_estimate(name: str) -> None:
     """Certificates of a federation have another length than those of a run on one machine."""

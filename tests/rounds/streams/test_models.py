@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import count_cases
 
 from flare_sparse.core.errors import ConfigError, MissingBase, RejectedMessage
 from flare_sparse.rounds.streams.arrays import Arrays, ArraySpec, read_specs, write_specs
@@ -38,7 +39,7 @@ def send(sender: ModelSender, receiver: ModelReceiver, arrays: Arrays, round_: i
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=count_cases(20))
 @given(
     st.floats(0.05, 1), st.sampled_from(["float32", "bfloat16", "int4", "int2", "bfloat16_zstd"]), st.integers(0, 99)
 )

@@ -74,6 +74,7 @@ def pacs(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_site_file_names_series_that_become_a_bids_data_set(pacs: Path) -> None:
     located = find_site_data("A", None, {"FLARE_SPARSE_SITE_FILE": str(pacs.parent / "site.yaml")})
     assert located.path.parent == pacs.parent / "nifti"
@@ -98,6 +99,7 @@ def test_site_file_names_series_that_become_a_bids_data_set(pacs: Path) -> None:
     assert NAME not in (located.path / REPORT).read_text()
 
 
+@pytest.mark.slow
 def test_cache_is_used_until_files_or_rules_change(pacs: Path) -> None:
     rules = DicomRules(cache=pacs.parent / "nifti", series={"SeriesNumber": "2"})
     first = convert_dicom(pacs, rules)

@@ -41,6 +41,7 @@ def set_header_field(file: Path, field: str, value: Any) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_flipped_bit_is_detected_or_changes_no_voxel(tmp_path: Path) -> None:
     """Bits that change no voxel are harmless: the time in the gzip header and the padding of its last byte."""
     file = nifti(tmp_path / "sub-01_T1w.nii.gz")

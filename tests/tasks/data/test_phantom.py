@@ -70,7 +70,7 @@ def test_spots_change_a_brain_but_not_the_mean_over_brains() -> None:
     assert np.abs((one + other) / 2 - plain).max() < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_age_and_sex_are_learnable_but_not_trivial(tmp_path: Path) -> None:
     """Ridge regression on voxels of 12 mm: clearly better than the mean, far from exact."""
     subjects = read_subjects(write_phantoms(tmp_path / "p", sites=4, subjects=30, seed=0)).values()

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from monai.transforms import Compose, EnsureChannelFirst, NormalizeIntensity
+from thoroughness import count_cases
 from torch import nn
 
 from flare_sparse.core.errors import DataError
@@ -90,7 +91,8 @@ def test_constant_image_is_refused(tmp_path: Path) -> None:
         read_voxels(nifti(tmp_path / "a.nii.gz", np.full(SHAPE, 7, np.uint8)), SHAPE)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow
+@settings(max_examples=count_cases(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 351), value=st.integers(0, 255))
 def test_changed_header_byte_raises_data_error_or_is_harmless(tmp_path: Path, place: int, value: int) -> None:
     file = nifti(tmp_path / "a.nii")

@@ -60,7 +60,7 @@ def output(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "modules", "shape"),
     [(brain, 6, (26, 32, 26)), (vit, 9, (16, 16, 16)), (swin, 47, (64, 64, 64))],
