@@ -92,11 +92,12 @@ METHODS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", sorted(METHODS.keys() - {"neurosfl"})
-)  # that one is in test_run_writes_a_consistent_record
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"neurosfl"}))
 def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) -> None:
-    """The model is the same bit for bit, and so are the bytes of every message."""
+    """The model is the same bit for bit, and so are the bytes of every message.
+
+    That of NeuroSFL is checked in :func:`test_run_writes_a_consistent_record`.
+    """
     site_settings = {"site_settings": {"site-2": {name: {"rate": 0.05}}}} if name == "scbfwp" else {}
     file = configuration(tmp_path / "config", METHODS[name], simulator=site_settings)
     simulate(file, tmp_path / "sim")
