@@ -107,6 +107,7 @@ def draw_points(axis: Axes, points: list[Point]) -> None:
         if runs[0].setting:
             place = (sent[0], values[0])
             axis.annotate(runs[0].setting, place, xytext=(4, 4), textcoords="offset points", fontsize=8, color=colour)
+    axis.margins(x=0.15)
     axis.set(xscale="log", xlabel="MB sent, all sites, both ways")
     axis.legend(fontsize=8)
 
