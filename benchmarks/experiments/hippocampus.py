@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from flare_sparse.tasks.segmentation import Segmentation
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, Site, SitePrivacy, build_site
 from flare_sparse.training.subject_metrics import SilentTrainer
+from flare_sparse.training.trainer import Trainer
 from flare_sparse.wire.ledger import Ledger
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "fedavg_hippocampus.yaml"
@@ -132,13 +133,20 @@ def run_setting(setting: Setting, data: Path, folder: Path) -> dict[str, Any]:
 
 
 def run_row(
-    row: str, config: RunConfig, assembly: Assembly, sites: dict[str, Site], folder: Path, *, validation: bool = False
+    row: str,
+    config: RunConfig,
+    assembly: Assembly,
+    sites: dict[str, Site],
+    folder: Path,
+    *,
+    validation: bool = False,
+    wrap: Callable[[Trainer], Trainer] = SilentTrainer,
 ) -> dict[str, Any]:
     """Train the pooled data, each site alone or a federation; return the metrics of each case, bytes and seconds."""
-    sites = {name: Site(name, SilentTrainer(site.trainer)) for name, site in sites.items()}
+    sites = {name: Site(name, wrap(site.trainer)) for name, site in sites.items()}
     groups = {"all": sites}
     if row == "pooled":
-        groups = {"pooled": {"pooled": pool(assembly, sites, config.seed)}}
+        groups = {"pooled": {"pooled": Site("pooled", wrap(pool(assembly, sites, config.seed).trainer))}}
     elif row == "local_only":
         groups = {name: {name: site} for name, site in sites.items()}
     runs = {

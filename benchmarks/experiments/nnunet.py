@@ -6,7 +6,10 @@ optimiser and learning rate; here the optimiser starts anew in every round. ``nn
 pooled data with as many steps.
 
     python benchmarks/experiments/nnunet.py ../shared/data/hippocampus --runs runs/nnunet [--seeds 3]
-        [--features 32] [--rounds 8] [--iterations 40] [--rows fedavg pooled] [--finished]
+        [--features 32] [--batch 2] [--rounds 8] [--iterations 40] [--rows fedavg pooled] [--curve] [--finished]
+
+`--curve` measures every fourth test case of `pooled` and `fedavg` at the start of every round, into ``curve.jsonl`` of
+the run's folder.
 
 A killed call goes on from the last committed round when it is repeated; ``nnunet`` starts anew. Settings other than
 rows and seeds need a folder of their own.
@@ -18,15 +21,19 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
-from hippocampus import CONFIG, LINE, measure_cases, run_row
+from hippocampus import CONFIG, LINE, load_network, measure_cases, run_row
 from hippocampus_report import print_report
+from torch.utils.data import Subset
 
 from flare_sparse.config.assemble import Assembly, assemble, open_site
 from flare_sparse.config.loading import load_config
@@ -38,6 +45,7 @@ from flare_sparse.tasks.nnunet.fingerprint import SAMPLES, compute_fingerprint, 
 from flare_sparse.tasks.nnunet.plan import build_plan
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import Site
+from flare_sparse.training.subject_metrics import SilentTrainer
 from flare_sparse.training.trainer import Trainer, Training, Wrapper
 
 DATASET = {
@@ -93,7 +101,7 @@ def write_config(
 ) -> RunConfig:
     """Return the configuration of a row, with nnU-Net's training."""
     training = {
-        "batch_size": plan["plans"]["configurations"][options.configuration]["batch_size"],
+        "batch_size": options.batch or plan["plans"]["configurations"][options.configuration]["batch_size"],
         "optimizer": "sgd",
         "lr": options.lr,
         "momentum": options.momentum,
@@ -116,14 +124,48 @@ def write_config(
 
 
 class StepsTrainer(Wrapper):
-    """Takes a fixed number of steps in a round, so that sites of different sizes take equally many."""
+    """Takes a fixed number of steps in a round, so that sites of different sizes take equally many.
 
-    def __init__(self, inner: Trainer, steps: int):
+    Args:
+        inner: trains.
+        steps: number of steps in a round.
+        curve: measures the model at the start of a round.
+    """
+
+    def __init__(self, inner: Trainer, steps: int, curve: Callable[[Trainer, Training], None] = lambda *_: None):
         super().__init__(inner)
-        self._steps = steps
+        self._steps, self._curve = steps, curve
 
     def train(self, training: Training) -> torch.Tensor:
+        self._curve(self._inner, training)
         return self._inner.train(replace(training, steps=self._steps))
+
+
+@torch.no_grad()
+def append_curve(assembly: Assembly, file: Path, trainer: Trainer, training: Training) -> None:
+    """Append the mean Dice of every fourth test case of a site at the start of a round."""
+    if training.round == 1:
+        return
+    network, test = load_network(assembly, assembly.layout, training.start), trainer.examples.test
+    cases = Subset(test, range(0, len(test), 4))  # type: ignore[arg-type]
+    rows = [assembly.task.measure(network, batch)[0][0] for batch in assembly.task.iterate_batches(cases, 1)]
+    line = {"rounds": training.round - 1, "cases": len(rows), "dice": float(torch.stack(rows).mean())}
+    with file.open("a") as out:
+        out.write(json.dumps(line) + "\n")
+
+
+def print_curves(options: argparse.Namespace) -> None:
+    """Print the mean Dice of the measured cases by the number of steps, a column for each row; means over seeds."""
+    curves = pd.concat(
+        pd.read_json(file, lines=True).assign(row=file.parent.name.rpartition("-")[0])
+        for file in options.runs.glob("*/curve.jsonl")
+    )
+    # A killed call measures the round again that it had begun.
+    curves["total"] = curves["dice"] * curves["cases"]
+    sums = curves.groupby(["rounds", "row"])[["total", "cases"]].sum()
+    table = (sums["total"] / sums["cases"]).unstack().round(3)
+    table.index = pd.Index(table.index.astype(int) * options.iterations, name="steps")
+    print("\n" + table.to_csv(sep="\t"))
 
 
 def run_nnunet(options: argparse.Namespace, assembly: Assembly, sites: dict[str, Site], seed: int) -> dict[str, Any]:
@@ -152,10 +194,14 @@ def run_nnunet(options: argparse.Namespace, assembly: Assembly, sites: dict[str,
     np.random.seed(seed)  # noqa: NPY002
     start = time.perf_counter()
     plans = {**plan["plans"], "continue_training": False}
+    if options.batch:
+        plans["configurations"][options.configuration]["batch_size"] = options.batch
     trainer = nnUNetTrainer(plans, options.configuration, 0, plan["dataset"], device=torch.device("cpu"))
     trainer.num_epochs, trainer.num_iterations_per_epoch = options.rounds, options.iterations
-    trainer.num_val_iterations_per_epoch = 1
+    trainer.num_val_iterations_per_epoch, trainer.initial_lr = 1, options.lr
     trainer.initialize()
+    for group in trainer.optimizer.param_groups:
+        group["momentum"] = options.momentum
     trainer.run_training()
     weights = assembly.layout.flatten(trainer.network.state_dict())
     return {
@@ -174,8 +220,13 @@ def run(options: argparse.Namespace, row: str, seed: int, folder: Path) -> dict[
     if row == "nnunet":
         line = run_nnunet(options, assembly, sites, seed)
     else:
-        sites = {name: Site(name, StepsTrainer(site.trainer, options.iterations)) for name, site in sites.items()}
-        line = run_row(row, config, assembly, sites, folder)
+        curve = partial(append_curve, assembly, folder / "curve.jsonl")
+        measures = options.curve and row in ("pooled", "fedavg")
+
+        def wrap(trainer: Trainer) -> Trainer:
+            return StepsTrainer(SilentTrainer(trainer), options.iterations, *([curve] if measures else []))
+
+        line = run_row(row, config, assembly, sites, folder, wrap=wrap)
     measured = {
         site: {case: [float(np.mean(values)), *values] for case, values in cases.items()}
         for site, cases in line["sites"].items()
@@ -194,10 +245,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=40, help="steps of a model in a round")
     parser.add_argument("--features", type=int, default=32, help="features of the first stage; nnU-Net: 32")
+    parser.add_argument("--batch", type=int, help="minibatch; default: the plan's")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--momentum", type=float, default=0.99)
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--curve", action="store_true", help="measure pooled and fedavg in every round")
     parser.add_argument("--finished", action="store_true", help="print the finished runs and start none")
     options = parser.parse_args()
     lines = []
@@ -211,6 +264,8 @@ def main() -> None:
                 (folder / LINE).write_text(json.dumps(run(options, row, seed, folder)))
             lines.append(json.loads((folder / LINE).read_text()))
     print_report(lines)
+    if options.curve:
+        print_curves(options)
 
 
 if __name__ == "__main__":
