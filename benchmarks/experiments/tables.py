@@ -65,7 +65,6 @@ ARMS: dict[str, dict[str, Any]] = {
     # From the start, magnitudes are those of the initial weights.
     "FedSparsify 90 %": {"name": "fedsparsify", **STEP, "sparsity": 0.9, "first_round": 30, "force_final": True},
     "FedAvg, personalised": {"name": "fedavg_ft", **STEP, "finetune": FINETUNE},
-    "FedAvg, local epochs": {"name": "fedavg", **EPOCHS},
 }
 DRAWN = {"kind": "iid", "sizes": "skewed"}
 MOST = 2500
@@ -227,7 +226,7 @@ def draw_differences(rows: list[dict[str, str]]) -> Figure:
         axis.invert_yaxis()
         axis.set_xlabel(f"{unit} than pooled")
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3)
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(ARMS))
     return figure
 
 
