@@ -146,7 +146,7 @@ def run_row(
     sites = {name: Site(name, wrap(site.trainer)) for name, site in sites.items()}
     groups = {"all": sites}
     if row == "pooled":
-        groups = {"pooled": {"pooled": Site("pooled", wrap(pool(assembly, sites, config.seed).trainer))}}
+        groups = {"pooled": {"pooled": Site("pooled", wrap(pool(assembly, sites, config.seed)))}}
     elif row == "local_only":
         groups = {name: {name: site} for name, site in sites.items()}
     runs = {
@@ -166,14 +166,14 @@ def run_row(
     }
 
 
-def pool(assembly: Assembly, sites: dict[str, Site], seed: int) -> Site:
-    """Return a site with the training cases of all sites."""
+def pool(assembly: Assembly, sites: dict[str, Site], seed: int) -> Trainer:
+    """Return the trainer of a site with the training cases of all sites."""
     examples = Examples(
         ConcatDataset([site.trainer.examples.train for site in sites.values()]),
         ConcatDataset([site.trainer.examples.test for site in sites.values()]),
     )
     local = LocalTask.open("pooled", assembly.task, examples, assembly.layout, seed)
-    return build_site(local, privacy=SitePrivacy(sends_metrics=False))
+    return build_site(local, privacy=SitePrivacy(sends_metrics=False)).trainer
 
 
 def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder: Path) -> tuple[Tensor, int, float]:

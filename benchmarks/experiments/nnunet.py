@@ -155,11 +155,10 @@ def append_curve(assembly: Assembly, file: Path, trainer: Trainer, training: Tra
 
 
 def print_curves(options: argparse.Namespace) -> None:
-    """Print the mean Dice of the measured cases by the number of steps, a column for each row; means over seeds."""
-    curves = pd.concat(
-        pd.read_json(file, lines=True).assign(row=file.parent.name.rpartition("-")[0])
-        for file in options.runs.glob("*/curve.jsonl")
-    )
+    """Print the mean Dice of the measured cases by number of steps and row, over all seeds; nothing without curves."""
+    if not (files := sorted(options.runs.glob("*/curve.jsonl"))):
+        return
+    curves = pd.concat(pd.read_json(file, lines=True).assign(row=file.parent.name.rpartition("-")[0]) for file in files)
     # A killed call measures the round again that it had begun.
     curves["total"] = curves["dice"] * curves["cases"]
     sums = curves.groupby(["rounds", "row"])[["total", "cases"]].sum()
