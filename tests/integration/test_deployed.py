@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from commands import ENVIRONMENT
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificate
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
-from ports import lock_ports
+from ports import find_processes_of, lock_ports
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
@@ -501,7 +502,10 @@ def test_commands_of_the_poc_page_run_and_the_console_accepts_a_job_folder(tmp_p
         found = nvflare_job(admin, "download", submitted[1], "-o", str(tmp_path / "fetched"))["artifacts"]
         assert {"global_model", "metrics_summary", "round_metrics"} <= set(found)
     finally:
-        shell("nvflare poc stop")
+        # Without --no-wait FLARE fails after 30 seconds, which busy cores exceed.
+        shell("nvflare poc stop --no-wait")
+    _, alive = psutil.wait_procs(find_processes_of(workspace), timeout=180)
+    assert alive == []
     config = load_config(
         ROOT / "app_configs" / "fedavg_brain_age.yaml",
         [f"simulator={{sites: 2, data: {{path: '{tmp_path / 'data' / '{site}'}'}}}}"],

@@ -25,17 +25,20 @@ def lock_ports(owner: str) -> FileLock:
     return FileLock(Path(tempfile.gettempdir()) / f"flare-sparse-tests-{owner}.lock")
 
 
-def stop_processes_of(folder: Path) -> None:
-    """Kill every process whose command names a file in ``folder``.
-
-    FLARE's ``sub_start.sh`` starts a killed server or site again, so the shells go first.
-    """
+def find_processes_of(folder: Path) -> list[psutil.Process]:
+    """Return every process whose command names a file in ``folder``, shells that start others again first."""
     found = [
         process
         for process in psutil.process_iter(["cmdline"])
         if process.pid != os.getpid() and any(str(folder) in word for word in process.info["cmdline"] or ())
     ]
-    found.sort(key=lambda process: not any("sub_start" in word for word in process.info["cmdline"]))
+    # FLARE's sub_start.sh starts a killed server or site again.
+    return sorted(found, key=lambda process: not any("sub_start" in word for word in process.info["cmdline"]))
+
+
+def stop_processes_of(folder: Path) -> None:
+    """Kill every process whose command names a file in ``folder``."""
+    found = find_processes_of(folder)
     for process in found:
         with suppress(psutil.NoSuchProcess):
             process.kill()
