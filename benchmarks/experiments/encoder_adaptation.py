@@ -36,7 +36,8 @@ from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.tasks.case_metrics import name_metrics
 from flare_sparse.tasks.data.cases import find_cases
-from flare_sparse.tasks.data.nifti import read_nifti
+from flare_sparse.tasks.data.patches import sample_patch
+from flare_sparse.tasks.data.segmentation import Preparation
 from flare_sparse.tasks.models.base import MODELS_VARIABLE
 from flare_sparse.tasks.models.registry import build_model
 
@@ -63,22 +64,17 @@ def pretrain(data: Path, file: Path, steps: int) -> None:
     The loss is the mean squared error of the masked voxels of a brain, z-scored over the volume.
     """
     generator, network = torch.Generator().manual_seed(0), build_network()
-    volumes = []
-    for case in find_cases(data).values():
-        volume = torch.as_tensor(read_nifti(case.images[0], None).get_fdata(dtype=np.float32)).squeeze()
-        volumes.append((volume - volume.mean()) / volume.std())
+    preparation = Preparation(
+        channels=1, spacing=None, window=None, normalization="volume", values={}, other_labels="background"
+    )
+    volumes = [preparation.read_image(case.images)[0] for case in find_cases(data).values()]
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses = []
     for step in range(1, steps + 1):
-        crops = []
-        for number in torch.randint(len(volumes), (2,), generator=generator).tolist():
-            corner = [
-                int(torch.randint(length - side + 1, (), generator=generator))
-                for length, side in zip(volumes[number].shape, PATCH, strict=True)
-            ]
-            crops.append(volumes[number][tuple(slice(c, c + side) for c, side in zip(corner, PATCH, strict=True))])
-        images = torch.stack(crops)[:, None]
+        numbers = torch.randint(len(volumes), (2,), generator=generator).tolist()
+        crops = [sample_patch(volumes[n], torch.zeros_like(volumes[n][0]), PATCH, 0.0, generator)[0] for n in numbers]
+        images = torch.stack(crops)
         blocks = (torch.rand(2, 1, *(side // BLOCK for side in PATCH), generator=generator) < MASKED).float()
         hidden = functional.interpolate(blocks, size=PATCH) > 0
         restored = network(images.masked_fill(hidden, 0.0))
