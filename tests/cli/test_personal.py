@@ -92,3 +92,18 @@ def test_check_finds_a_choice_that_matches_nothing(folder: Path) -> None:
     result = invoke("check", folder / "heads.yaml", "--set", "method.personal=[9.*]")
     assert result.exit_code != 0
     assert "'9.*' matches no tensor of the network" in " ".join(result.output.split())
+
+
+def test_saved_model_is_that_of_a_site_or_says_what_it_lacks(folder: Path, tmp_path: Path) -> None:
+    result = invoke("save", folder / "run", "--to", tmp_path / "common")
+    assert result.exit_code == 0, result.output
+    assert "stay at the sites and have their initial values" in result.output
+    result = invoke("save", folder / "run", "--to", tmp_path / "own", "--site-model", "site-2")
+    assert result.exit_code == 0, result.output
+    assert "initial values" not in result.output
+    own, expected = (
+        load_file(tmp_path / "own" / "model.safetensors"),
+        load_file(folder / "run" / "site_models" / "site-2.safetensors"),
+    )
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())

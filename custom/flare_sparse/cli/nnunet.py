@@ -43,21 +43,28 @@ def fingerprint(
 
     The file, which can be read, has spacing and shape of every case, sorted; a histogram of intensities in the
     foreground; and channels and labels of dataset.json. nnU-Net draws 100,000,000 / TOTAL voxels of each case: with
-    the true total the plan is that of the pooled data. min_examples of the policy is the minimum number of cases.
+    the true total the plan is that of the pooled data. The policy refuses the file like other statistics, and with
+    fewer cases than min_examples.
 
     [dim]flare-sparse nnunet fingerprint /data/Dataset004_Hippocampus --total 260 --out site-1.json[/]
     """
-    from ..config.policy.policy import find_policy_file, raise_refusals, read_policy
+    from ..config.policy.policy import Policy, find_policy_file, raise_refusals, read_policy
     from ..tasks.nnunet.fingerprint import RELATIVE_ERROR, SAMPLES, compute_fingerprint
     from ..tasks.nnunet.raw import find_raw_cases
 
     _require_nnunet()
-    minimum = 0 if site_policy is None else read_policy(find_policy_file(site_policy)).min_examples
-    cases = len(find_raw_cases(data))
-    raise_refusals([f"min_examples: {cases} cases, the minimum is {minimum}"] if cases < minimum else [])
+    policy = Policy() if site_policy is None else read_policy(find_policy_file(site_policy))
+    # Whoever writes the file is the site itself, which knows its permit.
+    refusals = list(policy.check_description(permit=policy.permit))
+    if (cases := len(find_raw_cases(data))) < policy.min_examples:
+        refusals.append(f"min_examples: {cases} cases, the minimum is {policy.min_examples}")
+    raise_refusals(refusals)
     found = compute_fingerprint(data, max(SAMPLES // total, 1))
+    text = found.model_dump_json(indent=1)
+    if policy.max_upload_bytes is not None and len(text) > policy.max_upload_bytes:
+        raise_refusals([f"max_upload_bytes: the file has {len(text)} bytes, the limit is {policy.max_upload_bytes}"])
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(found.model_dump_json(indent=1), encoding="utf-8")
+    out.write_text(text, encoding="utf-8")
     bins = ", ".join(f"{len(channel.values):,}" for channel in found.intensities)
     console.print(
         f"{out}: spacings and shapes of {found.cases} cases, {bins} bins of intensities (percentiles within "

@@ -46,7 +46,7 @@ def predict(
     """
     from ..core.seeds import limit_threads
     from ..results.runs.load import compile_model, load_study
-    from ..results.runs.models import read_run_model
+    from ..results.runs.models import describe_missing, read_run_model
     from ..training.compute import can_use_kernels
 
     if best and site_model:
@@ -62,6 +62,8 @@ def predict(
     # Raises if sparse kernels are asked for and missing; reading the model first could take a minute.
     can_use_kernels(compute, device)
     weights = read_run_model(run, assembly, site_model or ("best" if best else "final"))
+    if not site_model and (note := describe_missing(assembly)):
+        console.print(note, markup=False)
     model = compile_model(assembly.build_network(weights), compute, device)
     with limit_threads(study.config.federation.threads):
         files = list(assembly.task.write_predictions(model, data.resolve(), out))

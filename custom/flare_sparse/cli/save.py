@@ -17,6 +17,9 @@ def save(
     best: Annotated[
         bool, typer.Option("--best", help="Save the best model on validation examples instead of the last one")
     ] = False,
+    site_model: Annotated[
+        str | None, typer.Option(metavar="SITE", help="Save a site's own model instead (of method.personal, for one)")
+    ] = None,
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Write ONNX, too, after a check that it computes the same on the run's data")
     ] = False,
@@ -32,11 +35,17 @@ def save(
 
     [dim]flare-sparse save runs/neurosfl_brain_age --onnx[/]
     """
-    from ..results.runs.load import load_study, load_trained_model
+    from ..results.runs.load import load_study
+    from ..results.runs.models import describe_missing, read_run_model
     from .inputs import load_inputs
 
+    if best and site_model:
+        raise ConfigError("--best and --site-model exclude each other; leave one out")
     study = load_study(run)
-    model = load_trained_model(study, best=best)
+    name = site_model or ("best" if best else "final")
+    model = study.assembly.build_network(read_run_model(run, study.assembly, name))
+    if not site_model and (note := describe_missing(study.assembly)):
+        console.print(note, markup=False)
     folder = to or run / "saved"
     study.assembly.task.save(model, folder)
     if onnx:

@@ -29,7 +29,9 @@ class AdaptedTaskConfig(TaskConfig):
         "and sites must hold the same base model",
     )
     adapter: AdapterConfig | None = Field(
-        None, description="LoRA adapters, which alone are trained and exchanged; null: the whole network"
+        None,
+        description="LoRA adapters, which alone are trained and exchanged, beside the tensors of base.new; null: the "
+        "whole network",
     )
 
 
@@ -68,7 +70,9 @@ class AdaptableTask(Task, ABC):
     def model(self) -> nn.Module:
         """Return the network to train; without base and adapter, torch's global generator initialises it."""
         if self.config.adapter is not None:
-            adapted: nn.Module = add_adapters(self.build_base(), self.config.adapter)
+            network, base = self.build_base(), self.config.base
+            new = [] if base is None else base.list_new(name for name, _ in network.named_parameters())
+            adapted: nn.Module = add_adapters(network, self.config.adapter, new)
             return adapted
         return self.build_network() if self.config.base is None else self.build_base()
 
@@ -78,4 +82,4 @@ class AdaptableTask(Task, ABC):
             super().save(model, folder)
         else:
             adapted: Any = model
-            adapted.save_pretrained(folder, selected_adapters=["default"])
+            adapted.save_pretrained(folder)

@@ -175,3 +175,18 @@ def test_grouped_convolutions_get_no_adapter_and_networks_without_targets_raise(
     for bare in (nn.Sequential(nn.Linear(2, 1)), nn.ReLU()):
         with pytest.raises(ConfigError, match="to adapt"):
             add_adapters(bare, AdapterConfig())
+
+
+def test_new_tensors_are_trained_beside_the_adapters() -> None:
+    network = swin()
+    new = [name for name, _ in network.named_parameters() if name.startswith(("out.", "decoder1."))]
+    adapted = add_adapters(network, AdapterConfig(rank=2), new)
+    whole = {name for name, value in adapted.named_parameters() if value.requires_grad and "lora_" not in name}
+    assert len(whole) == len(new)
+    assert all("modules_to_save.default" in name for name in whole)
+    assert not any("decoder1" in name for name, _ in adapted.named_parameters() if "lora_" in name)
+    # A position embedding belongs to the module of patches as a whole.
+    network = vit()
+    new = [name for name, _ in network.named_parameters() if name == "patch_embedding.position_embeddings"]
+    with pytest.raises(ConfigError, match=r"task\.base\.new: cannot be trained .* without others: patch_emb"):
+        add_adapters(network, AdapterConfig(rank=2), new)

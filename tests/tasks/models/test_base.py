@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class Encoder(nn.Module):
         ("models/model.pt", lambda state: state),
         ("model.pt", lambda state: {f"module.{name}": value for name, value in state.items()}),
         ("model.pt", lambda state: {n.removeprefix("body."): v for n, v in state.items() if n.startswith("body.")}),
+        ("model.pt", lambda state: {f"module.{n[5:]}": v for n, v in state.items() if n.startswith("body.")}),
         (
             "model.pt",
             lambda state: {
@@ -78,7 +80,7 @@ class Encoder(nn.Module):
             },
         ),
     ],
-    ids=["safetensors", "bundle", "module", "encoder alone", "checkpoint"],
+    ids=["safetensors", "bundle", "module", "encoder alone", "encoder alone in module", "checkpoint"],
 )
 def test_encoder_of_another_training_keeps_its_tensors_beside_a_new_head(
     file: str, wrap: Callable[[dict[str, torch.Tensor]], dict[str, Any]], tmp_path: Path
@@ -105,9 +107,31 @@ def test_file_of_a_base_model_runs_no_code(tmp_path: Path) -> None:
             return os.mkdir, (str(tmp_path / "harm"),)
 
     torch.save({"state_dict": Harmful()}, tmp_path / "model.pt")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .* Save the network's state_dict alone") as raised:
         load_base(Encoder(2), tmp_path, Base(folder="base"))
+    assert "weights_only" not in str(raised.value)
     assert not (tmp_path / "harm").exists()
+
+
+def test_file_without_usable_numbers_is_refused(tmp_path: Path) -> None:
+    state = Encoder(2).state_dict()
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({name: value * torch.nan for name, value in state.items()}, file)
+    with pytest.raises(ConfigError, match="has a value that is NaN or infinite"):
+        load_base(Encoder(2), tmp_path, Base(folder="base"))
+    safetensors.torch.save_file({name: value.to(torch.int8) for name, value in state.items()}, file)
+    with pytest.raises(ConfigError, match="8 of 8 tensors are not in"):
+        load_base(Encoder(2), tmp_path, Base(folder="base"))
+    with pytest.raises(ConfigError, match=r"task\.base\.new: no tensor is left"):
+        load_base(Encoder(2), tmp_path, Base(folder="base", new=("*",)))
+    torch.save(state, tmp_path / "model.pt")
+    whole = (tmp_path / "model.pt").read_bytes()
+    for position in range(0, len(whole), len(whole) // 40):
+        damaged = bytearray(whole)
+        damaged[position] ^= 0xFF
+        (tmp_path / "model.pt").write_bytes(damaged)
+        with suppress(ConfigError):
+            load_base(Encoder(2), tmp_path, Base(folder="base", file="model.pt"))
 
 
 @pytest.mark.parametrize("file", ["../model.pt", "/model.pt", "models/../../model.pt", "model.py"])

@@ -86,12 +86,47 @@ def test_sites_with_other_labels_or_samples_are_refused() -> None:
         merge_fingerprints([one, other])
     with pytest.raises(ConfigError, match=r"differ in samples_per_case: 8 and 9; .* same --total"):
         merge_fingerprints([one, one.model_copy(update={"samples_per_case": 9})])
+    with pytest.raises(ConfigError, match="two of the fingerprints are the same"):
+        merge_fingerprints([one, one])
+    plane = one.model_copy(update={"geometry": (((1.0, 1.0), (4.0, 5.0)),)})
+    with pytest.raises(ConfigError, match="two dimensions and others three"):
+        merge_fingerprints([one, plane])
 
 
-def test_a_damaged_fingerprint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "site.json").write_text('{"format": 1}')
+DAMAGE: dict[str, tuple[tuple[str | int, ...], Any]] = {
+    "a bin without its count": (("intensities", 0, "counts"), [1] * 7),
+    "a count of many sites": (("intensities", 0, "counts", 0), 10**15),
+    "bins in no order": (("intensities", 0, "values", 0), 5.5),
+    "a bin beyond the maximum": (("intensities", 0, "maximum"), 7.0),
+    "a sum that no samples have": (("intensities", 0, "total"), 1e9),
+    "squares that no samples have": (("intensities", 0, "squares"), 1e300),
+    "an infinite bin": (("intensities", 0, "values", 7), float("inf")),
+    "no channel": (("intensities",), []),
+    "spacing of nothing": (("geometry", 0, 0, 1), 0.0),
+    "an infinite side": (("geometry", 0, 1, 2), float("inf")),
+    "a negative side": (("geometry", 0, 1, 2), -4.0),
+    "spacing of two axes and a shape of three": (("geometry", 0, 0), [1.0, 1.0]),
+    "two sizes of one case": (("relative_sizes",), [0.5, 0.5]),
+    "channels by position": (("dataset", "channel_names"), ["MRI"]),
+    "labels by value": (("dataset", "labels"), {"0": "background"}),
+    "no channel_names": (("dataset",), {"labels": {"background": 0}, "file_ending": ".nii.gz"}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_fingerprint_is_refused(name: str, tmp_path: Path) -> None:
+    content = build_fingerprint(np.arange(1, 9, dtype=np.float32)).model_dump(mode="json")
+    file = tmp_path / "site.json"
+    file.write_text(json.dumps(content))
+    assert read_fingerprint(file).cases == 1
+    (*path, last), value = DAMAGE[name]
+    place: Any = content
+    for key in path:
+        place = place[key]
+    place[last] = value
+    file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"site\.json: is no fingerprint"):
-        read_fingerprint(tmp_path / "site.json")
+        read_fingerprint(file)
 
 
 def test_raw_data_that_is_not_complete_is_refused(tmp_path: Path) -> None:
@@ -101,6 +136,11 @@ def test_raw_data_that_is_not_complete_is_refused(tmp_path: Path) -> None:
     assert find_raw_cases(folder)["case00"].problem == "1 images; dataset.json names 2 channels"
     (folder / "dataset.json").write_text("{}")
     with pytest.raises(DataError, match="missing: channel_names, labels, file_ending"):
+        find_raw_cases(folder)
+    (folder / "dataset.json").write_text(json.dumps(DATASET))
+    image = folder / "imagesTr" / "case00_0000.nii.gz"
+    image.rename(image.with_name("case00_0001.nii.gz"))
+    with pytest.raises(DataError, match=r"case00 lacks case00_0000\.nii\.gz"):
         find_raw_cases(folder)
 
 
@@ -113,12 +153,24 @@ def test_few_cases_stay_at_the_site(tmp_path: Path) -> None:
     refused = call(*command, "--site-policy", tmp_path / "policy.yaml")
     assert refused.exit_code == 1
     assert "min_examples: 2 cases, the minimum is 3" in refused.output
+    for terms, reason in (
+        ("contents: [delta]", "contents: statistics may not leave"),
+        ("epsilon: 1.0", "epsilon: statistics would leave without it"),
+        ("max_upload_bytes: 128", "max_upload_bytes: the file has"),
+    ):
+        (tmp_path / "policy.yaml").write_text(f"{terms}\n")
+        refused = call(*command, "--site-policy", tmp_path / "policy.yaml")
+        assert refused.exit_code == 1
+        assert reason in refused.output
     assert not (tmp_path / "out.json").exists()
     assert call(*command, "--total", "1000").exit_code == 0
     text = (tmp_path / "out.json").read_text()
     assert read_fingerprint(tmp_path / "out.json").cases == 2
     assert "case0" not in text
     assert str(tmp_path) not in text
+    (folder / "labelsTr" / "case01.nii.gz").unlink()
+    with pytest.raises(DataError, match="case01: missing file: there is no label map"):
+        compute_fingerprint(folder, 1000)
 
 
 def plan_pooled(folders: dict[str, Path], root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -113,6 +113,48 @@ def test_plan_is_read_from_a_file_and_names_no_other_code(
         load_config(file, ["privacy={noise_multiplier: 1.0}"])
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        (("patch_size",), [4096, 4096, 4096], r"patch_size: found .*, over 134,217,728 voxels"),
+        (("patch_size",), [16.0, 16, 16], r"patch_size: .* whole numbers"),
+        (("spacing",), [0.0, 1.0, 1.0], r"spacing: found .* 3 positive numbers"),
+        (("architecture", "arch_kwargs", "n_stages"), 99, r"n_stages: found \[99\]"),
+        (("architecture", "arch_kwargs", "n_conv_per_stage"), [20000, 1, 1], r"n_conv_per_stage: found"),
+        (("architecture", "_kw_requires_import"), [], r"_kw_requires_import: found \[\]"),
+        ((..., "labels"), 3, r"dataset\.labels: expected values by name"),
+        ((..., "labels"), {"front": 1, "back": 2}, r"dataset\.labels: .*background"),
+        ((..., "labels"), {"background": 0, "whole": [1, 2]}, "regions need regions_class_order"),
+        ((..., "channel_names"), {"1": "MRI"}, r"dataset\.channel_names: expected names by number"),
+    ],
+)
+def test_plan_that_asks_for_too_much_or_says_nothing_is_refused(
+    place: tuple[Any, ...], value: Any, reason: str, federation: tuple[Path, dict[str, Any]]
+) -> None:
+    plan = shrink(federation[1])
+    *path, last = place
+    entry = plan["dataset"] if path == [...] else plan["plans"]["configurations"]["3d_fullres"]
+    for key in path if entry is not plan["dataset"] else ():
+        entry = entry[key]
+    entry[last] = value
+    with pytest.raises(ConfigError, match=reason):
+        check_plan(plan)
+
+
+def test_plan_that_nnunet_does_not_read_or_that_needs_much_memory_is_refused(
+    federation: tuple[Path, dict[str, Any]],
+) -> None:
+    root, plan = federation
+    odd = shrink(plan)
+    odd["plans"]["configurations"]["3d_fullres"]["architecture"]["arch_kwargs"]["norm_op_kwargs"] = {"colour": 1}
+    with pytest.raises(ConfigError, match=r"task\.plan: nnU-Net does not read it"):
+        Nnunet({"plan": odd}).model()
+    fine = shrink(plan)
+    fine["plans"]["configurations"]["3d_fullres"]["spacing"] = [1e-3, 1e-3, 1e-3]
+    with pytest.raises(DataError, match=r"voxels of .* mm, as the plan asks"):
+        Nnunet({"plan": fine}).load(SiteData("site-1", root / "site-1"), 0)
+
+
 def test_data_that_the_plan_is_not_for_is_refused(federation: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     _, plan = federation
     task, folder = Nnunet({"plan": plan}), write_raw(tmp_path / "raw", 2)
@@ -168,6 +210,13 @@ def test_predictions_lie_where_the_images_do(federation: tuple[Path, dict[str, A
         equal = np.asarray(predicted.dataobj) == np.asarray(truth.dataobj)
         # Thick slices were resampled to the plan's voxels and back.
         assert equal.mean() >= (0.97 if name == "thick" else 1.0), name
+
+
+def test_images_of_other_channels_are_not_predicted(federation: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    image = write_case(tmp_path, "a", 1)
+    image.with_name("a_0001.nii.gz").write_bytes(image.read_bytes())
+    with pytest.raises(DataError, match=r"a: 2 images; dataset\.json names 1 channels"):
+        list(Nnunet({"plan": federation[1]}).write_predictions(Threshold(), tmp_path, tmp_path / "out"))
 
 
 def build_varied_network(task: Nnunet) -> nn.Module:

@@ -217,7 +217,7 @@ class Policy(BaseModel):
             yield "record_updates: the server of this job keeps every update; set audit.record_updates to false"
 
     def check_description(self, *, permit: str | None) -> Iterator[str]:
-        """Yield the reasons why statistics of the site's columns may not leave; none if they may.
+        """Yield the reasons why statistics of the site's data may not leave; none if they may.
 
         Args:
             permit: the job's permit; None: it names none.
@@ -227,7 +227,7 @@ class Policy(BaseModel):
             yield "contents: statistics may not leave this site"
         for term in ("encrypted", "masked", "noise", "epsilon"):
             if getattr(self, term):
-                yield f"{term}: statistics of columns would leave without it"
+                yield f"{term}: statistics would leave without it"
 
     def check_request(self, kind: str, entries: int) -> Iterator[str]:
         """Yield the reason why a request asks for too few entries; none if it may be answered.

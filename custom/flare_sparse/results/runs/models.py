@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...config.assemble import Assembly
-from ...core.errors import ConfigError, suggest
+from ...core.errors import ConfigError, list_first, suggest
 from ...methods.method import describe_site_model, has_common_model
 from .model_files import ENCRYPTED, list_site_models, read_model
 
@@ -51,6 +51,16 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
             "flare-sparse run command and --resume"
         )
     return assembly.complete(read_model(file, assembly.layout))
+
+
+def describe_missing(assembly: Assembly) -> str:
+    """Return which tensors the run's common model lacks because they stay at the sites; empty if it has all."""
+    if not assembly.personal:
+        return ""
+    return (
+        f"note: {list_first(assembly.personal, 3)} stay at the sites and have their initial values in this model; "
+        "--site-model SITE takes a site's own model"
+    )
 
 
 def list_run_models(run: Path, assembly: Assembly) -> list[str]:

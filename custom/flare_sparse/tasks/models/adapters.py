@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from ...core.errors import ConfigError, suggest
+from ...core.errors import ConfigError, list_first, suggest
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -52,21 +53,25 @@ def list_adaptable_modules(network: nn.Module) -> list[str]:
     ]
 
 
-def add_adapters(network: nn.Module, config: AdapterConfig) -> PeftModel:
-    """Add adapters to a network; everything else is frozen, except the head if ``config`` trains it.
+def add_adapters(network: nn.Module, config: AdapterConfig, new: Sequence[str] = ()) -> PeftModel:
+    """Add adapters to a network; everything else is frozen, except new tensors, and the head if ``config`` trains it.
 
     Args:
         network: the base model; it is modified. Its head is the last module that could have an adapter.
         config: modules, rank and scale of the adapters. A is drawn from torch's global generator.
+        new: names of parameters that no file has: they are trained and sent in full, without adapters.
 
     Returns:
         The network as peft wraps it.
 
     Raises:
-        ConfigError: no module matches the targets, or peft is not installed.
+        ConfigError: no module matches the targets, a new tensor cannot be trained alone, or peft is not installed.
     """
     peft = _import_peft()
     *body, head = list_adaptable_modules(network) or [""]
+    saved = {name.rpartition(".")[0] for name in new} | ({head} if config.head == "trained" else set())
+    body = [name for name in body if name not in saved]
+    expected = {name for name, _ in network.named_parameters() if name.rpartition(".")[0] in saved}
     targets = _select_modules(body, config.targets) if config.targets else body
     if not targets:
         raise ConfigError("task.adapter: the network has no linear layer or 3D convolution beside its head to adapt")
@@ -75,8 +80,14 @@ def add_adapters(network: nn.Module, config: AdapterConfig) -> PeftModel:
         "target_modules": targets,
         "init_lora_weights": "gaussian" if config.init == "gaussian" else True,
     }
-    saved = [head] if config.head == "trained" else None
-    adapted: PeftModel = peft.get_peft_model(network, peft.LoraConfig(r=config.rank, modules_to_save=saved, **settings))
+    adapter = peft.LoraConfig(r=config.rank, modules_to_save=sorted(saved) or None, **settings)
+    adapted: PeftModel = peft.get_peft_model(network, adapter)
+    # peft takes whole modules, and all whose names end as asked.
+    if other := sorted(_list_saved(adapted) ^ expected):
+        raise ConfigError(
+            f"task.base.new: cannot be trained beside adapters without others: {list_first(other, 5)}; leave "
+            "task.adapter out to train the whole network"
+        )
     if config.site_rank:
         adapted.add_adapter(SITE_ADAPTER, peft.LoraConfig(r=config.site_rank, **settings))
         # Both add to the output of a layer; peft's own method for a whole model activates one.
@@ -85,6 +96,15 @@ def add_adapters(network: nn.Module, config: AdapterConfig) -> PeftModel:
             if isinstance(part, peft.tuners.lora.LoraLayer):
                 part.site_tensors = tuple(f"lora_{factor}.{SITE_ADAPTER}.weight" for factor in "AB")
     return adapted
+
+
+def _list_saved(adapted: PeftModel) -> set[str]:
+    """Return the names, in the network without adapters, of the parameters that are trained in full."""
+    return {
+        name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+        for name, parameter in adapted.named_parameters()
+        if parameter.requires_grad and ".modules_to_save." in name
+    }
 
 
 def _select_modules(body: list[str], targets: tuple[str, ...]) -> list[str]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,6 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError, list_first, suggest
@@ -55,7 +55,9 @@ class Base(BaseModel):
         "or models/model.pt",
     )
     new: tuple[str, ...] = Field(
-        (), description="patterns of tensors of the network that start anew, such as out.*; all others must be there"
+        (),
+        description="patterns of tensors of the network that start anew, such as out.*, and are trained also beside "
+        "adapters; all others must be there",
     )
 
     @model_validator(mode="before")
@@ -72,6 +74,10 @@ class Base(BaseModel):
     def has_only_name(self) -> bool:
         """Whether only the folder is given."""
         return self.file is None and not self.new
+
+    def list_new(self, names: Iterable[str]) -> list[str]:
+        """Return the names of tensors that start anew, in order."""
+        return [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.new)]
 
 
 def find_base_folder(name: str, environment: Mapping[str, str] = os.environ) -> Path:
@@ -115,19 +121,27 @@ def load_base(network: nn.Module, folder: Path, base: Base) -> str:
     for pattern in base.new:
         if not any(fnmatchcase(name, pattern) for name in expected):
             raise ConfigError(f"task.base.new: {pattern!r} matches no tensor of the network: {list_first(expected, 5)}")
-    wanted = {n: s for n, s in expected.items() if not any(fnmatchcase(n, pattern) for pattern in base.new)}
-    sources = _match_names(wanted, {name: tuple(value.shape) for name, value in tensors.items()})
+    new = set(base.list_new(expected))
+    wanted = {name: shape for name, shape in expected.items() if name not in new}
+    # A whole file may be wrapped, as DataParallel does, and be a part of the network, too.
+    files_names = (tensors, _strip_wrapper(tensors))
+    matches = [_match_names(wanted, {name: tuple(value.shape) for name, value in part.items()}) for part in files_names]
+    tensors, sources = max(zip(files_names, matches, strict=True), key=lambda pair: len(pair[1]))
     if missing := [name for name in wanted if name not in sources]:
         raise ConfigError(
             f"task.base: {len(missing)} of {len(wanted)} tensors are not in {file} with their shape: "
             f"{list_first(missing, 5)}; it has {list_first(tensors, 5)}. Give task.model the settings that the weights "
             "were trained with, or list what starts anew in task.base.new"
         )
+    if not sources:
+        raise ConfigError(f"task.base.new: no tensor is left that would be read from {file}")
+    if bad := [name for name in sources.values() if not bool(torch.isfinite(tensors[name]).all())]:
+        raise ConfigError(f"task.base: {file}: {bad[0]} has a value that is NaN or infinite")
     network.load_state_dict({name: tensors[source] for name, source in sources.items()}, strict=False)
     unused = [name for name in tensors if name not in sources.values()]
     report = f"{len(sources)} of {len(expected)} tensors are from {folder.name}/{file.relative_to(folder)}"
-    new = f"; new: {list_first((n for n in expected if n not in sources), 5)}" if len(sources) < len(expected) else ""
-    return report + new + (f"; not used: {list_first(unused, 5)}" if unused else "")
+    report += f"; new: {list_first((n for n in expected if n not in sources), 5)}" if new else ""
+    return report + (f"; not used: {list_first(unused, 5)}" if unused else "")
 
 
 def _list_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -167,15 +181,38 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name; in a file of torch, those of the one state that it holds."""
     try:
         if file.suffix == ".safetensors":
-            tensors: dict[str, Tensor] = safetensors.torch.load_file(file)
-            return tensors
+            return _select_dense(safetensors.torch.load_file(file))
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+    # torch's own text proposes to run the code in the file.
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"task.base: {file} cannot be read: it is damaged, or holds objects other than tensors, which could run "
+            "code. Save the network's state_dict alone, such as with safetensors"
+        ) from error
+    # The readers' errors in a damaged file are of many classes.
+    except Exception as error:
         raise ConfigError(f"task.base: {file} cannot be read: {error}") from error
     states = _list_states(content)
     if len(states) != 1:
         raise ConfigError(f"task.base: {file} holds {len(states)} states of networks; expected one")
     return states[0]
+
+
+def _select_dense(tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of real numbers that a network can be loaded from."""
+    return {
+        str(name): value
+        for name, value in tensors.items()
+        if value.is_floating_point() and value.layout == torch.strided and not value.is_meta
+    }
+
+
+def _strip_wrapper(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without the first parts of their names that are the same in all of them."""
+    parts = {name: name.split(".") for name in tensors}
+    columns = zip(*(path[:-1] for path in parts.values()), strict=False)
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    return {".".join(parts[name][shared:]): value for name, value in tensors.items()}
 
 
 def _list_states(content: Any) -> list[dict[str, Tensor]]:
@@ -184,7 +221,7 @@ def _list_states(content: Any) -> list[dict[str, Tensor]]:
         return []
     tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
     if tensors and len(tensors) == len(content):
-        return [{str(name): value for name, value in tensors.items() if value.is_floating_point()}]
+        return [_select_dense(tensors)]
     # An optimizer's state is a dictionary of dictionaries by number.
     return [state for name, value in content.items() if isinstance(name, str) for state in _list_states(value)]
 

@@ -13,16 +13,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from ...core.errors import ConfigError, DataError
 from ...core.settings import Settings
 from ..data.cases import CaseFiles
-from .raw import find_raw_cases, read_dataset
+from .raw import check_shared, find_raw_cases, read_dataset
 
 FORMAT = 1
 MANTISSA_BITS = 12
@@ -30,8 +31,16 @@ RELATIVE_ERROR = 2.0 ** -(MANTISSA_BITS + 1)
 """Largest relative error of a percentile of the samples: 0.0122 %."""
 SAMPLES = 100_000_000
 """Foreground voxels that nnU-Net draws from all cases together, each case the same number."""
+_LARGEST = float(np.finfo(np.float32).max)
 _PERCENTILES = {"percentile_00_5": 0.5, "median": 50.0, "percentile_99_5": 99.5}
-_Triple = Annotated[tuple[float, ...], Field(min_length=2, max_length=3)]
+_Spacing = Annotated[float, Field(gt=0, le=1e6)]
+_Side = Annotated[float, Field(ge=1, le=1e6)]
+_Case = (
+    tuple[tuple[_Spacing, _Spacing], tuple[_Side, _Side]]
+    | tuple[tuple[_Spacing, _Spacing, _Spacing], tuple[_Side, _Side, _Side]]
+)
+_Share = Annotated[float, Field(gt=0, le=1)]
+_Sample = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 
 
 class Intensities(Settings):
@@ -39,10 +48,32 @@ class Intensities(Settings):
 
     total: float = Field(allow_inf_nan=False, description="sum of the samples")
     squares: float = Field(ge=0, allow_inf_nan=False, description="sum of their squares")
-    minimum: float = Field(allow_inf_nan=False, description="smallest sample")
-    maximum: float = Field(allow_inf_nan=False, description="largest sample")
-    values: tuple[float, ...] = Field(max_length=2_000_000, description="bins of the histogram, ascending")
+    minimum: _Sample = Field(description="smallest sample")
+    maximum: _Sample = Field(description="largest sample")
+    values: tuple[_Sample, ...] = Field(
+        min_length=1, max_length=2_000_000, description="bins of the histogram, ascending"
+    )
     counts: tuple[Annotated[int, Field(ge=1)], ...] = Field(max_length=2_000_000, description="samples in each bin")
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return sum(self.counts)
+
+    @model_validator(mode="after")
+    def _check_statistics(self) -> Intensities:
+        if len(self.values) != len(self.counts):
+            raise ValueError(f"{len(self.values)} values and {len(self.counts)} counts")
+        if any(below >= above for below, above in pairwise(self.values)):
+            raise ValueError("values are not ascending")
+        ends = round_intensities(np.array([self.minimum, self.maximum], dtype=np.float32)).tolist()
+        if [self.values[0], self.values[-1]] != ends:
+            raise ValueError("minimum and maximum are not those of the values")
+        mean, square = self.total / self.count, self.squares / self.count
+        slack = 1e-6 * max(abs(self.minimum), abs(self.maximum))
+        if not self.minimum - slack <= mean <= self.maximum + slack or square > (max(map(abs, ends)) + slack) ** 2:
+            raise ValueError("total and squares are not those of numbers between minimum and maximum")
+        return self
 
 
 class Fingerprint(Settings):
@@ -51,14 +82,25 @@ class Fingerprint(Settings):
     format: int = Field(FORMAT, ge=FORMAT, le=FORMAT, description="version of this file")
     dataset: dict[str, Any] = Field(description="channels, labels and file ending of dataset.json")
     reader: str = Field(pattern=r"^[A-Za-z0-9]+$", description="nnU-Net's class that reads the images")
-    samples_per_case: int = Field(ge=1, description="foreground voxels drawn from each case")
-    geometry: tuple[tuple[_Triple, _Triple], ...] = Field(
+    samples_per_case: int = Field(ge=1, le=SAMPLES, description="foreground voxels drawn from each case")
+    geometry: tuple[_Case, ...] = Field(
         min_length=1, description="spacing in mm and shape after cropping of every case, sorted"
     )
-    relative_sizes: tuple[float, ...] = Field(
+    relative_sizes: tuple[_Share, ...] = Field(
         min_length=1, description="size of every case after cropping as a share of its size before, sorted"
     )
     intensities: tuple[Intensities, ...] = Field(description="one entry for each channel")
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Fingerprint:
+        check_shared(self.dataset)
+        if len(self.relative_sizes) != self.cases:
+            raise ValueError(f"{self.cases} cases and {len(self.relative_sizes)} relative sizes")
+        if len(self.intensities) != len(self.dataset["channel_names"]):
+            raise ValueError(f"intensities of {len(self.intensities)} channels; the dataset names others")
+        if any(channel.count > self.cases * self.samples_per_case for channel in self.intensities):
+            raise ValueError(f"more samples than {self.samples_per_case:,} of each case")
+        return self
 
     @property
     def cases(self) -> int:
@@ -107,8 +149,8 @@ def compute_fingerprint(folder: Path, samples_per_case: int) -> Fingerprint:
     for case in cases:
         try:
             shape, spacing, samples, _, size = analyze(case)
-        except DataError:
-            raise
+        except DataError as error:
+            raise DataError(f"{case.subject}: {error}") from error
         # nnU-Net's readers raise errors of their libraries; analysis asserts.
         except Exception as error:
             raise DataError(f"{case.images[0].name}: nnU-Net cannot analyse the case: {error}") from error
@@ -130,9 +172,14 @@ def merge_fingerprints(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
     """Return the fingerprint of all sites' cases together; it does not depend on the order of the sites.
 
     Raises:
-        ConfigError: the sites differ in channels, labels, file ending, reader or samples per case.
+        ConfigError: the sites differ in channels, labels, file ending, reader, dimensions or samples per case, or two
+            fingerprints are the same.
     """
     first = fingerprints[0]
+    if len(set(map(Fingerprint.model_dump_json, fingerprints))) < len(fingerprints):
+        raise ConfigError("two of the fingerprints are the same; give that of each site once")
+    if len({len(spacing) for part in fingerprints for spacing, _ in part.geometry}) > 1:
+        raise ConfigError("some images have two dimensions and others three; nnU-Net plans one or the other")
     for name in ("dataset", "reader", "samples_per_case"):
         values = [getattr(fingerprint, name) for fingerprint in fingerprints]
         if different := [value for value in values if value != values[0]]:
@@ -182,6 +229,8 @@ def _get_analysis(reader: Any, samples_per_case: int) -> Callable[[CaseFiles], A
     from nnunetv2.experiment_planning.dataset_fingerprint.fingerprint_extractor import DatasetFingerprintExtractor
 
     def analyze(case: CaseFiles) -> Any:
+        if case.problem:
+            raise DataError(case.problem)
         labels = str(case.require_labels())
         return DatasetFingerprintExtractor.analyze_case([*map(str, case.images)], labels, reader, samples_per_case)
 

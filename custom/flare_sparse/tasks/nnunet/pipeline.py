@@ -8,6 +8,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
 from io import StringIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import DataError
+from ...core.errors import ConfigError, DataError
 from ...core.seeds import seed_torch
 from ..data.cases import CaseFiles
 from ..data.segmentation import check_files
 
 TRAINER = "nnUNetTrainer"
+MAX_VOXELS = 2**30
+"""Most voxels of a case on the plan's grid: a job cannot ask a site to allocate more."""
 _NIFTI = (".nii", ".nii.gz")
+
+
+@contextmanager
+def _blame_plan() -> Iterator[None]:
+    """Report errors of nnU-Net, whose checks are assertions, as those of the plan."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"task.plan: nnU-Net does not read it: {error!r}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,15 +61,19 @@ class Pipeline:
     Args:
         plan: ``plans`` and ``dataset``, checked.
         configuration: such as ``3d_fullres``.
+
+    Raises:
+        ConfigError: nnU-Net does not read the plan.
     """
 
     def __init__(self, plan: Mapping[str, Any], configuration: str):
         from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
         self.name, self.dataset = configuration, copy.deepcopy(dict(plan["dataset"]))
-        self.plans = PlansManager(copy.deepcopy(plan["plans"]))
-        self.configuration = self.plans.get_configuration(configuration)
-        self.labels = self.plans.get_label_manager(self.dataset)
+        with _blame_plan():
+            self.plans = PlansManager(copy.deepcopy(plan["plans"]))
+            self.configuration = self.plans.get_configuration(configuration)
+            self.labels = self.plans.get_label_manager(self.dataset)
 
     @property
     def regions(self) -> dict[str, tuple[int, ...]]:
@@ -70,19 +86,24 @@ class Pipeline:
         return {name: region for name, region in regions.items() if set(region) != {0}}
 
     def build_network(self) -> nn.Module:
-        """Return the plan's network with an output at every resolution, as nnU-Net trains it."""
+        """Return the plan's network with an output at every resolution, as nnU-Net trains it.
+
+        Raises:
+            ConfigError: nnU-Net does not build the network.
+        """
         from nnunetv2.utilities.get_network_from_plans import get_network_from_plans
 
         manager = self.configuration
-        network: nn.Module = get_network_from_plans(
-            manager.network_arch_class_name,
-            manager.network_arch_init_kwargs,
-            manager.network_arch_init_kwargs_req_import,
-            len(self.dataset["channel_names"]),
-            self.labels.num_segmentation_heads,
-            allow_init=True,
-            deep_supervision=True,
-        )
+        with _blame_plan():
+            network: nn.Module = get_network_from_plans(
+                manager.network_arch_class_name,
+                manager.network_arch_init_kwargs,
+                manager.network_arch_init_kwargs_req_import,
+                len(self.dataset["channel_names"]),
+                self.labels.num_segmentation_heads,
+                allow_init=True,
+                deep_supervision=True,
+            )
         return network
 
     def prepare(self, files: CaseFiles, name: str, *, needs_labels: bool = True) -> Prepared:
@@ -104,15 +125,26 @@ class Pipeline:
                 image, properties = reader.read_images([*map(str, files.images)])
                 truth = None if labels_file is None else reader.read_seg(str(labels_file))[0]
                 self._check_voxels(files, image, truth)
+                self._check_size(image, properties["spacing"])
                 prepared, labels, properties = preprocessor.run_case_npy(
                     image, truth, properties, self.plans, self.configuration, self.dataset
                 )
         except DataError:
             raise
         except Exception as error:
-            raise DataError(f"{files.images[0].name}: nnU-Net cannot read the case: {error}") from error
+            raise DataError(f"{files.images[0].name}: nnU-Net's preprocessing fails: {error}") from error
         values = np.zeros(0, np.int16) if truth is None else truth[0].astype(np.int16)
         return Prepared(name, prepared.astype(np.float32), labels.astype(np.int16), properties, values)
+
+    def _check_size(self, image: np.ndarray, spacing: Sequence[float]) -> None:
+        axes = [int(axis) for axis in self.plans.transpose_forward]
+        # A configuration in 2D keeps the first axis as it is.
+        pairs = zip(reversed(axes), reversed(self.configuration.spacing), strict=False)
+        voxels = prod(image.shape[1:]) * prod(spacing[axis] / target for axis, target in pairs)
+        if voxels > MAX_VOXELS:
+            raise DataError(
+                f"{voxels:.1e} voxels of {self.configuration.spacing} mm, as the plan asks; the limit is {MAX_VOXELS:,}"
+            )
 
     def _check_voxels(self, files: CaseFiles, image: np.ndarray, truth: np.ndarray | None) -> None:
         if not np.isfinite(image).all():

@@ -9,16 +9,20 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
+from ..models.segmentation import MAX_PATCH_VOXELS
 from .fingerprint import Fingerprint
 from .planner import Planner
-from .raw import DATASET
+from .raw import DATASET, check_shared
 
 MAX_CHARACTERS = 200_000
 """Most characters of a plan as JSON; nnU-Net's plans have 5,000 to 20,000."""
+MAX_STAGES, MAX_BLOCKS, MAX_FEATURES = 10, 32, 4096
+"""Most stages of a network, convolutions or blocks of a stage, and channels: a job cannot make a site build more."""
 
 _ARCHITECTURES = "dynamic_network_architectures.architectures.unet"
 # nnU-Net imports whatever a plan names: a plan that comes with a job may name these alone.
@@ -70,7 +74,8 @@ def build_plan(
             instance = _get_planner(planner)(name, **kwargs)
             instance.determine_reader_writer = lambda: type(fingerprint.reader, (), {})
             instance.plan_experiment()
-        except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+        # nnU-Net's checks are assertions, and errors of numpy.
+        except Exception as error:
             raise ConfigError(f"nnU-Net's {planner} makes no plan of these fingerprints: {error!r}") from error
         plans = json.loads((preprocessed / f"{instance.plans_identifier}.json").read_text(encoding="utf-8"))
     plan = {"plans": plans, "dataset": dataset}
@@ -90,6 +95,10 @@ def check_plan(plan: Mapping[str, Any]) -> None:
         plans, dataset = plan["plans"], plan["dataset"]
         if unknown := set(dataset) - _DATASET_KEYS:
             raise ConfigError(f"dataset.{min(unknown)}: is not used by this task; leave it out")
+        try:
+            check_shared(dataset)
+        except ValueError as error:
+            raise ConfigError(f"dataset.{error}") from error
         _check_text("dataset.file_ending", dataset["file_ending"], r"\.[A-Za-z0-9.]{1,15}")
         _check_text("plans.dataset_name", plans["dataset_name"], r"Dataset\d{3}_[A-Za-z0-9_-]{1,64}")
         _check_text("plans.plans_name", plans["plans_name"], r"[A-Za-z0-9_-]{1,64}")
@@ -118,11 +127,41 @@ def _check_configuration(path: str, configuration: Mapping[str, Any]) -> None:
     _check_name(f"{path}.architecture.{name}", architecture[name], _ALLOWED[name])
     if unknown := set(architecture["arch_kwargs"]) - _ARCHITECTURE_KEYS:
         raise ConfigError(f"{path}.architecture.arch_kwargs.{min(unknown)}: is none of nnU-Net's planners")
-    imported = set(architecture["_kw_requires_import"])
-    if imported - {"conv_op", "norm_op", "dropout_op", "nonlin"}:
-        raise ConfigError(f"{path}.architecture._kw_requires_import: found {sorted(imported)}")
+    imported = architecture["_kw_requires_import"]
+    if sorted(imported) != ["conv_op", "dropout_op", "nonlin", "norm_op"]:
+        raise ConfigError(f"{path}.architecture._kw_requires_import: found {imported}")
+    _check_sizes(path, configuration)
     for name in ("conv_op", "norm_op", "dropout_op", "nonlin"):
         _check_name(f"{path}.architecture.arch_kwargs.{name}", architecture["arch_kwargs"].get(name), _ALLOWED[name])
+
+
+def _check_sizes(path: str, configuration: Mapping[str, Any]) -> None:
+    """Check what decides the memory and the time that a site needs."""
+    axes, arguments = len(configuration["patch_size"]), configuration["architecture"]["arch_kwargs"]
+    _check_numbers(f"{path}.patch_size", configuration["patch_size"], (2, 3), MAX_PATCH_VOXELS)
+    if prod(configuration["patch_size"]) > MAX_PATCH_VOXELS:
+        raise ConfigError(f"{path}.patch_size: found {configuration['patch_size']}, over {MAX_PATCH_VOXELS:,} voxels")
+    spacing = configuration["spacing"]
+    if len(spacing) != axes or not all(isinstance(side, (int, float)) and 0 < side < 1e6 for side in spacing):
+        raise ConfigError(f"{path}.spacing: found {spacing}; expected {axes} positive numbers")
+    stages = arguments["n_stages"]
+    _check_numbers(f"{path}.architecture.arch_kwargs.n_stages", [stages], (1,), MAX_STAGES)
+    blocks = {name: stages for name in ("n_conv_per_stage", "n_blocks_per_stage") if name in arguments}
+    for name, length in {**blocks, "n_conv_per_stage_decoder": stages - 1, "features_per_stage": stages}.items():
+        limit = MAX_FEATURES if name == "features_per_stage" else MAX_BLOCKS
+        _check_numbers(f"{path}.architecture.arch_kwargs.{name}", arguments[name], (length,), limit)
+    for name in ("kernel_sizes", "strides"):
+        if len(arguments[name]) != stages:
+            raise ConfigError(f"{path}.architecture.arch_kwargs.{name}: expected {stages} entries")
+        for sides in arguments[name]:
+            _check_numbers(f"{path}.architecture.arch_kwargs.{name}", sides, (axes,), MAX_BLOCKS)
+
+
+def _check_numbers(path: str, found: Any, lengths: tuple[int, ...], limit: int) -> None:
+    if not isinstance(found, (list, tuple)) or len(found) not in lengths:
+        raise ConfigError(f"{path}: found {found}; expected {' or '.join(map(str, lengths))} numbers")
+    if not all(type(number) is int and 1 <= number <= limit for number in found):
+        raise ConfigError(f"{path}: found {found}; expected whole numbers from 1 to {limit:,}")
 
 
 def _check_name(path: str, found: Any, allowed: set[Any]) -> None:

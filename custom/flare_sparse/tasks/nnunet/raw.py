@@ -23,13 +23,45 @@ def read_dataset(folder: Path) -> dict[str, Any]:
     """
     content = _read_json(folder)
     dataset = {name: content[name] for name in _SHARED if name in content}
-    missing = [name for name in ("channel_names", "labels", "file_ending") if name not in dataset]
-    if missing or not all(isinstance(dataset[name], dict) for name in ("channel_names", "labels")):
-        raise DataError(
-            f"{folder / DATASET}: expected the sections channel_names and labels, and file_ending, as nnU-Net v2 does"
-            + (f"; missing: {', '.join(missing)}" if missing else "")
-        )
+    try:
+        check_shared(dataset)
+    except ValueError as error:
+        raise DataError(f"{folder / DATASET}: {error}") from error
     return dataset
+
+
+def check_shared(dataset: Mapping[str, Any]) -> None:
+    """Check the part of ``dataset.json`` that all sites share.
+
+    Raises:
+        ValueError: it is not what nnU-Net v2 reads.
+    """
+    if missing := [name for name in ("channel_names", "labels", "file_ending") if name not in dataset]:
+        raise ValueError(
+            "expected the sections channel_names and labels, and file_ending, as nnU-Net v2 does; missing: "
+            + ", ".join(missing)
+        )
+    channels, labels = dataset["channel_names"], dataset["labels"]
+    if not isinstance(channels, dict) or set(channels) != {str(number) for number in range(max(len(channels), 1))}:
+        raise ValueError('channel_names: expected names by number, such as {"0": "CT"}')
+    if not all(isinstance(name, str) for name in channels.values()):
+        raise ValueError("channel_names: expected a name for each channel")
+    if not isinstance(labels, dict) or labels.get("background") != 0:
+        raise ValueError('labels: expected values by name, among them {"background": 0}')
+    regions = [value for value in labels.values() if isinstance(value, (list, tuple)) and len(value) > 0]
+    numbers = [value for value in labels.values() if not isinstance(value, (list, tuple))]
+    if not all(type(value) is int for value in [*numbers, *(part for region in regions for part in region)]):
+        raise ValueError("labels: expected whole numbers, or lists of them")
+    if regions and not isinstance(dataset.get("regions_class_order"), list):
+        raise ValueError("labels: regions need regions_class_order")
+
+
+def check_channels(case: CaseFiles, wanted: int) -> CaseFiles:
+    """Return a case, with its problem if it has another number of images than the data set has channels."""
+    if len(case.images) == wanted:
+        return case
+    problem = f"{len(case.images)} images; dataset.json names {wanted} channels"
+    return CaseFiles(case.images, case.labels, subject=case.subject, problem=problem)
 
 
 def find_raw_cases(folder: Path) -> dict[str, CaseFiles]:
@@ -51,24 +83,24 @@ def find_raw_cases(folder: Path) -> dict[str, CaseFiles]:
     if not cases:
         raise DataError(f"{folder}: no cases imagesTr/CASE_0000{dataset['file_ending']}")
     wanted = len(dataset["channel_names"])
-    return {name: _check_channels(case, wanted) for name, case in sorted(cases.items())}
+    return {name: check_channels(case, wanted) for name, case in sorted(cases.items())}
 
 
 def find_channels(folder: Path, file_ending: str) -> dict[str, tuple[Path, ...]]:
-    """Return the images of each case of a folder, channel by channel: ``CASE_0000``, ``CASE_0001``, ..."""
-    pattern = re.compile(rf"(?P<case>.+)_\d{{4}}{re.escape(file_ending)}")
+    """Return the images of each case of a folder, channel by channel: ``CASE_0000``, ``CASE_0001``, ...
+
+    Raises:
+        DataError: a case lacks a channel below its last one.
+    """
+    pattern = re.compile(rf"(?P<case>.+)_(?P<channel>\d{{4}}){re.escape(file_ending)}")
     cases: dict[str, tuple[Path, ...]] = {}
     for file in sorted(folder.glob(f"*{file_ending}")):
         if match := pattern.fullmatch(file.name):
-            cases[match["case"]] = (*cases.get(match["case"], ()), file)
+            images = cases.get(match["case"], ())
+            if int(match["channel"]) != len(images):
+                raise DataError(f"{file}: {match['case']} lacks {match['case']}_{len(images):04d}{file_ending}")
+            cases[match["case"]] = (*images, file)
     return cases
-
-
-def _check_channels(case: CaseFiles, wanted: int) -> CaseFiles:
-    if len(case.images) == wanted:
-        return case
-    problem = f"{len(case.images)} images; dataset.json names {wanted} channels"
-    return CaseFiles(case.images, case.labels, subject=case.subject, problem=problem)
 
 
 def _list_case(folder: Path, name: str, entry: Any) -> CaseFiles:

@@ -21,7 +21,7 @@ from ..data.screening import screen_subjects
 from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples, is_metric_name
 from .pipeline import TRAINER, Pipeline, Prepared
 from .plan import check_plan, list_configurations
-from .raw import find_channels, find_raw_cases, read_dataset
+from .raw import check_channels, find_channels, find_raw_cases, read_dataset
 
 CHECKPOINT = "checkpoint_final.pth"
 _SCORE_SEED = 0
@@ -184,8 +184,13 @@ class Nnunet(Task):
         if not cases:
             raise DataError(f"{path}: no images CASE_0000{ending}, CASE_0001{ending}, ...")
         self._write_plan(out)
+        channels = len(self.config.plan["dataset"]["channel_names"])
         for name, images in cases.items():
-            prepared = self._pipeline.prepare(CaseFiles(images, None, subject=name), name, needs_labels=False)
+            files = check_channels(CaseFiles(images, None, subject=name), channels)
+            try:
+                prepared = self._pipeline.prepare(files, name, needs_labels=False)
+            except DataError as error:
+                raise DataError(f"{name}: {error}") from error
             file = out / f"{name}{ending}"
             self._pipeline.write_labels(self._pipeline.segment(model, prepared), file, prepared)
             yield file
