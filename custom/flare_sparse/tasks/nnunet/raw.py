@@ -48,11 +48,10 @@ def check_shared(dataset: Mapping[str, Any]) -> None:
         raise ValueError("channel_names: expected a name for each channel")
     if not isinstance(labels, dict) or labels.get("background") != 0:
         raise ValueError('labels: expected values by name, among them {"background": 0}')
-    regions = [value for value in labels.values() if isinstance(value, (list, tuple)) and len(value) > 0]
-    numbers = [value for value in labels.values() if not isinstance(value, (list, tuple))]
-    if not all(type(value) is int for value in [*numbers, *(part for region in regions for part in region)]):
+    values = [list(value) if isinstance(value, (list, tuple)) else [value] for value in labels.values()]
+    if not all(type(number) is int for value in values for number in value):
         raise ValueError("labels: expected whole numbers, or lists of them")
-    if regions and not isinstance(dataset.get("regions_class_order"), list):
+    if any(len(value) > 1 for value in values) and not isinstance(dataset.get("regions_class_order"), list):
         raise ValueError("labels: regions need regions_class_order")
 
 
