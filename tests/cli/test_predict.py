@@ -15,8 +15,10 @@ from line import call
 
 from flare_sparse import load_model
 from flare_sparse.compute.kernels import network
+from flare_sparse.results.runs.load import load_study
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.tasks.data.phantom import write_phantoms
+from flare_sparse.tasks.models.base import Base, load_base
 from flare_sparse.training import compute
 
 SHAPE = (12, 16, 12)
@@ -140,6 +142,19 @@ def test_predictions_without_numba_are_dense(
 
 
 @pytest.mark.slow
+def test_saved_network_with_a_module_of_several_names_is_a_base_model(
+    finished: tuple[Path, Path], tmp_path: Path
+) -> None:
+    result = call("save", finished[0], "--to", tmp_path)
+    assert result.exit_code == 0, result.output
+    trained, task = load_model(finished[0]), load_study(finished[0]).assembly.task
+    network = task.model()
+    load_base(network, tmp_path, Base(folder="base"))
+    values = trained.state_dict()
+    assert len(values) > len(list(trained.parameters()))
+    assert all(torch.equal(value, values[name]) for name, value in network.state_dict().items())
+
+
 def test_report_shows_the_best_the_median_and_the_worst_case_of_each_site(finished: tuple[Path, Path]) -> None:
     run, _ = finished
     result = call("report", run)

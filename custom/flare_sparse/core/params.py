@@ -254,3 +254,16 @@ def _find_roles(module: nn.Module) -> dict[str, Role]:
 def compute_digest(weights: Tensor) -> str:
     """Return the sha256 of a vector's little-endian float32 bytes."""
     return hashlib.sha256(weights.to(torch.float32).numpy().astype("<f4", copy=False).tobytes()).hexdigest()
+
+
+def separate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors that share no memory, which safetensors refuses; only those that do are copied."""
+    separate: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for name, tensor in tensors.items():
+        part = tensor.detach().contiguous()
+        if part.untyped_storage().nbytes() != part.nbytes or part.data_ptr() in addresses:
+            part = part.clone()
+        addresses.add(part.data_ptr())
+        separate[name] = part
+    return separate

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
 from ..core.needs import Needs
+from ..core.params import separate_tensors
 from ..core.reading import MinibatchReader, stack_examples
 from ..core.settings import Settings
 from ..core.split import Split, SplitConfig
@@ -502,8 +503,9 @@ class Task(ABC):
         Integer tensors (counters, position tables) are not saved: ``model`` creates them.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        state = {name: v.contiguous() for name, v in model.state_dict().items() if v.is_floating_point()}
-        safetensors.torch.save_file(state, folder / "model.safetensors")
+        state = {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
+        # A network may hold a module under several names, as MONAI's DynUNet does.
+        safetensors.torch.save_file(separate_tensors(state), folder / "model.safetensors")
 
     def evaluate(self, model: nn.Module, test: Dataset[Any], batch_size: int = 16) -> dict[str, float]:
         """Return ``metrics`` over a data set, with the model in eval mode; empty for an empty data set.

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..params import separate_tensors
 from .locking import lock_folder
 from .packing import pack, unpack
 from .writing import replace_atomically, sync_to_disk, write_new_file
@@ -129,7 +130,7 @@ class Store:
     def _build_files(self, content: Any) -> dict[str, bytes]:
         tensors: dict[str, Tensor] = {}
         packed = pack(content, tensors)
-        data = safetensors.torch.save(_separate(tensors))
+        data = safetensors.torch.save(separate_tensors(tensors))
         manifest = {
             "format": FORMAT,
             "belongs": self.identity,
@@ -298,19 +299,6 @@ def iterate_differences(saved: Any, current: Any, path: str = "") -> Iterator[st
             yield from iterate_differences(saved.get(name), current.get(name), f"{path}.{name}".strip("."))
     elif saved != current:
         yield f"{path}: {saved!r} in the checkpoint, {current!r} now"
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors that share no memory, which safetensors refuses; only those that do are copied."""
-    separate: dict[str, Tensor] = {}
-    addresses: set[int] = set()
-    for name, tensor in tensors.items():
-        part = tensor.detach().contiguous()
-        if part.untyped_storage().nbytes() != part.nbytes or part.data_ptr() in addresses:
-            part = part.clone()
-        addresses.add(part.data_ptr())
-        separate[name] = part
-    return separate
 
 
 def _dump_manifest(manifest: Mapping[str, Any]) -> bytes:
