@@ -331,12 +331,12 @@ class ThresholdAttack:
         weight, bias = (changes[self.victim.layout.tensors[number].name][0] for number in (0, 1))
         return torch.cat([weight.flatten(), bias.flatten()]).double()
 
-    def is_read(self, change: Tensor | None) -> bool:
-        """Whether the change is that of one patient."""
+    def is_read(self, change: Tensor | None, tolerance: float = 0.5) -> bool:
+        """Whether the change is that of one patient, whose inputs are whole numbers."""
         if change is None or not float(change[-1]):
             return False
-        row = (change[:-1] / change[-1]).round()
-        return any(torch.equal(row, patient.double()) for patient in self.victim.survivors)
+        row = change[:-1] / change[-1]
+        return any(float((row - patient).abs().max()) < tolerance for patient in self.victim.survivors)
 
 
 @pytest.mark.parametrize(("preset", "is_read"), [(None, True), ("open", False), ("careful", False)])
@@ -384,10 +384,11 @@ def test_noise_of_a_job_replaces_the_withholding_of_units_only_if_it_hides_a_sub
         change, answer = (attack.sum_survivors(threshold) for attack in attacks)
         assert change is not None
         assert answer is not None
-        assert not attacks[1].is_read(answer)
+        # A mean of two patients, which is not withheld, may round to the row of one.
+        assert not attacks[1].is_read(answer, 0.1)
         if not is_withheld:
             assert torch.equal(answer, change)
-        elif attacks[0].is_read(change):
+        elif attacks[0].is_read(change, 0.1):
             assert not answer.any()
             break
     else:
