@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Literal
 
 import torch
@@ -12,7 +14,7 @@ from torch.utils.data import TensorDataset
 from flare_sparse import Examples, Metric, SiteData, Task, TaskConfig
 from flare_sparse.core.errors import DataError
 
-Failure = Literal["data", "load", "diverge", "train"]
+Failure = Literal["data", "load", "die", "diverge", "train"]
 
 
 class SumConfig(TaskConfig):
@@ -38,6 +40,9 @@ class SumTask(Task):
         if self.failure in ("data", "load"):
             error_type = DataError if self.failure == "data" else KeyError
             raise error_type(f"subject {self._subject} in {data.path} cannot be read")
+        if self.failure == "die" and not (died := data.path / "died").exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         generator = torch.Generator().manual_seed(int(data.site[-1]))
         x = torch.randn(40, 12, generator=generator)
         y = x[:, :3].sum(1, keepdim=True)

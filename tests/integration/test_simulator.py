@@ -20,6 +20,7 @@ from flare_sparse.api.sim import run as run_in_simulator
 from flare_sparse.cli import app
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.observer import Observer
 from flare_sparse.flare.launch import simulator
 from flare_sparse.flare.launch.ending import JobFailed
 from flare_sparse.flare.polling import SHARE
@@ -92,11 +93,12 @@ METHODS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"neurosfl"}))
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"neurosfl", "topk_ef"}))
 def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) -> None:
     """The model is the same bit for bit, and so are the bytes of every message.
 
-    That of NeuroSFL is checked in :func:`test_run_writes_a_consistent_record`.
+    That of NeuroSFL is checked in :func:`test_run_writes_a_consistent_record`, that of top-k in
+    :func:`test_simulation_whose_site_dies_before_the_first_round_starts_again`.
     """
     site_settings = {"site_settings": {"site-2": {name: {"rate": 0.05}}}} if name == "scbfwp" else {}
     file = configuration(tmp_path / "config", METHODS[name], simulator=site_settings)
@@ -105,6 +107,17 @@ def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) 
     own_models = [read_digests(tmp_path / run / "site_models") for run in ("sim", "local")]
     assert own_models[0] == own_models[1]
     assert len(own_models[0]) == (3 if name == "fedavg" else 0)
+
+
+@pytest.mark.long
+def test_simulation_whose_site_dies_before_the_first_round_starts_again(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "config", METHODS["topk_ef"], task={"failures": {"site-2": "die"}})
+    said: list[str] = []
+    observer = Observer()
+    observer.say = said.append  # type: ignore[method-assign]
+    run_in_simulator(Study.load(file), RunFolder(tmp_path / "sim"), observer)
+    assert sum("site-2 died before the first round" in line for line in said) == 1
+    check_equal_to_a_local_run(file, tmp_path)
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flare_sparse.config.loading import parse_job
+from flare_sparse.core.observer import Observer
 from flare_sparse.flare.launch.simulator import Workplace, simulate
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.tasks.data.source import write_site_files
@@ -27,9 +28,10 @@ def soak(settings: dict[str, Any], sites: int, folder: Path, processes: int | No
     lines: list[dict[str, Any]] = []
     samples: list[dict[str, float]] = []
 
-    def record_round(line: dict[str, Any]) -> None:
-        lines.append(line)
-        samples.append(measure_memory())
+    class Recorder(Observer):
+        def see_round(self, line: dict[str, Any]) -> None:
+            lines.append(line)
+            samples.append(measure_memory())
 
     names = sorted(f"site-{i}" for i in range(1, sites + 1))
     site_files = write_site_files(folder / "sites", [SiteData(name, folder / "data") for name in names])
@@ -43,6 +45,6 @@ def soak(settings: dict[str, Any], sites: int, folder: Path, processes: int | No
         site_files,
         folder,
         Workplace(allowed_classes=(FaultyTask.__module__,), processes=processes),
-        on_round=record_round,
+        Recorder(),
     )
     return summarize(lines, samples, time.monotonic() - began)

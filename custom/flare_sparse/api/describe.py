@@ -56,7 +56,7 @@ def describe_study(
         sites = study.prepare_sites(out, observer)
         # Site files name identifiers of subjects, which belong to no result.
         site_files = write_site_files(out / "workspace" / "sites", sites.values())
-        content = simulate_statistics(recipe, sorted(sites), site_files, out, RESULT)
+        content = simulate_statistics(recipe, sorted(sites), site_files, out, RESULT, observer)
     else:
         content = run_statistics(recipe, kit.resolve(), out, RESULT, observer.say)
     record = build_record(study.config.name, least, read_statistics(content))

@@ -38,7 +38,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
         write_kits(kits, sites)
     recipe = build_recipe(study, out, deployment, tensorboard=importlib.util.find_spec("tensorboard") is not None)
     workplace = Workplace(checkpoints=checkpoints, keys=out / KEYS if contexts else None, kits=kits)
-    simulate(recipe, sorted(sites), site_files, out, workplace, on_round=observer.see_round)
+    simulate(recipe, sorted(sites), site_files, out, workplace, observer)
     if contexts:
         decrypt_run(out, study.assembly, contexts.client)
     return complete_run(study, folder)

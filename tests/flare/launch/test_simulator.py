@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nvflare.recipe import SimEnv
 
+from flare_sparse.flare.launch import simulator
 from flare_sparse.flare.launch.ending import JobFailed
-from flare_sparse.flare.launch.simulator import _follow_lines, simulate
-from flare_sparse.flare.launch.site_processes import watch_site_processes
+from flare_sparse.flare.launch.simulator import _follow_lines, simulate, simulate_statistics
+from flare_sparse.flare.launch.site_processes import CHECK_S, watch_site_processes
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,36 @@ def test_simulation_ends_when_the_process_of_a_site_dies(line: str, expected: st
         log.write_text(f"INFO - all is well\n{line}\n")
         simulation.wait(50)
     assert [expected in text for text in dead] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("losses", "rounds"), [(1, 0), (simulator.STARTS, 0), (1, 1)])
+def test_simulation_that_loses_a_site_before_the_first_round_starts_again(
+    losses: int, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE resets the connection of about one of 400 processes that it starts."""
+    monkeypatch.setattr(simulator, "watch_site_processes", partial(watch_site_processes, grace_s=0))
+    record, starts = tmp_path / "workspace" / "job" / "server" / "simulate_job" / "statistics", []
+
+    def execute(environment: SimEnv) -> None:
+        starts.append(environment.clients)
+        assert not record.exists()
+        record.mkdir(parents=True)
+        if len(starts) > losses:
+            (record / "columns.json").write_text('{"age": 1}')
+            return
+        (record / "rounds.jsonl").write_text("{}\n" * rounds)
+        os.write(1, b"ERROR - Communication error with client site-1: [Errno 104] Connection reset by peer\n")
+        time.sleep(2 * CHECK_S)
+
+    recipe: Any = SimpleNamespace(name="job", execute=execute)
+    arguments = (recipe, ["site-1"], str(tmp_path / "{site}.yaml"), tmp_path, "statistics/columns.json")
+    if rounds or losses == simulator.STARTS:
+        with pytest.raises(JobFailed, match="the process of site-1 died"):
+            simulate_statistics(*arguments)
+    else:
+        assert simulate_statistics(*arguments) == {"age": 1}
+    assert starts == [["site-1"]] * (1 if rounds else min(losses + 1, simulator.STARTS))
 
 
 def test_lines_are_followed_across_a_step_back_that_shortens_the_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from nvflare.recipe.spec import Recipe
 
 from ...config.policy.policy import POLICY_FILE
 from ...core.errors import ConfigError
+from ...core.observer import SILENT, Observer
 from ...results.runs.growing import LEDGER, ROUNDS, GrowingRecord
 from ...results.runs.model_files import SITE_MODELS, list_site_models, replace_record
 from ...results.runs.record import LAYER_COMPUTE, write_layer_compute
@@ -58,6 +59,8 @@ class Workplace:
 
 
 PLAIN = Workplace()
+STARTS = 3
+"""How often a simulation starts that ends before its first round, because a site's process is lost."""
 
 
 def simulate(
@@ -66,8 +69,7 @@ def simulate(
     site_files: str,
     out: Path,
     workplace: Workplace = PLAIN,
-    *,
-    on_round: Callable[[dict[str, Any]], None] = lambda line: None,
+    observer: Observer = SILENT,
 ) -> dict[str, Any]:
     """Run a recipe in the simulator and collect its record in ``out``.
 
@@ -77,7 +79,7 @@ def simulate(
         site_files: path of the sites' site files, with ``{site}`` in place of the name.
         out: result folder; FLARE's workspace and log are kept in it.
         workplace: what server and sites find on their machines.
-        on_round: called with each line of ``rounds.jsonl`` as it is written.
+        observer: sees each line of ``rounds.jsonl`` as it is written, and hears of a simulation that starts again.
 
     Returns:
         The summary of the run.
@@ -86,14 +88,89 @@ def simulate(
         ConfigError: the path contains a space, which FLARE's simulator cannot handle.
         JobFailed: the job ended without a result.
     """
+    out = _resolve_folder(out)
+    growing = GrowingRecord(out)
+    server = _find_server_folder(out, recipe.name)
+    record = server / "app_server" / RESULTS
+
+    def append_round(line: dict[str, Any]) -> None:
+        growing.append(ROUNDS, [line])
+        observer.see_round(line)
+
+    @contextmanager
+    def follow() -> Iterator[None]:
+        with (
+            _follow_lines(record / ROUNDS, append_round),
+            _follow_lines(record / LEDGER, lambda line: growing.append(LEDGER, [line])),
+        ):
+            yield
+
+    _execute(recipe, sites, site_files, out, workplace, record / "summary.json", observer, follow)
+    replace_record(record, out)
+    workspace = out / "workspace" / recipe.name
+    _copy_site_models(workspace, out)
+    _copy_layer_compute(workspace, out)
+    for name in ("metrics_summary.json", "round_metrics.jsonl"):
+        if (server / "metrics" / name).is_file():
+            shutil.copy2(server / "metrics" / name, out / name)
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def simulate_statistics(
+    recipe: Recipe, sites: Sequence[str], site_files: str, out: Path, result: str, observer: Observer = SILENT
+) -> Any:
+    """Run a recipe of federated statistics in the simulator and return what it wrote.
+
+    Args:
+        recipe: the job.
+        sites: names of the sites.
+        site_files: as in :func:`simulate`.
+        out: folder of FLARE's workspace and log.
+        result: path of the statistics in the server's job folder.
+        observer: hears of a simulation that starts again.
+
+    Raises:
+        ConfigError: as in :func:`simulate`.
+        JobFailed: the job ended without statistics.
+    """
+    out = _resolve_folder(out)
+    file = _find_server_folder(out, recipe.name) / result
+    _execute(recipe, sites, site_files, out, PLAIN, file, observer)
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _resolve_folder(out: Path) -> Path:
+    """Return the absolute path of a result folder, which must have no space."""
     out = out.resolve()
-    workspace = _create_workspace(out, recipe.name)
-    # FLARE's simulated server and sites share one list.
-    allow_classes(workspace, workplace.allowed_classes, at_server=True)
-    if workplace.policy:
-        shutil.copy2(workplace.policy, workspace / "local" / POLICY_FILE)
-    record = workspace / "server" / "simulate_job" / "app_server" / RESULTS
-    log = out / "flare.log"
+    if any(character.isspace() for character in str(out)):
+        raise ConfigError(
+            f"--out {str(out)!r} contains a space, which FLARE's simulator cannot handle; choose another folder"
+        )
+    return out
+
+
+def _find_server_folder(out: Path, name: str) -> Path:
+    return out / "workspace" / name / "server" / "simulate_job"
+
+
+def _execute(
+    recipe: Recipe,
+    sites: Sequence[str],
+    site_files: str,
+    out: Path,
+    workplace: Workplace,
+    result: Path,
+    observer: Observer,
+    follow: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Run a recipe in the simulator until the server has written ``result``; ``follow`` lasts as long as a start.
+
+    FLARE's simulator loses about one of 400 site processes while it starts them, each in a thread of its own: the fork
+    of one thread inherits the socket by which another has just found a free port, so the other connects to that copy,
+    which disappears. The simulation of a job without a committed round therefore starts again.
+    """
+    workspace, log = out / "workspace" / recipe.name, out / "flare.log"
     # Each site runs in its own process, which inherits only the environment.
     variables = {
         SITE_FILE_VARIABLE: site_files,
@@ -103,76 +180,31 @@ def simulate(
         SITE_MODELS_VARIABLE: str(workspace),
         COMMAND_VARIABLE: identify_command(),
     }
-    growing = GrowingRecord(out)
-
-    def append_round(line: dict[str, Any]) -> None:
-        growing.append(ROUNDS, [line])
-        on_round(line)
-
-    with (
-        _set_environment(variables),
-        _follow_lines(record / ROUNDS, append_round),
-        _follow_lines(record / LEDGER, lambda line: growing.append(LEDGER, [line])),
-    ):
-        with redirect_output(log), watch_site_processes(log, workspace) as dead:
+    environment = SimEnv(clients=list(sites), num_threads=workplace.processes, workspace_root=str(workspace.parent))
+    for start in range(1, STARTS + 1):
+        _create_workspace(workspace, workplace)
+        cause = ""
+        with _set_environment(variables), follow(), redirect_output(log), watch_site_processes(log, workspace) as dead:
             try:
-                recipe.execute(
-                    SimEnv(clients=list(sites), num_threads=workplace.processes, workspace_root=str(out / "workspace"))
-                )
+                recipe.execute(environment)
             except RuntimeError as error:
-                raise _describe_end(log, workspace, dead, str(error)) from error
-    # The simulator's exit code does not tell whether the job ended well: only the summary proves a result.
-    if not (record / "summary.json").is_file():
-        raise _describe_end(log, workspace, dead)
-    replace_record(record, out)
-    _copy_site_models(workspace, out)
-    _copy_layer_compute(workspace, out)
-    metrics = workspace / "server" / "simulate_job" / "metrics"
-    for name in ("metrics_summary.json", "round_metrics.jsonl"):
-        if (metrics / name).is_file():
-            shutil.copy2(metrics / name, out / name)
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
-    return summary
+                cause = str(error)
+        # The simulator's exit code does not tell whether the job ended well: only the result proves it.
+        if result.is_file() and not cause:
+            return
+        rounds = result.with_name(ROUNDS)
+        if not dead or start == STARTS or (rounds.is_file() and rounds.stat().st_size):
+            raise _describe_end(log, workspace, dead, cause)
+        observer.say(f"{dead[0]} before the first round: the simulation starts again")
 
 
-def simulate_statistics(recipe: Recipe, sites: Sequence[str], site_files: str, out: Path, result: str) -> Any:
-    """Run a recipe of federated statistics in the simulator and return what it wrote.
-
-    Args:
-        recipe: the job.
-        sites: names of the sites.
-        site_files: as in :func:`simulate`.
-        out: folder of FLARE's workspace and log.
-        result: path of the statistics in the server's job folder.
-
-    Raises:
-        ConfigError: as in :func:`simulate`.
-        JobFailed: the job ended without statistics.
-    """
-    out = out.resolve()
-    workspace, log = _create_workspace(out, recipe.name), out / "flare.log"
-    allow_classes(workspace, at_server=True)
-    with _set_environment({SITE_FILE_VARIABLE: site_files, COMMAND_VARIABLE: identify_command()}), redirect_output(log):
-        try:
-            recipe.execute(SimEnv(clients=list(sites), workspace_root=str(out / "workspace")))
-        except RuntimeError as error:
-            raise _describe_end(log, workspace, [], str(error)) from error
-    file = workspace / "server" / "simulate_job" / result
-    if not file.is_file():
-        raise _describe_end(log, workspace, [])
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _create_workspace(out: Path, name: str) -> Path:
-    """Return the empty workspace of a job below a folder without spaces in its path."""
-    if any(character.isspace() for character in str(out)):
-        raise ConfigError(
-            f"--out {str(out)!r} contains a space, which FLARE's simulator cannot handle; choose another folder"
-        )
-    workspace = out / "workspace" / name
+def _create_workspace(workspace: Path, workplace: Workplace) -> None:
+    """Create the empty workspace of a job, with what the simulated server and sites share."""
     shutil.rmtree(workspace, ignore_errors=True)
     (workspace / "local").mkdir(parents=True)
-    return workspace
+    allow_classes(workspace, workplace.allowed_classes, at_server=True)
+    if workplace.policy:
+        shutil.copy2(workplace.policy, workspace / "local" / POLICY_FILE)
 
 
 def _copy_site_models(workspace: Path, out: Path) -> None:
