@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +48,24 @@ def write_raw(folder: Path, cases: int, seed: int = 0) -> Path:
     for number in range(cases):
         write_case(folder, f"case{seed}{number}", 10 * seed + number)
     (folder / "dataset.json").write_text(json.dumps({**DATASET, "numTraining": cases}))
+    return folder
+
+
+def write_bids(folder: Path, raw: Path, suffix: str = "T1w") -> Path:
+    """Copy the cases of a raw data set to BIDS, two sessions of each subject; return the folder."""
+    content = json.loads((raw / "dataset.json").read_text())
+    for number, image in enumerate(sorted((raw / "imagesTr").glob("*.nii.gz"))):
+        place = Path(f"sub-{number // 2}", f"ses-{number % 2}", "anat")
+        name = "_".join(place.parts[:2])
+        labels = raw / "labelsTr" / image.name.replace("_0000", "")
+        targets = (
+            folder / place / f"{name}_{suffix}.nii.gz",
+            folder / "derivatives/manual" / place / f"{name}_dseg.nii.gz",
+        )
+        for source, target in zip((image, labels), targets, strict=True):
+            target.parent.mkdir(parents=True)
+            shutil.copy(source, target)
+    (folder / "dataset.json").write_text(json.dumps({**content, "channel_names": {"0": suffix}}))
     return folder
 
 

@@ -67,13 +67,14 @@ def evaluate(options: EvaluateOptions) -> None:
     """
     from ..api.run import Run
     from ..results.runs.evaluation import choose_evaluation_file
+    from ..results.runs.models import name_model
     from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS
 
     _check_options(options)
+    model = name_model(best=options.best, site_model=options.site_model)
     records = []
     for folder in options.runs:
         run = Run(folder, Screen())
-        model = options.site_model or ("best" if options.best else "final")
         record = run.evaluate(
             options.data,
             model=model,
@@ -105,8 +106,6 @@ def _check_options(options: EvaluateOptions) -> None:
             if options.matrix
             else "--data is missing: give the folder or file to evaluate on, or --matrix for the sites of the run"
         )
-    if options.best and options.site_model:
-        raise ConfigError("--best and --site-model exclude each other; leave one out")
 
 
 def _show(result: dict[str, Any], metric: Metric) -> None:

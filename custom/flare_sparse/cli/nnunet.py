@@ -30,7 +30,12 @@ nnunet = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP, a
 
 @nnunet.command()
 def fingerprint(
-    data: Annotated[Path, typer.Argument(help="Folder with imagesTr, labelsTr and dataset.json", show_default=False)],
+    data: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder with imagesTr, labelsTr and dataset.json, or BIDS with dataset.json", show_default=False
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="File to write, for the centre")],
     total: Annotated[
         int, typer.Option(min=1, help="Cases of all sites together, the same number at every site")

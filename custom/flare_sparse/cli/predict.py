@@ -45,12 +45,11 @@ def predict(
     [dim]flare-sparse predict runs/neurosfl_hippocampus --data /data/new_hospital --out predictions[/]
     """
     from ..core.seeds import limit_threads
-    from ..results.runs.load import compile_model, load_study
-    from ..results.runs.models import describe_missing, read_run_model
+    from ..results.runs.load import compile_model, load_study, load_trained_model
+    from ..results.runs.models import describe_missing, name_model
     from ..training.compute import can_use_kernels
 
-    if best and site_model:
-        raise ConfigError("--best and --site-model exclude each other; leave one out")
+    name = name_model(best=best, site_model=site_model)
     if not data.exists():
         raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
     out = out or run / "predictions" / data.resolve().name.split(".")[0]
@@ -61,10 +60,10 @@ def predict(
     device = assembly.method.config.training.torch_device
     # Raises if sparse kernels are asked for and missing; reading the model first could take a minute.
     can_use_kernels(compute, device)
-    weights = read_run_model(run, assembly, site_model or ("best" if best else "final"))
-    if not site_model and (note := describe_missing(assembly)):
+    model = load_trained_model(study, name)
+    if note := describe_missing(assembly, name):
         console.print(note, markup=False)
-    model = compile_model(assembly.build_network(weights), compute, device)
+    model = compile_model(model, compute, device)
     with limit_threads(study.config.federation.threads):
         files = list(assembly.task.write_predictions(model, data.resolve(), out))
     console.print(f"{out}: {len(files)} predictions", markup=False)

@@ -35,16 +35,14 @@ def save(
 
     [dim]flare-sparse save runs/neurosfl_brain_age --onnx[/]
     """
-    from ..results.runs.load import load_study
-    from ..results.runs.models import describe_missing, read_run_model
+    from ..results.runs.load import load_study, load_trained_model
+    from ..results.runs.models import describe_missing, name_model
     from .inputs import load_inputs
 
-    if best and site_model:
-        raise ConfigError("--best and --site-model exclude each other; leave one out")
+    name = name_model(best=best, site_model=site_model)
     study = load_study(run)
-    name = site_model or ("best" if best else "final")
-    model = study.assembly.build_network(read_run_model(run, study.assembly, name))
-    if not site_model and (note := describe_missing(study.assembly)):
+    model = load_trained_model(study, name)
+    if note := describe_missing(study.assembly, name):
         console.print(note, markup=False)
     folder = to or run / "saved"
     study.assembly.task.save(model, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from line import call
-from nnunet_data import DATASET, require_nnunet, write_raw
+from nnunet_data import DATASET, require_nnunet, write_bids, write_raw
 from skips import require
 
 from flare_sparse.core.errors import ConfigError, DataError
@@ -141,6 +142,23 @@ def test_raw_data_that_is_not_complete_is_refused(tmp_path: Path) -> None:
     image = folder / "imagesTr" / "case00_0000.nii.gz"
     image.rename(image.with_name("case00_0001.nii.gz"))
     with pytest.raises(DataError, match=r"case00 lacks case00_0000\.nii\.gz"):
+        find_raw_cases(folder)
+
+
+def test_bids_cases_have_the_channels_as_suffixes(tmp_path: Path) -> None:
+    folder = write_bids(tmp_path / "bids", write_raw(tmp_path / "raw", 3))
+    cases = find_raw_cases(folder)
+    assert {name: case.subject for name, case in cases.items()} == {
+        "sub-0_ses-0": "sub-0", "sub-0_ses-1": "sub-0", "sub-1_ses-0": "sub-1"
+    }  # fmt: skip
+    assert [case.problem or case.label_problem for case in cases.values()] == [""] * 3
+    (folder / "dataset.json").write_text(json.dumps({**DATASET, "channel_names": {"0": "FLAIR"}}))
+    assert find_raw_cases(folder)["sub-0_ses-1"].problem == "0 images anat/*_FLAIR.nii.gz; expected one"
+    with pytest.raises(DataError, match=r"sub-0: 0 images anat/\*_FLAIR"):
+        compute_fingerprint(folder, 10)
+    shutil.rmtree(folder / "sub-0")
+    shutil.rmtree(folder / "sub-1")
+    with pytest.raises(DataError, match=r"none in BIDS: sub-\*/anat/\*_FLAIR\.nii\.gz"):
         find_raw_cases(folder)
 
 

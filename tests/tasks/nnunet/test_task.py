@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from nnunet_data import SHAPE, require_nnunet, shrink, write_case, write_raw
+from nnunet_data import SHAPE, require_nnunet, shrink, write_bids, write_case, write_raw
 from torch import nn
 
 from flare_sparse.config.assemble import assemble, open_site
@@ -169,6 +169,31 @@ def test_data_that_the_plan_is_not_for_is_refused(federation: tuple[Path, dict[s
     (folder / "dataset.json").write_text(json.dumps({**content, "labels": {"background": 0, "front": 1}}))
     with pytest.raises(DataError, match=r"dataset\.json: labels is .*; the plan is for"):
         task.load(SiteData("s", folder), 0)
+
+
+def test_bids_has_the_fingerprint_of_the_raw_data_and_keeps_subjects_together(tmp_path: Path) -> None:
+    require_nnunet()
+    raw = write_raw(tmp_path / "raw", 6)
+    folder = write_bids(tmp_path / "bids", raw)
+    found, expected = (compute_fingerprint(data, 1000) for data in (folder, raw))
+    assert found.model_copy(update={"dataset": expected.dataset}) == expected
+    task = Nnunet({"plan": shrink(build_plan(found, "Dataset001_Boxes")), "split": {"test": 0.34}})
+    (folder / "participants.tsv").write_text("participant_id\tsite\nsub-0\tA\nsub-1\tB\nsub-2\tA\n")
+    assert task.cohort(folder).columns["site"].tolist() == ["A", "A", "B", "B", "A", "A"]
+    examples = task.load(SiteData("s", folder), 0)
+    subjects = [{name.partition("_")[0] for name in part} for part in (examples.train_ids, examples.test_ids)]
+    assert [len(part) for part in (examples.train_ids, examples.test_ids)] == [4, 2]
+    assert subjects[0].isdisjoint(subjects[1])
+    withdrawn = task.load(SiteData("s", folder, withdrawn=frozenset({"sub-1"})), 0)
+    assert {name.partition("_")[0] for name in (*withdrawn.train_ids, *withdrawn.test_ids)} == {"sub-0", "sub-2"}
+
+    written = list(task.write_predictions(Threshold(), folder, tmp_path / "out"))
+    assert [file.name for file in written] == [f"sub-{i}_ses-{j}.nii.gz" for i in range(3) for j in range(2)]
+    predicted, truth = (
+        np.asarray(nib.load(file).dataobj)
+        for file in (written[0], folder / "derivatives/manual/sub-0/ses-0/anat/sub-0_ses-0_dseg.nii.gz")
+    )
+    assert np.array_equal(predicted, truth)
 
 
 class Threshold(nn.Module):

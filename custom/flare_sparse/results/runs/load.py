@@ -11,7 +11,7 @@ from ...compute import Compute
 from ...config.study import Study
 from ...core.errors import ConfigError
 from ...training.compute import can_use_kernels
-from .models import read_run_model
+from .models import name_model, read_run_model
 from .record import CONFIG
 
 
@@ -33,7 +33,8 @@ def load_model(run: str | Path, *, best: bool = False, compute: Compute = "dense
         ConfigError: the folder is not a result folder, it has no such model, its model belongs to another network, or
             ``sparse`` is asked for without numba.
     """
-    return compile_model(load_trained_model(load_study(Path(run)), best=best), compute, torch.device("cpu"))
+    model = load_trained_model(load_study(Path(run)), name_model(best=best, site_model=None))
+    return compile_model(model, compute, torch.device("cpu"))
 
 
 def compile_model(model: nn.Module, compute: Compute, device: torch.device) -> nn.Module:
@@ -62,14 +63,14 @@ def load_study(run: Path) -> Study:
     return Study.load(file)
 
 
-def load_trained_model(study: Study, *, best: bool = False) -> nn.Module:
+def load_trained_model(study: Study, name: str = "final") -> nn.Module:
     """Return the network of a finished run in evaluation mode.
 
     Args:
         study: of :func:`load_study`.
-        best: the best model on validation examples instead of the last one.
+        name: which of the run's models, as :func:`read_run_model` accepts it.
 
     Raises:
         ConfigError: as :func:`load_model`.
     """
-    return study.assembly.build_network(read_run_model(study.folder, study.assembly, "best" if best else "final"))
+    return study.assembly.build_network(read_run_model(study.folder, study.assembly, name))

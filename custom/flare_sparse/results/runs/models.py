@@ -53,9 +53,20 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
     return assembly.complete(read_model(file, assembly.layout))
 
 
-def describe_missing(assembly: Assembly) -> str:
-    """Return which tensors the run's common model lacks because they stay at the sites; empty if it has all."""
-    if not assembly.personal:
+def name_model(*, best: bool, site_model: str | None) -> str:
+    """Return the name, for :func:`read_run_model`, of the model that ``--best`` and ``--site-model`` choose.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    if best and site_model:
+        raise ConfigError("--best and --site-model exclude each other; leave one out")
+    return site_model or ("best" if best else "final")
+
+
+def describe_missing(assembly: Assembly, name: str) -> str:
+    """Return which tensors a model of a run lacks because they stay at the sites; empty if it has all."""
+    if name not in FILES or not assembly.personal:
         return ""
     return (
         f"note: {list_first(assembly.personal, 3)} stay at the sites and have their initial values in this model; "

@@ -124,7 +124,7 @@ def find_classes(path: Path, suffixes: Sequence[str] = ("T1w",)) -> dict[str, Ca
     def find(folder: Path) -> dict[str, CaseFiles]:
         if (folder / DECATHLON).is_file():
             return _read_classes(folder / DECATHLON)
-        return _find_bids(folder, suffixes, "*") or _find_class_folders(folder)
+        return find_bids_cases(folder, suffixes) or _find_class_folders(folder)
 
     return _find_everywhere(path, find, f"{path}: no images to classify; {EXPECTED_CLASSES}")
 
@@ -260,11 +260,15 @@ def _find_in_folder(
     elif (folder / DECATHLON).is_file():
         cases = _read_decathlon(folder)
     else:
-        cases = _find_bids(folder, suffixes, derivative)
+        cases = find_bids_cases(folder, suffixes, derivative)
     return cases
 
 
-def _find_bids(folder: Path, suffixes: Sequence[str], derivative: str) -> dict[str, CaseFiles]:
+def find_bids_cases(folder: Path, suffixes: Sequence[str], derivative: str = "*") -> dict[str, CaseFiles]:
+    """Return the cases of a BIDS data set, one for each session; empty if the folder is none.
+
+    Arguments are as in :func:`find_cases`.
+    """
     rows = read_rows(folder / TABLE) if (folder / TABLE).is_file() else {}
     cases = {}
     for place in sorted([*folder.glob("sub-*/anat/"), *folder.glob("sub-*/ses-*/anat/")]):

@@ -142,7 +142,10 @@ def compute_fingerprint(folder: Path, samples_per_case: int) -> Fingerprint:
         DataError: the data is missing or unusable.
     """
     dataset, cases = read_dataset(folder), list(find_raw_cases(folder).values())
-    reader = find_reader(dataset, cases[0].images[0])
+    images = [image for case in cases for image in case.images]
+    if not images:
+        raise DataError(f"{folder}: {cases[0].subject}: {cases[0].problem}")
+    reader = find_reader(dataset, images[0])
     analyze = _get_analysis(reader, samples_per_case)
     geometry, sizes = [], []
     channels: list[_Samples] = [_Samples() for _ in dataset["channel_names"]]

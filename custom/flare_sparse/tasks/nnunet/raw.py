@@ -1,15 +1,16 @@
-"""nnU-Net's raw data layout: ``imagesTr``, ``labelsTr`` and ``dataset.json``."""
+"""nnU-Net's raw data layout, ``imagesTr``, ``labelsTr`` and ``dataset.json``, or BIDS with such a ``dataset.json``."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import DataError
-from ..data.cases import CaseFiles
+from ..data.cases import CaseFiles, find_bids_cases
 
 DATASET = "dataset.json"
 _SHARED = ("channel_names", "labels", "file_ending", "regions_class_order", "overwrite_image_reader_writer")
@@ -57,14 +58,15 @@ def check_shared(dataset: Mapping[str, Any]) -> None:
 
 def check_channels(case: CaseFiles, wanted: int) -> CaseFiles:
     """Return a case, with its problem if it has another number of images than the data set has channels."""
-    if len(case.images) == wanted:
+    if len(case.images) == wanted or case.problem:
         return case
-    problem = f"{len(case.images)} images; dataset.json names {wanted} channels"
-    return CaseFiles(case.images, case.labels, subject=case.subject, problem=problem)
+    return replace(case, problem=f"{len(case.images)} images; dataset.json names {wanted} channels")
 
 
 def find_raw_cases(folder: Path) -> dict[str, CaseFiles]:
     """Return the training cases of a raw data set, in name order: one image for each channel, and a label map.
+
+    In BIDS, the names of the channels are the suffixes of the images, and a session is a case of its subject.
 
     Raises:
         DataError: there is no such data set, or it has no cases.
@@ -72,6 +74,8 @@ def find_raw_cases(folder: Path) -> dict[str, CaseFiles]:
     content, dataset = _read_json(folder), read_dataset(folder)
     if isinstance(listed := content.get("dataset"), dict):
         cases = {name: _list_case(folder, name, entry) for name, entry in listed.items()}
+    elif not (folder / "imagesTr").is_dir():
+        cases = find_bids_cases(folder, list_suffixes(dataset))
     else:
         images = find_channels(folder / "imagesTr", dataset["file_ending"])
         labels = {name: folder / "labelsTr" / f"{name}{dataset['file_ending']}" for name in images}
@@ -80,9 +84,18 @@ def find_raw_cases(folder: Path) -> dict[str, CaseFiles]:
             for name, files in images.items()
         }
     if not cases:
-        raise DataError(f"{folder}: no cases imagesTr/CASE_0000{dataset['file_ending']}")
+        raise DataError(
+            f"{folder}: no cases imagesTr/CASE_0000{dataset['file_ending']}, and none in BIDS: sub-*/anat/*_"
+            f"{list_suffixes(dataset)[0]}{dataset['file_ending']}"
+        )
     wanted = len(dataset["channel_names"])
     return {name: check_channels(case, wanted) for name, case in sorted(cases.items())}
+
+
+def list_suffixes(dataset: Mapping[str, Any]) -> list[str]:
+    """Return the BIDS suffix of each channel's image, in order: the names of the channels."""
+    names = dataset["channel_names"]
+    return [names[str(number)] for number in range(len(names))]
 
 
 def find_channels(folder: Path, file_ending: str) -> dict[str, tuple[Path, ...]]:

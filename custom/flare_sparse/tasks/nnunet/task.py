@@ -16,12 +16,12 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ...core.needs import Need, Needs
-from ..data.cases import CaseFiles
+from ..data.cases import CaseFiles, find_bids_cases, read_cohort, split_cases
 from ..data.screening import screen_subjects
 from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples, is_metric_name
 from .pipeline import TRAINER, Pipeline, Prepared
 from .plan import check_plan, list_configurations
-from .raw import check_channels, find_channels, find_raw_cases, read_dataset
+from .raw import check_channels, find_channels, find_raw_cases, list_suffixes, read_dataset
 
 CHECKPOINT = "checkpoint_final.pth"
 _SCORE_SEED = 0
@@ -74,7 +74,10 @@ class Nnunet(Task):
     Config = NnunetConfig
     config: NnunetConfig
     metric = Metric("dice", "", "max")
-    reads = "nnU-Net's raw data: imagesTr/CASE_0000.nii.gz, labelsTr/CASE.nii.gz and dataset.json"
+    reads = (
+        "nnU-Net's raw data: imagesTr/CASE_0000.nii.gz, labelsTr/CASE.nii.gz and dataset.json; or BIDS with such a "
+        "dataset.json, whose channel_names are the suffixes"
+    )
 
     @cached_property
     def _pipeline(self) -> Pipeline:
@@ -86,11 +89,11 @@ class Nnunet(Task):
         return self._pipeline.build_network()
 
     def cohort(self, path: Path) -> Cohort:
-        """Return the training cases of a raw data set, without columns."""
-        return Cohort(tuple(find_raw_cases(path)), {})
+        """Return the training cases, with the columns of ``participants.tsv`` if the data is BIDS and has one."""
+        return read_cohort(find_raw_cases(path))
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        """Prepare every case once and keep it in memory; a case is a subject."""
+        """Prepare every case once and keep it in memory; the cases of a subject are in the same part of the split."""
         self._check_dataset(data.path)
         files = find_raw_cases(data.path)
 
@@ -100,12 +103,12 @@ class Nnunet(Task):
             return self._pipeline.prepare(files[name], name)
 
         cases, skipped = screen_subjects(
-            files if data.subset is None else data.subset,
+            data.select(files, lambda name: files[name].subject),
             prepare,
             skip_bad_subjects=self.config.skip_bad_subjects,
             source=data.path,
         )
-        split = self.config.split.assign(list(cases), seed)
+        split = split_cases({name: files[name].subject for name in cases}, self.config.split, seed)
         return build_examples(split, lambda names: _CaseList([cases[name] for name in names]), skipped)
 
     def _check_dataset(self, folder: Path) -> None:
@@ -175,18 +178,14 @@ class Nnunet(Task):
     @torch.no_grad()
     def write_predictions(self, model: nn.Module, path: Path, out: Path) -> Iterator[Path]:
         """Write what ``nnUNetv2_predict`` does: CASE.nii.gz for each image, ``dataset.json`` and ``plans.json``."""
-        ending = self.config.plan["dataset"]["file_ending"]
-        folder = path.parent if path.is_file() else path
-        places = [folder, *(folder / name for name in ("imagesTs", "imagesTr"))]
-        cases = next((found for place in places if (found := find_channels(place, ending))), {})
-        if path.is_file():
-            cases = {name: images for name, images in cases.items() if path in images}
+        dataset = self.config.plan["dataset"]
+        ending, channels = dataset["file_ending"], len(dataset["channel_names"])
+        cases = self._find_images(path)
         if not cases:
-            raise DataError(f"{path}: no images CASE_0000{ending}, CASE_0001{ending}, ...")
+            raise DataError(f"{path}: no images CASE_0000{ending}, CASE_0001{ending}, ..., and none in BIDS")
         self._write_plan(out)
-        channels = len(self.config.plan["dataset"]["channel_names"])
-        for name, images in cases.items():
-            files = check_channels(CaseFiles(images, None, subject=name), channels)
+        for name, case in cases.items():
+            files = check_channels(case, channels)
             try:
                 prepared = self._pipeline.prepare(files, name, needs_labels=False)
             except DataError as error:
@@ -194,6 +193,18 @@ class Nnunet(Task):
             file = out / f"{name}{ending}"
             self._pipeline.write_labels(self._pipeline.segment(model, prepared), file, prepared)
             yield file
+
+    def _find_images(self, path: Path) -> dict[str, CaseFiles]:
+        """Return the cases to predict: of one file, of a folder of images, of a raw data set, or in BIDS."""
+        dataset = self.config.plan["dataset"]
+        folder = path.parent if path.is_file() else path
+        places = [folder, *(folder / name for name in ("imagesTs", "imagesTr"))]
+        found = next((found for place in places if (found := find_channels(place, dataset["file_ending"]))), {})
+        if path.is_file():
+            found = {name: images for name, images in found.items() if path in images}
+        return {name: CaseFiles(images, None, subject=name) for name, images in found.items()} or find_bids_cases(
+            folder, list_suffixes(dataset)
+        )
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a model folder of nnU-Net's; ``nnUNetv2_predict_from_modelfolder -f all -m FOLDER`` loads it."""
