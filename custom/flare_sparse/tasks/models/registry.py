@@ -14,6 +14,7 @@ from torch import nn
 from ...core.errors import ConfigError, suggest
 from .alexnet3d import alexnet3d
 from .brain_age import brain_age_cnn, brain_age_cnn_3mm
+from .encoders import resnet3d, vit3d
 from .resnet import resnet32, resnet44, resnet56, resnet110
 from .segmentation import basic_unet, dyn_unet, seg_resnet, swin_unetr
 from .small import image_cnn, image_cnn6, image_mlp, mlp, resnet_mlp
@@ -23,6 +24,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "brain_age_cnn": brain_age_cnn,
     "brain_age_cnn_3mm": brain_age_cnn_3mm,
     "alexnet3d": alexnet3d,
+    "resnet3d": resnet3d,
+    "vit3d": vit3d,
     "voxel_mlp": voxel_mlp,
     "resnet32": resnet32,
     "resnet44": resnet44,
