@@ -371,9 +371,12 @@ def test_federation_of_the_page_on_nnunet_is_planned_trained_and_saved(
     study = yaml.safe_load(find_fenced_blocks("nnunet.md", "yaml")[0])
     study["method"]["rounds"] = study["method"]["training"]["epochs"] = 1
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
-    for line in find_fenced_blocks("nnunet.md", "bash")[1].splitlines():
-        if "nnunet plan" in line:
-            assert {"site-1.json", "site-2.json"} <= {path.name for path in tmp_path.iterdir()}
+    _, commands, job, *_ = find_fenced_blocks("nnunet.md", "bash")
+    for line in (*job.splitlines(), *commands.splitlines()):
+        if "nnunet plan site" in line:
+            collected = Path("plan.json").read_bytes()
+        if "flare-sparse check" in line:
+            assert Path("plan.json").read_bytes() == collected
         done = CliRunner().invoke(app, shlex.split(line, comments=True)[1:])
         assert done.exit_code == 0, done.output
     assert Path("predictions/case00.nii.gz").is_file()

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from described_site import DescribedSite
 from nvflare.apis.dxo import from_shareable
-from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
-from nvflare.apis.fl_context import FLContext, FLContextManager
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable
-from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import StatisticsConstants
 from nvflare.app_common.statistics.numeric_stats import get_global_stats
 from nvflare.app_common.utils.json_utils import ObjectEncoder
@@ -24,10 +22,8 @@ from nvflare.app_common.utils.json_utils import ObjectEncoder
 from flare_sparse.api.describe import build_record
 from flare_sparse.config.schema import JobConfig
 from flare_sparse.config.study import Study
-from flare_sparse.flare.egress import EgressRecorder
 from flare_sparse.flare.payload import get_refusal_code, is_statistics
 from flare_sparse.flare.site.allow_list import CLASSES
-from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.flare.statistics import (
     LEAST,
     DescriptionRecipe,
@@ -38,6 +34,7 @@ from flare_sparse.flare.statistics import (
 from flare_sparse.results.report.describe import write_description
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
 
+TASK = StatisticsConstants.FED_STATS_TASK
 PHASES = (StatisticsConstants.STATS_1st_STATISTICS, StatisticsConstants.STATS_2nd_STATISTICS)
 
 
@@ -57,41 +54,14 @@ def write_study(folder: Path) -> JobConfig:
     return Study.load(folder / "study.yaml").config.job
 
 
-class DescribedSite:
-    """A site with a table of its own, from a task to the result that leaves."""
-
-    def __init__(self, folder: Path, job: JobConfig, rows: list[list[Any]], policy: dict[str, Any] | None = None):
-        local = folder / "local"
-        local.mkdir(parents=True)
-        with (folder / "table.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([["id", "age", "height", "sex", "sick"], *rows])
-        (local / "flare_sparse.yaml").write_text(yaml.safe_dump({"data": str(folder / "table.csv")}))
-        (local / "flare_sparse_policy.yaml").write_text(yaml.safe_dump(policy or {}))
-        (folder / "flare_sparse.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_unset=True)))
-        workspace = SimpleNamespace(
-            get_root_dir=lambda: str(folder),
-            get_site_config_dir=lambda: str(local),
-            get_run_dir=lambda job: str(folder),
-            get_app_config_dir=lambda job: str(folder),
-        )
-        engine = SimpleNamespace(
-            get_workspace=lambda: workspace, get_component=lambda name: None, fire_event=lambda *event: None
-        )
-        self.folder = folder
-        self.fl_ctx: FLContext = FLContextManager(engine=engine, identity_name=folder.name, job_id="id").new_context()
-        self.executor = StatisticsExecutor(10)
-
-    def answer(self, task: Shareable, job_filter: Any = lambda result: result) -> Shareable:
-        """Return what leaves after the site's filter, a filter of the job, the gate and the egress log."""
-        result = self.executor.execute(StatisticsConstants.FED_STATS_TASK, task, self.fl_ctx, Signal())
-        result = job_filter(SiteResultPolicy().process(result, self.fl_ctx))
-        self.fl_ctx.set_prop(FLContextKey.TASK_RESULT, result, private=True, sticky=False)
-        for handler in (SiteLastGate(), EgressRecorder()):
-            handler.handle_event(EventType.AFTER_TASK_RESULT_FILTER, self.fl_ctx)
-        return result
-
-    def read_error(self) -> str:
-        return (self.folder / "site_error.txt").read_text()
+def make_site(
+    folder: Path, job: JobConfig, rows: list[list[Any]], policy: dict[str, Any] | None = None
+) -> DescribedSite:
+    """Return a site with a table of its own."""
+    folder.mkdir(parents=True)
+    with (folder / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "age", "height", "sex", "sick"], *rows])
+    return DescribedSite(folder, job, folder / "table.csv", StatisticsExecutor(10), policy)
 
 
 def make_rows(site: str, count: int, *, centimetres: bool = True, sick: bool = False) -> list[list[Any]]:
@@ -116,7 +86,7 @@ def describe(sites: list[DescribedSite], job_filter: Any = lambda result: result
         for site in sites:
             task = controller._prepare_inputs(phase)
             task = SimpleNamespace(name="fed_stats", props={StatisticsConstants.STATISTICS_TASK_KEY: phase}, data=task)
-            result = site.answer(task.data, job_filter)
+            result = site.answer(TASK, task.data, job_filter)
             assert result.get_return_code() == ReturnCode.OK, site.read_error()
             client_task = SimpleNamespace(client=SimpleNamespace(name=site.folder.name), task=task, result=result)
             controller.results_cb(client_task, site.fl_ctx)
@@ -135,9 +105,9 @@ def job(tmp_path: Path) -> JobConfig:
 @pytest.fixture
 def sites(tmp_path: Path, job: JobConfig) -> list[DescribedSite]:
     return [
-        DescribedSite(tmp_path / "A", job, make_rows("A", 120)),
-        DescribedSite(tmp_path / "B", job, make_rows("B", 90, sick=True)),
-        DescribedSite(tmp_path / "C", job, make_rows("C", 60, centimetres=False), {"min_examples": 20}),
+        make_site(tmp_path / "A", job, make_rows("A", 120)),
+        make_site(tmp_path / "B", job, make_rows("B", 90, sick=True)),
+        make_site(tmp_path / "C", job, make_rows("C", 60, centimetres=False), {"min_examples": 20}),
     ]
 
 
@@ -192,7 +162,7 @@ def test_filter_of_the_job_changes_nothing_that_leaves(sites: list[DescribedSite
         return result
 
     task = build_controller()._prepare_inputs(PHASES[0])
-    plain, changed = sites[0].answer(task), sites[0].answer(task, add)
+    plain, changed = sites[0].answer(TASK, task), sites[0].answer(TASK, task, add)
     assert from_shareable(changed).data == from_shareable(plain).data
     assert is_statistics(changed)
     assert changed.get_header("more") is None
@@ -211,23 +181,23 @@ def test_filter_of_the_job_changes_nothing_that_leaves(sites: list[DescribedSite
     ],
 )
 def test_policy_keeps_statistics_at_the_site(policy: dict[str, Any], term: str, tmp_path: Path, job: JobConfig) -> None:
-    site = DescribedSite(tmp_path / "A", job, make_rows("A", 120), policy)
-    result = site.answer(build_controller()._prepare_inputs(PHASES[0]))
+    site = make_site(tmp_path / "A", job, make_rows("A", 120), policy)
+    result = site.answer(TASK, build_controller()._prepare_inputs(PHASES[0]))
     assert get_refusal_code(result) in ("E_POLICY", "E_DATA")
     assert "DXO" not in result
     assert term in site.read_error()
 
 
 def test_guard_refuses_too_many_bytes(tmp_path: Path, job: JobConfig) -> None:
-    site = DescribedSite(tmp_path / "A", job, make_rows("A", 120), {"max_upload_bytes": 200})
-    assert get_refusal_code(site.answer(build_controller()._prepare_inputs(PHASES[0]))) == "E_POLICY"
+    site = make_site(tmp_path / "A", job, make_rows("A", 120), {"max_upload_bytes": 200})
+    assert get_refusal_code(site.answer(TASK, build_controller()._prepare_inputs(PHASES[0]))) == "E_POLICY"
     assert "max_upload_bytes: the statistics have" in site.read_error()
 
 
 def test_job_cannot_ask_for_figures_of_few_rows(tmp_path: Path, job: JobConfig) -> None:
-    site = DescribedSite(tmp_path / "A", job, make_rows("A", LEAST - 1))
+    site = make_site(tmp_path / "A", job, make_rows("A", LEAST - 1))
     site.executor = StatisticsExecutor(1)
-    assert get_refusal_code(site.answer(build_controller()._prepare_inputs(PHASES[0]))) == "E_DATA"
+    assert get_refusal_code(site.answer(TASK, build_controller()._prepare_inputs(PHASES[0]))) == "E_DATA"
     assert f"no column has {LEAST} rows" in site.read_error()
 
 

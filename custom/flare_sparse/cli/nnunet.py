@@ -12,7 +12,9 @@ import typer
 
 from ..core.errors import ConfigError
 from ..tasks.nnunet.planner import Planner
+from .console import err
 from .console import out as console
+from .screen import Screen
 
 if TYPE_CHECKING:
     from ..tasks.nnunet.fingerprint import Fingerprint
@@ -22,6 +24,12 @@ HELP = """Plan nnU-Net for the data of several sites: each site computes a finge
 [dim]flare-sparse nnunet fingerprint /data/Dataset004_Hippocampus --total 260 --out site-1.json[/]
 
 [dim]flare-sparse nnunet plan site-1.json site-2.json --out plan.json[/]
+
+Or one FLARE job asks all sites for their fingerprints:
+
+[dim]flare-sparse nnunet collect study.yaml --total 260 --kit kits/lead@our.org --out all.json[/]
+
+[dim]flare-sparse nnunet plan all.json --out plan.json[/]
 """
 _DEFAULT_TOTAL = 1000
 
@@ -60,10 +68,7 @@ def fingerprint(
     _require_nnunet()
     policy = Policy() if site_policy is None else read_policy(find_policy_file(site_policy))
     # Whoever writes the file is the site itself, which knows its permit.
-    refusals = list(policy.check_description(permit=policy.permit))
-    if (cases := len(find_raw_cases(data))) < policy.min_examples:
-        refusals.append(f"min_examples: {cases} cases, the minimum is {policy.min_examples}")
-    raise_refusals(refusals)
+    raise_refusals([*policy.check_description(permit=policy.permit), *policy.check_cases(len(find_raw_cases(data)))])
     found = compute_fingerprint(data, max(SAMPLES // total, 1))
     text = found.model_dump_json(indent=1)
     if policy.max_upload_bytes is not None and len(text) > policy.max_upload_bytes:
@@ -76,6 +81,38 @@ def fingerprint(
         f"{RELATIVE_ERROR:.3%})",
         markup=False,
     )
+
+
+@nnunet.command()
+def collect(
+    config: Annotated[Path, typer.Argument(help="Configuration with task: {name: nnunet}, YAML", show_default=False)],
+    out: Annotated[Path, typer.Option(help="File to write: the fingerprint of all sites' cases together")],
+    total: Annotated[int, typer.Option(min=1, help="Cases of all sites together")] = _DEFAULT_TOTAL,
+    kit: Annotated[
+        Path | None,
+        typer.Option(
+            help="Startup kit of an admin: the sites of a running federation; default: FLARE's simulator",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run a FLARE job in which each site computes its fingerprint, and the server merges them.
+
+    Each site follows its policy, as for flare-sparse describe, and sends none of fewer cases than min_examples. The
+    server keeps the merged one alone. FLARE's log is in the folder OUT-job beside the file.
+
+    [dim]flare-sparse nnunet collect study.yaml --total 260 --kit kits/lead@our.org --out all.json[/]
+    """
+    from ..api.collect import collect_fingerprints
+    from ..config.study import Study
+
+    _require_nnunet()
+    folder = out.parent / f"{out.stem}-job"
+    # The plan that the configuration names need not be there yet.
+    study = Study.load(config, ["task.plan=null"])
+    found = collect_fingerprints(study, folder, total=total, kit=kit, observer=Screen(err))
+    out.write_text(found.model_dump_json(indent=1), encoding="utf-8")
+    console.print(f"{out}: spacings and shapes of {found.cases} cases of all sites", markup=False)
 
 
 @nnunet.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
 
 from ..config.loading import serialize_job
-from ..config.policy.policy import raise_refusals
+from ..config.policy.policy import Policy, raise_refusals
 from ..config.schema import JobConfig, build_task
 from ..config.yaml_files import format_yaml
 from ..core.errors import ConfigError, DataError, get_failure_code
 from ..tasks.columns import compute_quantile, compute_range, count_cells, encode_columns, list_columns
 from ..tasks.data.source import find_site_data
+from ..tasks.task import SiteData
 from .egress import install_recorder
 from .payload import build_refusal
 from .session import read_job, read_site_policy
@@ -62,16 +63,21 @@ class DescriptionRecipe(Recipe):
     def __init__(self, config: JobConfig, least: int):
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
-        # The sites have the package: otherwise the job would carry all of it, as code that sites may refuse.
-        job.set_app_packages(["flare_sparse"])
-        # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
-        folder = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        (folder / JOB_FILE).write_text(format_yaml(serialize_job(config)))
         job.to_server(build_controller(), id="controller")
         job.to_server(JsonStatsFileWriter(RESULT), id=_WRITER)
         job.to_clients(StatisticsExecutor(least), tasks=[StatisticsConstants.FED_STATS_TASK])
-        job.add_file_to_clients(str(folder / JOB_FILE), app_folder_type="config")
+        add_job_file(self, job, config)
+
+
+def add_job_file(recipe: Recipe, job: FedJob, config: JobConfig) -> None:
+    """Add the study's settings, which the sites and their guards read, to a job that carries no code."""
+    # The sites have the package: otherwise the job would carry all of it, as code that sites may refuse.
+    job.set_app_packages(["flare_sparse"])
+    # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
+    folder = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
+    weakref.finalize(recipe, shutil.rmtree, folder, ignore_errors=True)
+    (folder / JOB_FILE).write_text(format_yaml(serialize_job(config)))
+    job.add_file_to_clients(str(folder / JOB_FILE), app_folder_type="config")
 
 
 def build_controller() -> StatisticsController:
@@ -107,27 +113,46 @@ class StatisticsExecutor(Executor):
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Return the statistics, or a refusal with the error code only; its text stays at the site."""
-        try:
+
+        def compute() -> Mapping[str, Any]:
             if self._handler is None:
                 self._handler = StatisticsTaskHandler(generator_id="", precision=_PRECISION)
                 self._handler.stats_generator = self._read_statistics(fl_ctx)
-            result = self._handler.execute_task(task_name, shareable, fl_ctx, abort_signal)
-            return DXO(DataKind.STATISTICS, data=result).to_shareable()
-        except Exception as error:  # noqa: BLE001 - whatever reading a user's data raises
-            code = get_failure_code(error)
-            write_site_error(error, code, fl_ctx)
-            return build_refusal(code, ReturnCode.EXECUTION_EXCEPTION)
+            return dict(self._handler.execute_task(task_name, shareable, fl_ctx, abort_signal))
+
+        return answer_with_statistics(compute, fl_ctx)
 
     def _read_statistics(self, fl_ctx: FLContext) -> ColumnStatistics:
         """Read the site's data, if its policy lets statistics leave."""
-        policy, job = read_site_policy(fl_ctx), read_job(fl_ctx)
-        raise_refusals(policy.check_description(permit=job.permit))
+        policy, data = open_described_data(fl_ctx)
         least = max(self.least, policy.min_examples, LEAST)
-        local = Path(get_workspace(fl_ctx).get_site_config_dir())
-        columns = list_columns(build_task(job), find_site_data(fl_ctx.get_identity_name(), local))
+        columns = list_columns(build_task(read_job(fl_ctx)), data)
         if not (values := encode_columns(columns, least)):
             raise DataError(f"no column has {least} rows, the fewest from which this site computes a figure")
         return ColumnStatistics(values, least)
+
+
+def open_described_data(fl_ctx: FLContext) -> tuple[Policy, SiteData]:
+    """Return the site's policy and the place of its data, if the policy lets statistics of a job leave.
+
+    Raises:
+        PolicyRefusal: it does not.
+        DataError: the site names no data.
+    """
+    policy = read_site_policy(fl_ctx)
+    raise_refusals(policy.check_description(permit=read_job(fl_ctx).permit))
+    local = Path(get_workspace(fl_ctx).get_site_config_dir())
+    return policy, find_site_data(fl_ctx.get_identity_name(), local)
+
+
+def answer_with_statistics(compute: Callable[[], Mapping[str, Any]], fl_ctx: FLContext) -> Shareable:
+    """Return what ``compute`` returns as statistics, or a refusal with the error code only; its text stays here."""
+    try:
+        return DXO(DataKind.STATISTICS, data=dict(compute())).to_shareable()
+    except Exception as error:  # noqa: BLE001 - whatever reading a user's data raises
+        code = get_failure_code(error)
+        write_site_error(error, code, fl_ctx)
+        return build_refusal(code, ReturnCode.EXECUTION_EXCEPTION)
 
 
 class ColumnStatistics(Statistics):

@@ -103,6 +103,8 @@ def test_plan_is_read_from_a_file_and_names_no_other_code(
     assert Nnunet.Config.model_validate(settings.model_dump(mode="json")) == settings
     assert [name for name, info in Nnunet.Config.model_fields.items() if not info.description] == []
 
+    with pytest.raises(ConfigError, match=r"task\.plan is missing: flare-sparse nnunet collect"):
+        Nnunet({}).model()
     bad = shrink(plan)
     bad["plans"]["configurations"]["3d_fullres"]["architecture"]["arch_kwargs"]["nonlin"] = "os.system"
     with pytest.raises(ConfigError, match=r"arch_kwargs\.nonlin: found 'os\.system'; expected one of"):

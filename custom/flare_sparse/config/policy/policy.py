@@ -229,6 +229,11 @@ class Policy(BaseModel):
             if getattr(self, term):
                 yield f"{term}: statistics would leave without it"
 
+    def check_cases(self, cases: int) -> Iterator[str]:
+        """Yield the reason why statistics of so few cases may not leave; none if they may."""
+        if cases < self.min_examples:
+            yield f"min_examples: {cases} cases, the minimum is {self.min_examples}"
+
     def check_request(self, kind: str, entries: int) -> Iterator[str]:
         """Yield the reason why a request asks for too few entries; none if it may be answered.
 

@@ -24,6 +24,8 @@ CLASSES = (
     "flare_sparse.flare.filters.DecodeRequest",
     "flare_sparse.flare.filters.DecodeUpdate",
     "flare_sparse.flare.filters.EncodeUpdate",
+    "flare_sparse.flare.fingerprints.FingerprintController",
+    "flare_sparse.flare.fingerprints.FingerprintExecutor",
     "flare_sparse.flare.hubs.executors.HubExecutor",
     "flare_sparse.flare.hubs.executors.HubSiteExecutor",
     "flare_sparse.flare.session.UserTask",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from ...core.errors import ConfigError, DataError
 from ...core.settings import Settings
@@ -131,17 +131,22 @@ def round_intensities(values: np.ndarray) -> np.ndarray:
     return rounded.astype(np.int32).view(np.float32) + np.float32(0)
 
 
-def compute_fingerprint(folder: Path, samples_per_case: int) -> Fingerprint:
+def compute_fingerprint(
+    folder: Path, samples_per_case: int, selected: Mapping[str, CaseFiles] | None = None
+) -> Fingerprint:
     """Compute the fingerprint of a raw data set with nnU-Net's own analysis of each case.
 
     Args:
-        folder: data in nnU-Net's raw layout.
+        folder: data in nnU-Net's raw layout, or in BIDS.
         samples_per_case: foreground voxels drawn from each case.
+        selected: the cases of the folder that count; None: all.
 
     Raises:
         DataError: the data is missing or unusable.
     """
-    dataset, cases = read_dataset(folder), list(find_raw_cases(folder).values())
+    dataset, cases = read_dataset(folder), list((find_raw_cases(folder) if selected is None else selected).values())
+    if not cases:
+        raise DataError(f"{folder}: no case is left")
     images = [image for case in cases for image in case.images]
     if not images:
         raise DataError(f"{folder}: {cases[0].subject}: {cases[0].problem}")
@@ -208,9 +213,19 @@ def read_fingerprint(file: Path) -> Fingerprint:
         ConfigError: it is no fingerprint.
     """
     try:
-        return Fingerprint.model_validate(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError, RecursionError) as error:
+        return parse_fingerprint(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: is no fingerprint that flare-sparse nnunet fingerprint wrote: {error}") from error
+
+
+def parse_fingerprint(text: bytes) -> Fingerprint:
+    """Return the fingerprint in a JSON text, checked.
+
+    Raises:
+        ValueError: it is none.
+        RecursionError: it is nested too deeply.
+    """
+    return Fingerprint.model_validate(json.loads(text))
 
 
 def find_reader(dataset: Mapping[str, Any], example: Path) -> Any:

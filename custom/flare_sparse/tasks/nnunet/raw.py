@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.errors import DataError
 from ..data.cases import CaseFiles, find_bids_cases
+from ..task import SiteData
 
 DATASET = "dataset.json"
 _SHARED = ("channel_names", "labels", "file_ending", "regions_class_order", "overwrite_image_reader_writer")
@@ -90,6 +91,19 @@ def find_raw_cases(folder: Path) -> dict[str, CaseFiles]:
         )
     wanted = len(dataset["channel_names"])
     return {name: check_channels(case, wanted) for name, case in sorted(cases.items())}
+
+
+def select_cases(data: SiteData) -> dict[str, CaseFiles]:
+    """Return the cases of a site's raw data that it uses: those of its subset, without withdrawn subjects.
+
+    Raises:
+        DataError: there is no such data set, or no such case.
+    """
+    cases = find_raw_cases(data.path)
+    names = data.select(cases, lambda name: cases[name].subject)
+    if missing := [name for name in names if name not in cases]:
+        raise DataError(f"{data.path}: {missing[0]}: there is no such case")
+    return {name: cases[name] for name in names}
 
 
 def list_suffixes(dataset: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +30,10 @@ _SCORE_SEED = 0
 class NnunetConfig(TaskConfig):
     """The plan of all sites, and which of its configurations is trained."""
 
-    plan: dict[str, Any] = Field(
-        description="one plan for all sites: the file that flare-sparse nnunet plan wrote, or its content"
+    plan: dict[str, Any] | None = Field(
+        None,
+        description="one plan for all sites: the file that flare-sparse nnunet plan wrote, or its content; null: none "
+        "yet, for flare-sparse nnunet collect alone",
     )
     configuration: Literal["2d", "3d_fullres", "3d_lowres"] = Field("3d_fullres", description="configuration to train")
     skip_bad_subjects: bool = Field(
@@ -53,6 +55,8 @@ class NnunetConfig(TaskConfig):
 
     @model_validator(mode="after")
     def _check_plan(self) -> NnunetConfig:
+        if self.plan is None:
+            return self
         try:
             check_plan(self.plan)
         except ConfigError as error:
@@ -62,6 +66,19 @@ class NnunetConfig(TaskConfig):
         if bad := [name for name in self.plan["dataset"]["labels"] if not is_metric_name(f"dice_{name}")]:
             raise ValueError(f"plan: label {bad[0]!r} cannot name a metric; rename it in dataset.json")
         return self
+
+    def require_plan(self) -> dict[str, Any]:
+        """Return the plan.
+
+        Raises:
+            ConfigError: there is none yet.
+        """
+        if self.plan is None:
+            raise ConfigError(
+                "task.plan is missing: flare-sparse nnunet collect and plan make one of the data of all sites "
+                "(docs/nnunet.md)"
+            )
+        return self.plan
 
     def needs(self) -> Needs:
         """The plan comes from all cases, and no budget was charged for it."""
@@ -83,7 +100,7 @@ class Nnunet(Task):
     def _pipeline(self) -> Pipeline:
         if find_spec("nnunetv2") is None:
             raise ConfigError("task nnunet needs nnU-Net: pip install 'flare-sparse[nnunet]' (docs/nnunet.md)")
-        return Pipeline(self.config.plan, self.config.configuration)
+        return Pipeline(self.config.require_plan(), self.config.configuration)
 
     def model(self) -> nn.Module:
         return self._pipeline.build_network()
@@ -117,7 +134,7 @@ class Nnunet(Task):
         """
         found = read_dataset(folder)
         for name in ("channel_names", "labels", "file_ending"):
-            if found[name] != (expected := self.config.plan["dataset"][name]):
+            if found[name] != (expected := self.config.require_plan()["dataset"][name]):
                 raise DataError(f"{folder}: dataset.json: {name} is {found[name]}; the plan is for {expected}")
 
     def collate(self, examples: Sequence[Prepared]) -> list[Prepared]:
@@ -178,7 +195,7 @@ class Nnunet(Task):
     @torch.no_grad()
     def write_predictions(self, model: nn.Module, path: Path, out: Path) -> Iterator[Path]:
         """Write what ``nnUNetv2_predict`` does: CASE.nii.gz for each image, ``dataset.json`` and ``plans.json``."""
-        dataset = self.config.plan["dataset"]
+        dataset = self.config.require_plan()["dataset"]
         ending, channels = dataset["file_ending"], len(dataset["channel_names"])
         cases = self._find_images(path)
         if not cases:
@@ -196,7 +213,7 @@ class Nnunet(Task):
 
     def _find_images(self, path: Path) -> dict[str, CaseFiles]:
         """Return the cases to predict: of one file, of a folder of images, of a raw data set, or in BIDS."""
-        dataset = self.config.plan["dataset"]
+        dataset = self.config.require_plan()["dataset"]
         folder = path.parent if path.is_file() else path
         places = [folder, *(folder / name for name in ("imagesTs", "imagesTr"))]
         found = next((found for place in places if (found := find_channels(place, dataset["file_ending"]))), {})
@@ -210,7 +227,7 @@ class Nnunet(Task):
         """Write a model folder of nnU-Net's; ``nnUNetv2_predict_from_modelfolder -f all -m FOLDER`` loads it."""
         self._write_plan(folder)
         (folder / "fold_all").mkdir(exist_ok=True)
-        plan, configuration = self.config.plan, self.config.configuration
+        plan, configuration = self.config.require_plan(), self.config.configuration
         checkpoint = {
             "network_weights": model.state_dict(),
             "trainer_name": TRAINER,
@@ -226,9 +243,9 @@ class Nnunet(Task):
 
     def _write_plan(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        contents: Mapping[str, Any] = {"plans": self.config.plan["plans"], "dataset": self.config.plan["dataset"]}
-        for name, content in contents.items():
-            (folder / f"{name}.json").write_text(json.dumps(content, indent=4), encoding="utf-8")
+        for name in ("plans", "dataset"):
+            content = json.dumps(self.config.require_plan()[name], indent=4)
+            (folder / f"{name}.json").write_text(content, encoding="utf-8")
 
 
 class _CaseList(Dataset[Prepared]):
