@@ -108,7 +108,9 @@ def send(content: Any) -> Shareable:
     return DXO(DataKind.STATISTICS, data={"fingerprint": content}).to_shareable()
 
 
-def run_controller(answers: dict[str, Shareable | None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def run_controller(
+    answers: dict[str, Shareable | None], folder: Path, monkeypatch: pytest.MonkeyPatch, signal: Signal | None = None
+) -> list[str]:
     """Let a controller receive the answers of its sites; return the reasons of its panics."""
     controller, panics = FingerprintController(60), list[str]()
 
@@ -125,7 +127,7 @@ def run_controller(answers: dict[str, Shareable | None], folder: Path, monkeypat
         get_workspace=lambda: SimpleNamespace(get_run_dir=lambda job: str(folder)),
     )
     fl_ctx: Any = SimpleNamespace(get_engine=lambda: engine, get_job_id=lambda: "id")
-    controller.control_flow(Signal(), fl_ctx)
+    controller.control_flow(signal or Signal(), fl_ctx)
     return panics
 
 
@@ -133,7 +135,9 @@ def test_server_keeps_the_merged_fingerprint_alone(tmp_path: Path, monkeypatch: 
     parts = [build_fingerprint(9), build_fingerprint(11)]
     answers = {name: send(part.model_dump_json().encode()) for name, part in zip("BA", parts, strict=True)}
     assert run_controller(answers, tmp_path, monkeypatch) == []
-    assert parse_fingerprint((tmp_path / RESULT).read_bytes()) == merge_fingerprints(parts)
+    content = json.loads((tmp_path / RESULT).read_text())
+    assert content["sites"] == ["A", "B"]
+    assert Fingerprint.model_validate(content["fingerprint"]) == merge_fingerprints(parts)
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["fingerprint.json"]
 
 
@@ -144,14 +148,18 @@ OTHER = build_fingerprint(11, 400).model_dump_json().encode()
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (None, "B: no answer in 60 s"),
+        (None, "B: no answer"),
         (build_refusal("E_POLICY", ReturnCode.EXECUTION_EXCEPTION), "B: E_POLICY"),
         (send(GOOD.replace(b'"counts":[1', b'"counts":[-1')), "B: E_KIND: ValidationError"),
         (send(b"patient 4711"), "B: E_KIND: JSONDecodeError"),
         (send(b"[" * 100_000), "B: E_KIND: RecursionError"),
         (send(3), "B: E_KIND: TypeError"),
         (Shareable(), "B: E_KIND: ValueError"),
-        (send(OTHER), "E_CONFIG: the fingerprints differ in samples_per_case: 500 and 400"),
+        (send(OTHER), "E_CONFIG: the fingerprints differ in samples_per_case (A, B)"),
+        (send(GOOD.replace(b'"a":1', b'"Jane Doe":1')), "E_CONFIG: the fingerprints differ in dataset (A, B)"),
+        (send(GOOD.replace(b'"labels":', b'"patient":"Jane Doe","labels":')), "B: E_KIND: ValidationError"),
+        (send(GOOD.replace(b'"file_ending":', b'"regions_class_order":[[1]],"file_ending":')), "B: E_KIND: Valid"),
+        (send(GOOD), "E_CONFIG: the fingerprints cannot be merged: ConfigError"),
     ],
 )
 def test_job_ends_with_the_site_whose_fingerprint_is_missing(
@@ -159,4 +167,16 @@ def test_job_ends_with_the_site_whose_fingerprint_is_missing(
 ) -> None:
     (panic,) = run_controller({"A": send(GOOD), "B": answer}, tmp_path, monkeypatch)
     assert panic.startswith(reason)
+    assert "Jane Doe" not in panic
+    assert not (tmp_path / RESULT).exists()
+
+
+def test_one_site_alone_is_not_merged_and_an_abort_is_no_missing_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (panic,) = run_controller({"A": send(GOOD)}, tmp_path, monkeypatch)
+    assert panic.startswith("E_QUORUM: A alone is connected")
+    aborted = Signal()
+    aborted.trigger(value=True)
+    assert run_controller({"A": None, "B": None}, tmp_path, monkeypatch, aborted) == []
     assert not (tmp_path / RESULT).exists()

@@ -6,20 +6,20 @@ from pathlib import Path
 
 from ..config.sites import prepare_site_data
 from ..config.study import Study
+from ..config.yaml_files import read_yaml
 from ..core.errors import ConfigError
 from ..core.observer import SILENT, Observer
 from ..tasks.data.source import write_site_files
 from ..tasks.nnunet.fingerprint import SAMPLES, Fingerprint
-from ..tasks.nnunet.task import NnunetConfig
 
 
 def collect_fingerprints(
-    study: Study, out: Path, *, total: int, kit: Path | None = None, observer: Observer = SILENT
-) -> Fingerprint:
-    """Let every site compute its fingerprint, and return that of all cases together.
+    config: Path, out: Path, *, total: int, kit: Path | None = None, observer: Observer = SILENT
+) -> tuple[Fingerprint, list[str]]:
+    """Let every site compute its fingerprint, and return that of all cases together, with the names of the sites.
 
     Args:
-        study: the study, whose task is ``nnunet``; it needs no plan yet.
+        config: file of the study, whose task is ``nnunet``; the plan that it names need not be there yet.
         out: folder of FLARE's log; created if missing.
         total: cases of all sites together, as far as known: nnU-Net draws as many samples of each case.
         kit: startup kit of an admin, for a running federation whose sites read their own data; None: FLARE's simulator.
@@ -27,10 +27,13 @@ def collect_fingerprints(
 
     Raises:
         ConfigError: the task is another one.
-        JobFailed: a site keeps its fingerprint or cannot read its data, or the fingerprints do not fit each other.
+        JobFailed: only one site is connected, a site keeps its fingerprint or cannot read its data, or the fingerprints
+            do not fit each other.
     """
-    if not isinstance(study.config.task.config, NnunetConfig):
-        raise ConfigError(f"task is {study.config.task.name}; collect needs task: {{name: nnunet}}")
+    task = read_yaml(config).get("task")
+    if (name := task.get("name") if isinstance(task, dict) else task) != "nnunet":
+        raise ConfigError(f"{config}: task is {name}; collect needs task: {{name: nnunet}}")
+    study = Study.load(config, ["task.plan=null"])
     from ..flare.fingerprints import RESULT, FingerprintRecipe
     from ..flare.launch.simulator import simulate_statistics
     from ..flare.launch.submission import run_statistics
@@ -44,4 +47,10 @@ def collect_fingerprints(
         content = simulate_statistics(recipe, sorted(sites), site_files, out, RESULT, observer)
     else:
         content = run_statistics(recipe, kit.resolve(), out, RESULT, observer.say)
-    return Fingerprint.model_validate(content)
+    found = Fingerprint.model_validate(content["fingerprint"])
+    if found.cases != total:
+        observer.warn(
+            f"the sites have {found.cases} cases, --total is {total}: for the plan of the pooled data run again with "
+            f"--total {found.cases}"
+        )
+    return found, content["sites"]

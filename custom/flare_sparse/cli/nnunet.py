@@ -48,6 +48,9 @@ def fingerprint(
     total: Annotated[
         int, typer.Option(min=1, help="Cases of all sites together, the same number at every site")
     ] = _DEFAULT_TOTAL,
+    derivative: Annotated[
+        str, typer.Option(help="In BIDS, folder of the label maps in derivatives/, as task.derivative")
+    ] = "*",
     site_policy: Annotated[
         Path | None, typer.Option(help="The site's policy: a file, or one of open, careful, strict")
     ] = None,
@@ -68,8 +71,10 @@ def fingerprint(
     _require_nnunet()
     policy = Policy() if site_policy is None else read_policy(find_policy_file(site_policy))
     # Whoever writes the file is the site itself, which knows its permit.
-    raise_refusals([*policy.check_description(permit=policy.permit), *policy.check_cases(len(find_raw_cases(data)))])
-    found = compute_fingerprint(data, max(SAMPLES // total, 1))
+    cases = find_raw_cases(data, derivative)
+    subjects = {case.subject for case in cases.values()}
+    raise_refusals([*policy.check_description(permit=policy.permit), *policy.check_cases(len(subjects))])
+    found = compute_fingerprint(data, max(SAMPLES // total, 1), cases, least=max(policy.min_examples, 1))
     text = found.model_dump_json(indent=1)
     if policy.max_upload_bytes is not None and len(text) > policy.max_upload_bytes:
         raise_refusals([f"max_upload_bytes: the file has {len(text)} bytes, the limit is {policy.max_upload_bytes}"])
@@ -104,15 +109,14 @@ def collect(
     [dim]flare-sparse nnunet collect study.yaml --total 260 --kit kits/lead@our.org --out all.json[/]
     """
     from ..api.collect import collect_fingerprints
-    from ..config.study import Study
 
     _require_nnunet()
+    if out.is_dir():
+        raise ConfigError(f"--out {out}: is a folder; name a file, such as {out / 'all.json'}")
     folder = out.parent / f"{out.stem}-job"
-    # The plan that the configuration names need not be there yet.
-    study = Study.load(config, ["task.plan=null"])
-    found = collect_fingerprints(study, folder, total=total, kit=kit, observer=Screen(err))
+    found, sites = collect_fingerprints(config, folder, total=total, kit=kit, observer=Screen(err))
     out.write_text(found.model_dump_json(indent=1), encoding="utf-8")
-    console.print(f"{out}: spacings and shapes of {found.cases} cases of all sites", markup=False)
+    console.print(f"{out}: spacings and shapes of {found.cases} cases of {', '.join(sites)}", markup=False)
 
 
 @nnunet.command()

@@ -21,15 +21,24 @@ from ..config.policy.policy import raise_refusals
 from ..config.schema import JobConfig
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError
-from ..tasks.nnunet.fingerprint import Fingerprint, compute_fingerprint, merge_fingerprints, parse_fingerprint
+from ..tasks.nnunet.fingerprint import (
+    Fingerprint,
+    compute_fingerprint,
+    find_differences,
+    merge_fingerprints,
+    parse_fingerprint,
+)
 from ..tasks.nnunet.raw import select_cases
+from ..tasks.nnunet.task import NnunetConfig
 from .egress import install_recorder
 from .payload import get_refusal_code
+from .session import read_job
 from .statistics import add_job_file, answer_with_statistics, open_described_data
 from .workspace import get_workspace
 
 RESULT = "nnunet/fingerprint.json"
-"""File of the merged fingerprint in the server's folder of the job."""
+"""File in the server's folder of the job: the sites, and the fingerprint of all their cases."""
+LEAST_SITES = 2
 TASK = "nnunet_fingerprint"
 _KEY = "fingerprint"
 
@@ -73,10 +82,20 @@ class FingerprintExecutor(Executor):
 
     def _compute(self, fl_ctx: FLContext) -> bytes:
         policy, data = open_described_data(fl_ctx)
-        cases = select_cases(data)
-        raise_refusals(policy.check_cases(len(cases)))
+        config = read_job(fl_ctx).task.config
+        if not isinstance(config, NnunetConfig):
+            raise ConfigError("the job's task is not nnunet")
+        cases = select_cases(data, config.derivative)
+        raise_refusals(policy.check_cases(len({case.subject for case in cases.values()})))
+        found = compute_fingerprint(
+            data.path,
+            self.samples_per_case,
+            cases,
+            least=max(policy.min_examples, 1),
+            skip_bad_subjects=config.skip_bad_subjects,
+        )
         # As bytes: the guard and the egress log count them.
-        return compute_fingerprint(data.path, self.samples_per_case, cases).model_dump_json().encode()
+        return found.model_dump_json().encode()
 
 
 class FingerprintController(Controller):
@@ -100,21 +119,36 @@ class FingerprintController(Controller):
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Collect the answers of all sites; end the job with an error if one is missing."""
-        sites = [client.name for client in fl_ctx.get_engine().get_clients()]
+        sites = sorted(client.name for client in fl_ctx.get_engine().get_clients())
         task = Task(TASK, Shareable(), timeout=self.timeout_s, result_received_cb=self._receive)
         self.broadcast_and_wait(task, fl_ctx, min_responses=len(sites), abort_signal=abort_signal)
-        silent = {site: f"no answer in {self.timeout_s} s" for site in sites if site not in self._found}
+        if abort_signal.triggered:
+            return
+        silent = {site: "no answer" for site in sites if site not in self._found}
         if missing := silent | self._refusals:
             self.system_panic("; ".join(f"{site}: {reason}" for site, reason in sorted(missing.items())), fl_ctx)
-            return
+        elif reason := self._find_obstacle(sites):
+            self.system_panic(reason, fl_ctx)
+        else:
+            self._write_merged(sites, fl_ctx)
+
+    def _find_obstacle(self, sites: list[str]) -> str:
+        """Return why the fingerprints are not merged; empty if they are. No value of a site enters the text."""
+        if len(sites) < LEAST_SITES:
+            return f"E_QUORUM: {', '.join(sites)} alone is connected, whose own fingerprint the merged one would be"
+        parts = [self._found[site] for site in sites]
+        differences = [f"in {name} ({sites[0]}, {sites[other]})" for name, other in find_differences(parts).items()]
+        return f"E_CONFIG: the fingerprints differ {', '.join(differences)}" if differences else ""
+
+    def _write_merged(self, sites: list[str], fl_ctx: FLContext) -> None:
         try:
-            merged = merge_fingerprints([self._found[site] for site in sorted(self._found)])
-        except ConfigError as error:
-            self.system_panic(f"{error.code}: {error}", fl_ctx)
+            merged = merge_fingerprints([self._found[site] for site in sites]).model_dump(mode="json")
+        except Exception as error:  # noqa: BLE001 - its text has values of the sites
+            self.system_panic(f"E_CONFIG: the fingerprints cannot be merged: {type(error).__name__}", fl_ctx)
             return
         folder = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
         (folder / RESULT).parent.mkdir(parents=True, exist_ok=True)
-        write_json(folder / RESULT, merged.model_dump(mode="json"))
+        write_json(folder / RESULT, {"sites": sites, "fingerprint": merged})
 
     def _receive(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         """Keep the fingerprint in an answer, or why there is none; FLARE ends the job if a callback raises."""

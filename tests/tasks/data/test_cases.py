@@ -47,6 +47,12 @@ def test_bids_cases_are_sessions_with_the_row_of_their_subject(bids: Path) -> No
     assert [case.problem for case in cases.values()] == [""] * 3
     cohort = read_cohort(cases)
     assert cohort.columns["site"].tolist() == ["A", "A", "B"]
+    # nnU-Net's file for the task nnunet lists no cases.
+    (bids / "dataset.json").write_text(json.dumps({"channel_names": {"0": "T1w"}, "labels": {"background": 0}}))
+    assert find_cases(bids, derivative="manual") == cases
+    images = [{"image": "sub-2/anat/sub-2_T1w.nii.gz", "label": "derivatives/manual/sub-2/anat/sub-2_dseg.nii.gz"}]
+    (bids / "dataset.json").write_text(json.dumps({"training": images}))
+    assert list(find_cases(bids)) == ["sub-2_dseg"]
 
 
 def test_files_that_macos_writes_beside_images_are_no_images(bids: Path, tmp_path: Path) -> None:

@@ -167,6 +167,9 @@ def test_data_that_the_plan_is_not_for_is_refused(federation: tuple[Path, dict[s
     labels.unlink()
     with pytest.raises(DataError, match="case01: missing file: there is no label map"):
         task.load(SiteData("s", folder), 0)
+    with pytest.raises(DataError, match="case01: missing file: there is no label map"):
+        compute_fingerprint(folder, 1000)
+    assert compute_fingerprint(folder, 1000, skip_bad_subjects=True).cases == 1
     content = json.loads((folder / "dataset.json").read_text())
     (folder / "dataset.json").write_text(json.dumps({**content, "labels": {"background": 0, "front": 1}}))
     with pytest.raises(DataError, match=r"dataset\.json: labels is .*; the plan is for"):
@@ -179,6 +182,8 @@ def test_bids_has_the_fingerprint_of_the_raw_data_and_keeps_subjects_together(tm
     folder = write_bids(tmp_path / "bids", raw)
     found, expected = (compute_fingerprint(data, 1000) for data in (folder, raw))
     assert found.model_copy(update={"dataset": expected.dataset}) == expected
+    with pytest.raises(DataError, match="3 subjects have foreground, the minimum is 4"):
+        compute_fingerprint(folder, 1000, least=4)
     task = Nnunet({"plan": shrink(build_plan(found, "Dataset001_Boxes")), "split": {"test": 0.34}})
     (folder / "participants.tsv").write_text("participant_id\tsite\nsub-0\tA\nsub-1\tB\nsub-2\tA\n")
     assert task.cohort(folder).columns["site"].tolist() == ["A", "A", "B", "B", "A", "A"]

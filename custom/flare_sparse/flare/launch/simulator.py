@@ -195,7 +195,8 @@ def _execute(
         rounds = result.with_name(ROUNDS)
         if not dead or start == STARTS or (rounds.is_file() and rounds.stat().st_size):
             raise _describe_end(log, workspace, dead, cause)
-        observer.say(f"{dead[0]} before the first round: the simulation starts again")
+        kept = log.replace(out / f"flare.{start}.log")
+        observer.say(f"{dead[0]} before the first round: the simulation starts again (FLARE's log: {kept})")
 
 
 def _create_workspace(workspace: Path, workplace: Workplace) -> None:

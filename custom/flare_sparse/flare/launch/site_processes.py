@@ -33,8 +33,10 @@ def watch_site_processes(log: Path, workspace: Path, grace_s: float = GRACE_S) -
     has_ended, dead = threading.Event(), list[str]()
 
     def watch() -> None:
-        position = 0
-        while not has_ended.wait(CHECK_S):
+        position, is_last = 0, False
+        while not is_last:
+            # One more pass follows the end: the simulation may have ended because of what it logged last.
+            is_last = has_ended.wait(CHECK_S)
             if log.is_file():
                 with log.open("rb") as file:
                     file.seek(position)

@@ -122,8 +122,8 @@ def find_classes(path: Path, suffixes: Sequence[str] = ("T1w",)) -> dict[str, Ca
     """
 
     def find(folder: Path) -> dict[str, CaseFiles]:
-        if (folder / DECATHLON).is_file():
-            return _read_classes(folder / DECATHLON)
+        if index := _find_index(folder):
+            return _read_classes(index)
         return find_bids_cases(folder, suffixes) or _find_class_folders(folder)
 
     return _find_everywhere(path, find, f"{path}: no images to classify; {EXPECTED_CLASSES}")
@@ -257,7 +257,7 @@ def _find_in_folder(
     """Return the cases of one data set; empty if the folder is none."""
     if pairs is not None:
         cases = _find_pairs(folder, pairs)
-    elif (folder / DECATHLON).is_file():
+    elif _find_index(folder):
         cases = _read_decathlon(folder)
     else:
         cases = find_bids_cases(folder, suffixes, derivative)
@@ -301,6 +301,20 @@ def find_bids_cases(folder: Path, suffixes: Sequence[str], derivative: str = "*"
             images, label, rows.get(subject, {}), subject, problem, label_problem
         )
     return cases
+
+
+def _find_index(folder: Path) -> Path | None:
+    """Return the file that lists the cases of a folder; in BIDS a ``dataset.json`` may be nnU-Net's, without a list."""
+    file = folder / DECATHLON
+    if not file.is_file():
+        return None
+    if not any(folder.glob("sub-*/")):
+        return file
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return file
+    return file if not isinstance(content, dict) or "training" in content else None
 
 
 def _list_images(folder: Path, pattern: str) -> list[Path]:

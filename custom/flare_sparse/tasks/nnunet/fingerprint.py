@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from ...core.errors import ConfigError, DataError
 from ...core.settings import Settings
 from ..data.cases import CaseFiles
-from .raw import check_shared, find_raw_cases, read_dataset
+from .raw import SHARED, check_shared, find_raw_cases, read_dataset
 
 FORMAT = 1
 MANTISSA_BITS = 12
@@ -93,6 +93,8 @@ class Fingerprint(Settings):
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Fingerprint:
+        if unknown := set(self.dataset) - set(SHARED):
+            raise ValueError(f"dataset has {len(unknown)} entries that sites do not share")
         check_shared(self.dataset)
         if len(self.relative_sizes) != self.cases:
             raise ValueError(f"{self.cases} cases and {len(self.relative_sizes)} relative sizes")
@@ -132,7 +134,12 @@ def round_intensities(values: np.ndarray) -> np.ndarray:
 
 
 def compute_fingerprint(
-    folder: Path, samples_per_case: int, selected: Mapping[str, CaseFiles] | None = None
+    folder: Path,
+    samples_per_case: int,
+    selected: Mapping[str, CaseFiles] | None = None,
+    *,
+    least: int = 1,
+    skip_bad_subjects: bool = False,
 ) -> Fingerprint:
     """Compute the fingerprint of a raw data set with nnU-Net's own analysis of each case.
 
@@ -140,9 +147,11 @@ def compute_fingerprint(
         folder: data in nnU-Net's raw layout, or in BIDS.
         samples_per_case: foreground voxels drawn from each case.
         selected: the cases of the folder that count; None: all.
+        least: fewest subjects that must have foreground, since their samples are what leaves.
+        skip_bad_subjects: leave out unusable cases instead of raising.
 
     Raises:
-        DataError: the data is missing or unusable.
+        DataError: the data is missing or unusable, or fewer subjects have foreground.
     """
     dataset, cases = read_dataset(folder), list((find_raw_cases(folder) if selected is None else selected).values())
     if not cases:
@@ -154,18 +163,22 @@ def compute_fingerprint(
     analyze = _get_analysis(reader, samples_per_case)
     geometry, sizes = [], []
     channels: list[_Samples] = [_Samples() for _ in dataset["channel_names"]]
+    subjects = set()
     for case in cases:
         try:
             shape, spacing, samples, _, size = analyze(case)
         except DataError as error:
+            if skip_bad_subjects:
+                continue
             raise DataError(f"{case.subject}: {error}") from error
-        # nnU-Net's readers raise errors of their libraries; analysis asserts.
-        except Exception as error:
-            raise DataError(f"{case.images[0].name}: nnU-Net cannot analyse the case: {error}") from error
         geometry.append((tuple(map(float, spacing)), tuple(map(float, shape))))
         sizes.append(float(size))
+        if all(len(values) for values in samples):
+            subjects.add(case.subject)
         for channel, values in zip(channels, samples, strict=True):
             channel.add(np.asarray(values, dtype=np.float32))
+    if len(subjects) < least:
+        raise DataError(f"{folder}: {len(subjects)} subjects have foreground, the minimum is {least}")
     return Fingerprint(
         dataset=dataset,
         reader=reader.__name__,
@@ -174,6 +187,16 @@ def compute_fingerprint(
         relative_sizes=tuple(sorted(sizes)),
         intensities=tuple(channel.finish() for channel in channels),
     )
+
+
+def find_differences(fingerprints: Sequence[Fingerprint]) -> dict[str, int]:
+    """Return what must be equal and is not, with the number of a fingerprint that differs from the first."""
+    return {
+        name: number
+        for name in ("samples_per_case", "reader", "dataset")
+        for number, other in reversed(list(enumerate(fingerprints)))
+        if getattr(other, name) != getattr(fingerprints[0], name)
+    }
 
 
 def merge_fingerprints(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
@@ -188,13 +211,12 @@ def merge_fingerprints(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
         raise ConfigError("two of the fingerprints are the same; give that of each site once")
     if len({len(spacing) for part in fingerprints for spacing, _ in part.geometry}) > 1:
         raise ConfigError("some images have two dimensions and others three; nnU-Net plans one or the other")
-    for name in ("dataset", "reader", "samples_per_case"):
-        values = [getattr(fingerprint, name) for fingerprint in fingerprints]
-        if different := [value for value in values if value != values[0]]:
-            raise ConfigError(
-                f"the fingerprints differ in {name}: {values[0]} and {different[0]}; every site needs the same "
-                "dataset.json (channel_names, labels, file_ending) and the same --total"
-            )
+    for name, other in find_differences(fingerprints).items():
+        values = " and ".join(str(getattr(fingerprints[number], name)) for number in (0, other))
+        raise ConfigError(
+            f"the fingerprints differ in {name}: {values}; every site needs the same dataset.json "
+            "(channel_names, labels, file_ending) and the same --total"
+        )
     return first.model_copy(
         update={
             "geometry": tuple(sorted(case for part in fingerprints for case in part.geometry)),
@@ -250,7 +272,11 @@ def _get_analysis(reader: Any, samples_per_case: int) -> Callable[[CaseFiles], A
         if case.problem:
             raise DataError(case.problem)
         labels = str(case.require_labels())
-        return DatasetFingerprintExtractor.analyze_case([*map(str, case.images)], labels, reader, samples_per_case)
+        # nnU-Net's readers raise errors of their libraries; analysis asserts.
+        try:
+            return DatasetFingerprintExtractor.analyze_case([*map(str, case.images)], labels, reader, samples_per_case)
+        except Exception as error:
+            raise DataError(f"{case.images[0].name}: nnU-Net cannot analyse the case: {error}") from error
 
     return analyze
 

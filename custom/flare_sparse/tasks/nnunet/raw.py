@@ -14,7 +14,7 @@ from ..data.cases import CaseFiles, find_bids_cases
 from ..task import SiteData
 
 DATASET = "dataset.json"
-_SHARED = ("channel_names", "labels", "file_ending", "regions_class_order", "overwrite_image_reader_writer")
+SHARED = ("channel_names", "labels", "file_ending", "regions_class_order", "overwrite_image_reader_writer")
 
 
 def read_dataset(folder: Path) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def read_dataset(folder: Path) -> dict[str, Any]:
         DataError: the file is missing or malformed.
     """
     content = _read_json(folder)
-    dataset = {name: content[name] for name in _SHARED if name in content}
+    dataset = {name: content[name] for name in SHARED if name in content}
     try:
         check_shared(dataset)
     except ValueError as error:
@@ -53,8 +53,11 @@ def check_shared(dataset: Mapping[str, Any]) -> None:
     values = [list(value) if isinstance(value, (list, tuple)) else [value] for value in labels.values()]
     if not all(type(number) is int for value in values for number in value):
         raise ValueError("labels: expected whole numbers, or lists of them")
-    if any(len(value) > 1 for value in values) and not isinstance(dataset.get("regions_class_order"), list):
+    order = dataset.get("regions_class_order")
+    if any(len(value) > 1 for value in values) and not isinstance(order, list):
         raise ValueError("labels: regions need regions_class_order")
+    if order is not None and not (isinstance(order, list) and all(type(number) is int for number in order)):
+        raise ValueError("regions_class_order: expected whole numbers")
 
 
 def check_channels(case: CaseFiles, wanted: int) -> CaseFiles:
@@ -64,10 +67,14 @@ def check_channels(case: CaseFiles, wanted: int) -> CaseFiles:
     return replace(case, problem=f"{len(case.images)} images; dataset.json names {wanted} channels")
 
 
-def find_raw_cases(folder: Path) -> dict[str, CaseFiles]:
+def find_raw_cases(folder: Path, derivative: str = "*") -> dict[str, CaseFiles]:
     """Return the training cases of a raw data set, in name order: one image for each channel, and a label map.
 
     In BIDS, the names of the channels are the suffixes of the images, and a session is a case of its subject.
+
+    Args:
+        folder: folder of the data.
+        derivative: in BIDS, folder of the label maps in ``derivatives``; ``*`` is any text.
 
     Raises:
         DataError: there is no such data set, or it has no cases.
@@ -76,7 +83,7 @@ def find_raw_cases(folder: Path) -> dict[str, CaseFiles]:
     if isinstance(listed := content.get("dataset"), dict):
         cases = {name: _list_case(folder, name, entry) for name, entry in listed.items()}
     elif not (folder / "imagesTr").is_dir():
-        cases = find_bids_cases(folder, list_suffixes(dataset))
+        cases = find_bids_cases(folder, list_suffixes(dataset), derivative)
     else:
         images = find_channels(folder / "imagesTr", dataset["file_ending"])
         labels = {name: folder / "labelsTr" / f"{name}{dataset['file_ending']}" for name in images}
@@ -93,13 +100,15 @@ def find_raw_cases(folder: Path) -> dict[str, CaseFiles]:
     return {name: check_channels(case, wanted) for name, case in sorted(cases.items())}
 
 
-def select_cases(data: SiteData) -> dict[str, CaseFiles]:
+def select_cases(data: SiteData, derivative: str) -> dict[str, CaseFiles]:
     """Return the cases of a site's raw data that it uses: those of its subset, without withdrawn subjects.
+
+    Arguments are as in :func:`find_raw_cases`.
 
     Raises:
         DataError: there is no such data set, or no such case.
     """
-    cases = find_raw_cases(data.path)
+    cases = find_raw_cases(data.path, derivative)
     names = data.select(cases, lambda name: cases[name].subject)
     if missing := [name for name in names if name not in cases]:
         raise DataError(f"{data.path}: {missing[0]}: there is no such case")

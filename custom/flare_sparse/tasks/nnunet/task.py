@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ...core.needs import Need, Needs
-from ..data.cases import CaseFiles, find_bids_cases, read_cohort, split_cases
+from ..data.cases import CaseFiles, Derivative, find_bids_cases, read_cohort, split_cases
 from ..data.screening import screen_subjects
 from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples, is_metric_name
 from .pipeline import TRAINER, Pipeline, Prepared
@@ -36,6 +36,7 @@ class NnunetConfig(TaskConfig):
         "yet, for flare-sparse nnunet collect alone",
     )
     configuration: Literal["2d", "3d_fullres", "3d_lowres"] = Field("3d_fullres", description="configuration to train")
+    derivative: Derivative = "*"
     skip_bad_subjects: bool = Field(
         False, description="skip and count unusable cases; false: refuse to train if there are any"
     )
@@ -107,12 +108,12 @@ class Nnunet(Task):
 
     def cohort(self, path: Path) -> Cohort:
         """Return the training cases, with the columns of ``participants.tsv`` if the data is BIDS and has one."""
-        return read_cohort(find_raw_cases(path))
+        return read_cohort(find_raw_cases(path, self.config.derivative))
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Prepare every case once and keep it in memory; the cases of a subject are in the same part of the split."""
         self._check_dataset(data.path)
-        files = find_raw_cases(data.path)
+        files = find_raw_cases(data.path, self.config.derivative)
 
         def prepare(name: str) -> Prepared:
             if name not in files:
@@ -217,11 +218,10 @@ class Nnunet(Task):
         folder = path.parent if path.is_file() else path
         places = [folder, *(folder / name for name in ("imagesTs", "imagesTr"))]
         found = next((found for place in places if (found := find_channels(place, dataset["file_ending"]))), {})
+        cases = {name: CaseFiles(images, None, subject=name) for name, images in found.items()}
         if path.is_file():
-            found = {name: images for name, images in found.items() if path in images}
-        return {name: CaseFiles(images, None, subject=name) for name, images in found.items()} or find_bids_cases(
-            folder, list_suffixes(dataset)
-        )
+            return {name: case for name, case in cases.items() if path in case.images}
+        return cases or find_bids_cases(folder, list_suffixes(dataset))
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a model folder of nnU-Net's; ``nnUNetv2_predict_from_modelfolder -f all -m FOLDER`` loads it."""
