@@ -74,8 +74,9 @@ def test_job_names_only_allowed_classes_and_some_of_flares_default_list(config: 
     text = "".join((app / "config" / f"config_fed_{side}.json").read_text() for side in ("server", "client"))
     paths = {line.split('"')[3] for line in text.splitlines() if '"path":' in line}
     ours = {path for path in paths if path.startswith("flare_sparse.")}
-    # Only in jobs with a user task, with hubs, and of flare-sparse describe.
-    rare = {path for path in CLASSES if "UserTask" in path or ".hubs." in path or ".statistics." in path}
+    # Only in jobs with a user task, with hubs, of flare-sparse describe and of nnunet collect.
+    parts = ("UserTask", ".hubs.", ".statistics.", ".fingerprints.")
+    rare = {path for path in CLASSES if any(part in path for part in parts)}
     assert ours == {*CLASSES} - rare
     assert paths - ours <= {*DEFAULT_CLASS_ALLOW_LIST}
     assert "simulator" not in text
