@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..config.sites import prepare_site_data
 from ..config.study import Study
 from ..config.yaml_files import read_yaml
 from ..core.errors import ConfigError
 from ..core.observer import SILENT, Observer
-from ..tasks.data.source import write_site_files
-from ..tasks.nnunet.fingerprint import SAMPLES, Fingerprint
+from ..tasks.nnunet.fingerprint import Fingerprint, count_samples
+from .describe import run_statistics_job
 
 
 def collect_fingerprints(
@@ -35,18 +34,9 @@ def collect_fingerprints(
         raise ConfigError(f"{config}: task is {name}; collect needs task: {{name: nnunet}}")
     study = Study.load(config, ["task.plan=null"])
     from ..flare.fingerprints import RESULT, FingerprintRecipe
-    from ..flare.launch.simulator import simulate_statistics
-    from ..flare.launch.submission import run_statistics
 
-    out.mkdir(parents=True, exist_ok=True)
-    recipe = FingerprintRecipe(study.config.job, max(SAMPLES // total, 1))
-    if kit is None:
-        sites = prepare_site_data(study.config, study.load_task(), out, observer)
-        # Site files name identifiers of subjects, which belong to no result.
-        site_files = write_site_files(out / "workspace" / "sites", sites.values())
-        content = simulate_statistics(recipe, sorted(sites), site_files, out, RESULT, observer)
-    else:
-        content = run_statistics(recipe, kit.resolve(), out, RESULT, observer.say)
+    recipe = FingerprintRecipe(study.config.job, count_samples(total))
+    content = run_statistics_job(study, recipe, RESULT, out, kit, observer)
     found = Fingerprint.model_validate(content["fingerprint"])
     if found.cases != total:
         observer.warn(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..config.sites import prepare_site_data
 from ..config.study import Study
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError
 from ..core.observer import SILENT, Observer
 from ..results.runs.description import find_warnings
 from ..tasks.data.source import write_site_files
+
+if TYPE_CHECKING:
+    from ..flare.fingerprints import FingerprintRecipe
+    from ..flare.statistics import DescriptionRecipe
 
 RECORD = "description.json"
 
@@ -46,23 +51,46 @@ def describe_study(
         raise ConfigError(
             f"describe needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"
         ) from error
-    from ..flare.launch.simulator import simulate_statistics
-    from ..flare.launch.submission import run_statistics
     from ..flare.statistics import RESULT, DescriptionRecipe, read_statistics
 
-    out.mkdir(parents=True, exist_ok=True)
-    recipe = DescriptionRecipe(study.config.job, least)
-    if kit is None:
-        sites = study.prepare_sites(out, observer)
-        # Site files name identifiers of subjects, which belong to no result.
-        site_files = write_site_files(out / "workspace" / "sites", sites.values())
-        content = simulate_statistics(recipe, sorted(sites), site_files, out, RESULT, observer)
-    else:
-        content = run_statistics(recipe, kit.resolve(), out, RESULT, observer.say)
+    content = run_statistics_job(study, DescriptionRecipe(study.config.job, least), RESULT, out, kit, observer)
     record = build_record(study.config.name, least, read_statistics(content))
     write_json(out / RECORD, record)
     write_description(record, out)
     return record
+
+
+def run_statistics_job(
+    study: Study,
+    recipe: DescriptionRecipe | FingerprintRecipe,
+    result: str,
+    out: Path,
+    kit: Path | None,
+    observer: Observer,
+) -> Any:
+    """Run a job whose answers are statistics, which trains nothing, and return what its server wrote.
+
+    Args:
+        study: the study, whose simulated sites have the data if there is no kit.
+        recipe: the job.
+        result: path of the statistics in the server's folder of the job.
+        out: folder of FLARE's log; created if missing.
+        kit: as in :func:`describe_study`.
+        observer: as in :func:`describe_study`.
+
+    Raises:
+        JobFailed: the job ended without statistics.
+    """
+    from ..flare.launch.simulator import simulate_statistics
+    from ..flare.launch.submission import run_statistics
+
+    out.mkdir(parents=True, exist_ok=True)
+    if kit is not None:
+        return run_statistics(recipe, kit.resolve(), out, result, observer.say)
+    sites = prepare_site_data(study.config, study.load_task(), out, observer)
+    # Site files name identifiers of subjects, which belong to no result.
+    site_files = write_site_files(out / "workspace" / "sites", sites.values())
+    return simulate_statistics(recipe, sorted(sites), site_files, out, result, observer)
 
 
 def build_record(name: str, least: int, columns: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:

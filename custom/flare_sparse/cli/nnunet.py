@@ -65,7 +65,7 @@ def fingerprint(
     [dim]flare-sparse nnunet fingerprint /data/Dataset004_Hippocampus --total 260 --out site-1.json[/]
     """
     from ..config.policy.policy import Policy, find_policy_file, raise_refusals, read_policy
-    from ..tasks.nnunet.fingerprint import RELATIVE_ERROR, SAMPLES, compute_fingerprint
+    from ..tasks.nnunet.fingerprint import RELATIVE_ERROR, compute_fingerprint, count_samples
     from ..tasks.nnunet.raw import find_raw_cases
 
     _require_nnunet()
@@ -74,7 +74,7 @@ def fingerprint(
     cases = find_raw_cases(data, derivative)
     subjects = {case.subject for case in cases.values()}
     raise_refusals([*policy.check_description(permit=policy.permit), *policy.check_cases(len(subjects))])
-    found = compute_fingerprint(data, max(SAMPLES // total, 1), cases, least=max(policy.min_examples, 1))
+    found = compute_fingerprint(data, count_samples(total), cases, least=max(policy.min_examples, 1))
     text = found.model_dump_json(indent=1)
     if policy.max_upload_bytes is not None and len(text) > policy.max_upload_bytes:
         raise_refusals([f"max_upload_bytes: the file has {len(text)} bytes, the limit is {policy.max_upload_bytes}"])
@@ -157,12 +157,12 @@ def plan(
 
 def _read_sources(sources: Sequence[Path]) -> list[Fingerprint]:
     """Return the fingerprints in files, and those of folders with as many samples per case as the files have."""
-    from ..tasks.nnunet.fingerprint import SAMPLES, compute_fingerprint, read_fingerprint
+    from ..tasks.nnunet.fingerprint import compute_fingerprint, count_samples, read_fingerprint
     from ..tasks.nnunet.raw import find_raw_cases
 
     files = {source: read_fingerprint(source) for source in sources if not source.is_dir()}
     total = sum(len(find_raw_cases(source)) for source in sources if source.is_dir())
-    samples = next((found.samples_per_case for found in files.values()), max(SAMPLES // max(total, 1), 1))
+    samples = next((found.samples_per_case for found in files.values()), count_samples(max(total, 1)))
     return [files[source] if source in files else compute_fingerprint(source, samples) for source in sources]
 
 

@@ -121,6 +121,11 @@ class Fingerprint(Settings):
         }
 
 
+def count_samples(total: int) -> int:
+    """Return how many foreground voxels nnU-Net draws from each case, if all sites together have ``total`` cases."""
+    return max(SAMPLES // total, 1)
+
+
 def round_intensities(values: np.ndarray) -> np.ndarray:
     """Return float32 values rounded to 12 bits of mantissa.
 
