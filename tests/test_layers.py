@@ -51,6 +51,10 @@ ORDER = (
     ("results.audit",),
     ("results.report",),
     ("results",),
+    ("flare.workspace", "flare.named_arrays"),
+    ("flare.payload",),
+    ("flare.egress",),
+    ("components",),
     ("flare",),
     ("flare.site",),
     ("flare.launch",),
@@ -63,7 +67,7 @@ DOMAIN = "tasks"
 INTERFACE = "tasks.task"
 DOMAIN_MAY_USE = {"tasks", "core", "compute"}
 USES_DOMAIN = {"client", "config", "flare", "api", "cli"}
-USES_FLARE = {"client", "flare", "cli"}
+USES_FLARE = {"client", "components", "flare", "cli"}
 
 
 def find_modules() -> dict[str, Path]:

@@ -26,7 +26,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.any_recipe import add_privacy, add_sparse_exchange
 from flare_sparse.flare.site.allow_list import CLASSES, RECIPE_CLASSES, find_broad_entries
 
-PATH = "flare_sparse.flare.sparse_exchange.SparseExchange"
+PATH = "flare_sparse.components.sparse_exchange.SparseExchange"
 BUDGET = "flare_sparse.flare.recipe_budget.RecipeBudget"
 
 
@@ -140,7 +140,7 @@ def test_package_travels_with_a_byoc_job(export: Callable[[Recipe], tuple[Any, A
 
 
 def test_filter_may_be_allowed_by_name_and_is_not_allowed_unasked() -> None:
-    assert RECIPE_CLASSES == (PATH, BUDGET)
+    assert {PATH, BUDGET} <= set(RECIPE_CLASSES)
     assert not {PATH, BUDGET} & set(CLASSES)
     assert find_broad_entries([PATH, BUDGET, "flare_sparse.flare."]) == ["flare_sparse.flare."]
 

@@ -19,11 +19,11 @@ from nvflare.recipe.spec import Recipe
 
 import flare_sparse
 
+from ..components.sparse_exchange import SparseExchange, describe_filter
 from ..core.errors import ConfigError
 from ..wire.formats import ValueType
 from .recipe import Packaging, check_packaging
 from .recipe_budget import RecipeBudget
-from .sparse_exchange import SparseExchange, describe_filter
 
 _CONTROLLERS = (BaseModelController, ScatterAndGather, CyclicController)
 _SWARM_TASKS = {Constant.BASENAME_LEARN: "model", Constant.BASENAME_REPORT_LEARN_RESULT: "update"}

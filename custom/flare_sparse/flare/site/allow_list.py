@@ -39,7 +39,8 @@ CODE_CLASSES = ("flare_sparse.tasks.script.ScriptTask",)
 SERVER_CLASSES = ("flare_sparse.flare.tracking.MlflowTracker",)
 """Further classes that a job may name at the server only: no site builds an object that sends to a URI of a job."""
 RECIPE_CLASSES = (
-    "flare_sparse.flare.sparse_exchange.SparseExchange",
+    "flare_sparse.components.sparse_exchange.SparseExchange",
+    "flare_sparse.flare.sparse_exchange.SparseExchange",  # its former place
     "flare_sparse.flare.recipe_budget.RecipeBudget",
 )
 """Further classes, for jobs of FLARE's own recipes without code; they are allowed by name only (``--also``)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,8 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.decomposers import numpy_decomposers
 from nvflare.fuel.utils import fobs
 
+from flare_sparse.components.sparse_exchange import LEDGER_FILE, SparseExchange
 from flare_sparse.core.errors import ConfigError, MissingBase, RejectedMessage
-from flare_sparse.flare.sparse_exchange import LEDGER_FILE, SparseExchange
 
 MODEL = {
     "conv.weight": np.arange(400, dtype=np.float32).reshape(20, 20) / 7,
@@ -354,3 +355,11 @@ def _find_message(shareable: Shareable) -> np.ndarray:
 
 def _damage(shareable: Shareable) -> None:
     _find_message(shareable)[-20] ^= 1
+
+
+def test_former_path_leads_to_the_filter_and_says_where_it_is_now() -> None:
+    module = importlib.import_module("flare_sparse.flare.sparse_exchange")
+    with pytest.warns(DeprecationWarning, match=r"name flare_sparse\.components\.sparse_exchange\.SparseExchange"):
+        assert module.SparseExchange is SparseExchange
+    with pytest.raises(AttributeError, match="has no attribute 'Other'"):
+        _ = module.Other
