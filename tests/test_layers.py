@@ -37,7 +37,6 @@ ORDER = (
     ("training", "methods.aggregation"),
     ("methods.scores", "client"),
     ("methods.scores.scbf",),
-    ("methods.traffic",),
     ("methods.method",),
     ("methods.support",),
     ("methods",),

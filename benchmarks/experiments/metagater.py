@@ -39,7 +39,7 @@ from flare_sparse.core.exchange import Contribution, Patch, Request
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.methods.traffic.base import ADAPT
+from flare_sparse.methods.support.adaptation import ADAPT
 from flare_sparse.results.runs.model_files import read_model, save_model
 from flare_sparse.rounds.federation import Evaluation
 from flare_sparse.rounds.local.run import run_locally

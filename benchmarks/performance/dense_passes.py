@@ -215,7 +215,7 @@ class Round:
 
     def _build_site(self, name: str, folder: Path) -> SiteEndpoint:
         site = build_site(LocalTask.open(name, self.task, self.task.load(SiteData(name, folder), 1), self.layout, 1))
-        requests = RequestLog(RUN, self.method.traffic.count_requests, attempts=1, file=folder / f"{name}.json")
+        requests = RequestLog(RUN, self.method.count_requests, attempts=1, file=folder / f"{name}.json")
         return SiteEndpoint(
             site, self.method, RUN, self.values, Store(folder / name, {}), limits=RequestLimits(requests)
         )

@@ -120,7 +120,7 @@ def test_first_model_of_every_method_is_the_initial_one(name: str, bench: Any, m
 
     def check(endpoint: SiteEndpoint, *arguments: Any) -> Any:
         request = receive(endpoint, *arguments)
-        if endpoint.method.traffic.sends_initial_model(request.kind, request.round):
+        if endpoint.method.sends_initial_model(request.kind, request.round):
             site = endpoint.site
             assert site.live_patch is not None
             checked.append(

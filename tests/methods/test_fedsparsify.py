@@ -86,7 +86,7 @@ def test_live_counts_equal_those_of_the_paper() -> None:
 def test_paper_scalars_equal_the_papers_table(sparsity: float, scalars: int, final: int) -> None:
     """Eight learners (docs/algorithms.md, section 8, vector 3)."""
     method = FedSparsify(Config(rounds=40, sparsity=sparsity), PAPER)
-    assert method.traffic.count_paper_scalars(8) == scalars
+    assert method.count_paper_scalars(8) == scalars
     assert PAPER.size - int(sparsity * PAPER.size + 1e-9) == final
 
 

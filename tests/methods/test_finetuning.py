@@ -19,9 +19,9 @@ from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.method import describe_site_model
 from flare_sparse.methods.registry import METHODS
+from flare_sparse.methods.support.averaging import FINETUNE
 from flare_sparse.methods.support.finetuning import FineTuning, fine_tune
 from flare_sparse.methods.support.personal_training import PersonalTrainingDiverged
-from flare_sparse.methods.traffic.base import FINETUNE
 from flare_sparse.rounds.endpoints.server import SERVER
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.tasks.task import VALIDATION
@@ -225,9 +225,9 @@ def test_lost_final_update_is_repeated_to_the_same_bits(name: str, tmp_path: Pat
 def test_site_does_not_fine_tune_for_a_server_whose_job_does_not_provide_for_it() -> None:
     bench = ToyBench()
     plain, tuned = bench.method("fedavg"), bench.method("fedavg", finetune={"epochs": 1})
-    assert [method.traffic.count_requests(FINETUNE, 4) for method in (plain, tuned)] == [0, 1]
-    assert tuned.traffic.count_requests(FINETUNE, 3) == 0
-    assert plain.traffic.count_requests(EVALUATE, 4) == 1
+    assert [method.count_requests(FINETUNE, 4) for method in (plain, tuned)] == [0, 1]
+    assert tuned.count_requests(FINETUNE, 3) == 0
+    assert plain.count_requests(EVALUATE, 4) == 1
 
 
 @pytest.mark.slow

@@ -440,4 +440,4 @@ def test_run_continued_from_a_saved_state_equals_the_uninterrupted_one(gated: Ne
 
 def test_paper_scalars_count_both_directions(gated: Net) -> None:
     method = gated.method(rounds=10, participation=0.5)
-    assert method.traffic.count_paper_scalars(4) == 2 * 10 * 2 * gated.layout.size
+    assert method.count_paper_scalars(4) == 2 * 10 * 2 * gated.layout.size

@@ -16,17 +16,16 @@ from ..results.runs.record import sum_traffic
 from ..rounds.federation import HubRules
 from ..rounds.federation.tree import sum_link_bytes
 from ..rounds.local.dry_run import DryTrainer, dry_run
-from ..rounds.local.estimate import BytesRange, bound_messages
 from ..tasks.data.partition import PARTITIONERS
 from ..tasks.task import SiteData, Task
 from ..training import Site
 from ..wire.ledger import Ledger, LedgerLine
 
-Message = tuple[LedgerLine, BytesRange, str]
-
 
 def compute_figures(study: Study) -> dict[str, Any]:
-    """Return the figures of a dry run.
+    """Return the figures of a dry run: of a run whose sites answer every request at the first attempt.
+
+    Noise stands for trained values; where these decide which entries travel, a run may send more or less.
 
     Raises:
         ConfigError: neither the configuration nor the data gives the number of sites.
@@ -45,47 +44,32 @@ def compute_figures(study: Study) -> dict[str, Any]:
     )
     # Without the collections of hubs, which carry these messages: with hubs and without, a run has the same messages.
     own = Ledger([line for line in ledger.lines if line.site in sites])
-    messages = list(bound_messages(assembly.method, own.lines, sites))
-    by_attempt = [list(group) for _, group in groupby(messages, key=lambda message: message[0].sequence)]
     rounds = [
         {
             "round": record.round,
             "kind": record.kind,
-            "bytes_down": sum(line.payload_bytes for line, _, _ in attempt if line.direction == "down"),
-            "bytes_up": sum(line.payload_bytes for line, _, _ in attempt if line.direction == "up"),
-            "dense_bytes": sum(line.dense_bytes for line, _, _ in attempt),
+            "bytes_down": sum(line.payload_bytes for line in attempt if line.direction == "down"),
+            "bytes_up": sum(line.payload_bytes for line in attempt if line.direction == "up"),
+            "dense_bytes": sum(line.dense_bytes for line in attempt),
             "sparsity": record.sparsity,
-            "bytes": _sum_ranges(attempt),
         }
-        for record, attempt in zip(outcome.rounds, by_attempt, strict=True)
+        for record, (_, group) in zip(outcome.rounds, groupby(own.lines, key=lambda line: line.sequence), strict=True)
+        for attempt in [list(group)]
     ]
     training = [line for line in own.lines if line.kind == "train" and line.content in ("weights", "delta")]
-    total, stopping = _sum_ranges(messages), config.federation.early_stopping
-    reasons = list(dict.fromkeys(reason for _, _, reason in messages if reason))
-    if stopping is not None and stopping.patience + 1 < config.method.config.rounds:
-        # The first model is the best one of a run that ends as early as possible; the last request evaluates its end.
-        shortest = [
-            message
-            for record, attempt in zip(outcome.rounds, by_attempt, strict=True)
-            if record.round <= stopping.patience + 1 or attempt is by_attempt[-1]
-            for message in attempt
-        ]
-        least = _sum_ranges(shortest)
-        total = {name: {**sums, "least": least[name]["least"]} for name, sums in total.items()}
-        reasons.append("validation examples decide how many rounds the run has (federation.early_stopping)")
+    traffic = sum_traffic(own)
+    sent = {direction: int(sums["payload_bytes"]) for direction, sums in traffic.items()}
     return {
         "name": config.name,
         "method": config.method.name,
         "sites": len(sites),
         "rounds": config.method.config.rounds,
         "parameters": assembly.layout.size,
-        "paper_scalars": assembly.method.traffic.count_paper_scalars(len(sites)),
+        "paper_scalars": assembly.method.count_paper_scalars(len(sites)),
         "scalars": sum(line.scalars_sent for line in training),
         "dense_scalars": sum(line.scalars_total for line in training),
-        "exact": all(size.is_exact for _, size, _ in messages) and total["total"]["least"] == total["total"]["most"],
-        "depends_on": reasons,
-        "bytes": total,
-        "traffic": sum_traffic(own),
+        "bytes": {**sent, "total": sum(sent.values())},
+        "traffic": traffic,
         "per_round": rounds,
         **(sum_tree(ledger.lines, config.hubs, sites) if config.hubs else {}),
     }
@@ -137,7 +121,7 @@ def build_dry_sites(config: RunConfig, assembly: Assembly) -> dict[str, Site]:
         ConfigError: neither the configuration nor the data gives the number of sites.
     """
     settings = config.simulator.site_settings if config.simulator else {}
-    names = name_sites(config, assembly.task, [*assembly.method.traffic.named_sites, *settings])
+    names = name_sites(config, assembly.task, [*assembly.method.named_sites, *settings])
     sites = {}
     for name in names:
         own = validate_site_settings(assembly.method, SiteData(name, Path(), methods=settings.get(name, {})))
@@ -175,15 +159,6 @@ def name_sites(config: RunConfig, task: Task, named: Sequence[str] = ()) -> list
     if count is None:
         raise ConfigError("the configuration does not give the number of sites; add --sites N")
     return sorted(f"site-{i}" for i in range(1, count + 1))
-
-
-def _sum_ranges(messages: Iterable[Message]) -> dict[str, dict[str, int]]:
-    """Return least, typical and most bytes by direction and in total."""
-    sums = {"down": BytesRange(), "up": BytesRange()}
-    for line, size, _ in messages:
-        sums[line.direction] += size
-    sums["total"] = sums["down"] + sums["up"]
-    return {name: {"least": r.least, "typical": r.typical, "most": r.most} for name, r in sums.items()}
 
 
 def sum_tree(lines: Sequence[LedgerLine], hubs: Mapping[str, HubRules], sites: Iterable[str]) -> dict[str, Any]:

@@ -30,8 +30,8 @@ def estimate(
     """Count the scalars and bytes that a run will send, per round and in total, without training.
 
     The method runs with noise in place of trained weights, and every message is encoded and counted. Where the settings
-    decide every message, the figures are those of the run's ledger. Where trained values decide what is sent, the last
-    lines name the reason, and there are three figures: least and most, which no run exceeds, and a typical one.
+    decide every message, the figures are those of the run's ledger; where trained values decide what is sent, they are
+    typical ones. A site's limits are checked on each message itself, before it leaves.
 
     All figures hold for sites that answer every request at the first attempt. They are bytes of messages: the
     connections carry more (docs/wire-format.md).
@@ -70,26 +70,14 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
         f"{figures['rounds']} rounds"
     )
     console.print(build_rounds_table(figures))
-    total = figures["bytes"]["total"]
     dense = sum(figures["traffic"][direction]["dense_bytes"] for direction in ("down", "up"))
-    sent = total["typical"]
+    sent = figures["bytes"]["total"]
     console.print(
         f"total: {format_bytes(sent)}" + (f"; {compare_with_dense(sent, dense)}" if dense else ""), markup=False
     )
     console.print(f"training messages carry {figures['scalars']:,} of {figures['dense_scalars']:,} scalars")
     if figures["paper_scalars"] is not None:
         console.print(f"by the paper's counting rule: {figures['paper_scalars']:,} scalars")
-    if not figures["depends_on"] and not figures["exact"]:
-        console.print("up to 0.1 % more or less: ciphertexts are compressed, and no two are equal")
-    elif not figures["exact"]:
-        console.print(
-            f"the bytes depend on the data: at least {format_bytes(total['least'])}, typically {format_bytes(sent)}, "
-            f"at most {format_bytes(total['most'])}"
-        )
-        for reason in figures["depends_on"]:
-            console.print(f"  {reason}", markup=False)
-    else:
-        console.print("exact: the settings decide every message, so that a run's ledger has the same bytes")
     if "links" in figures:
         console.print(build_links_table(figures))
         console.print("a collection of a hub also has the metrics of its sites as text, which are not counted here")

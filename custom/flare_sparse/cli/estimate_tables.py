@@ -29,11 +29,9 @@ def build_links_table(figures: Mapping[str, Any]) -> Table:
 
 
 def build_rounds_table(figures: Mapping[str, Any]) -> Table:
-    """Return the table of the rounds, with bounds where the data decides the bytes."""
+    """Return the table of the rounds."""
     table = Table()
-    columns = ("round", "request", "down", "up", "dense", "live")
-    bounds = () if figures["exact"] else ("least", "most")
-    for column in (*columns, *bounds):
+    for column in ("round", "request", "down", "up", "dense", "live"):
         table.add_column(column, justify="right")
     for line in figures["per_round"]:
         table.add_row(
@@ -43,6 +41,5 @@ def build_rounds_table(figures: Mapping[str, Any]) -> Table:
             format_bytes(line["bytes_up"]),
             format_bytes(line["dense_bytes"]),
             f"{1 - line['sparsity']:.1%}",
-            *(format_bytes(line["bytes"]["total"][name]) for name in bounds),
         )
     return table

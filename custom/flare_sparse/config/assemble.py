@@ -23,8 +23,7 @@ from ..core.errors import ConfigError
 from ..core.needs import Need
 from ..core.params import Layout
 from ..core.seeds import seed_torch
-from ..methods.method import Method, is_evaluated
-from ..methods.traffic.averaging import SCORE
+from ..methods.method import SCORE, Method, is_evaluated
 from ..privacy.dp.account import Budget, PrivacyAccount
 from ..privacy.dp.accounting import SamplingPlan
 from ..privacy.dp.config import PrivacyConfig
@@ -230,7 +229,7 @@ def plan_sampling(method: Method[Any, Any], subjects: int) -> SamplingPlan:
     """Return the sampling of a method's trainings at a site with this number of subjects."""
     config = method.config.training
     plan = SamplingPlan.build(subjects, config.batch_size, config.epochs, method.config.rounds, config.accumulate)
-    return replace(plan, score_steps=method.traffic.count_score_lots(plan.steps // config.epochs))
+    return replace(plan, score_steps=method.count_score_lots(plan.steps // config.epochs))
 
 
 def open_script_budget(assembly: Assembly, folder: Path, limit: Budget | None = None) -> ScriptBudget | None:
@@ -244,7 +243,7 @@ def open_script_budget(assembly: Assembly, folder: Path, limit: Budget | None = 
     if assembly.privacy is None:
         return None
     method = assembly.method
-    trainings = method.config.rounds + method.traffic.count_requests(SCORE, 0)
+    trainings = method.config.rounds + method.count_requests(SCORE, 0)
     return ScriptBudget(assembly.privacy, PrivacyAccount(folder, limit), trainings, assembly.run_id, assembly.job)
 
 
@@ -270,7 +269,7 @@ def open_script_trainer(
         )
     method = assembly.method
     site_settings = validate_site_settings(method, data)
-    first = method.traffic.count_requests(SCORE, 0)
+    first = method.count_requests(SCORE, 0)
     rounds = range(first, first + method.config.rounds)
     trainer: Trainer = ScriptTrainer(
         data.site, assembly.task, assembly.layout, method.seed, runner, rounds, weigh_by, budget

@@ -294,7 +294,7 @@ def _open_request_log(fl_ctx: FLContext, job: JobConfig, assembly: Assembly) -> 
     folder = Path(get_workspace(fl_ctx).get_root_dir()) / REQUESTS_FOLDER / fl_ctx.get_identity_name()
     return RequestLog(
         assembly.run_id,
-        assembly.method.traffic.count_requests,
+        assembly.method.count_requests,
         attempts=job.federation.retries + 1,
         max_starts=read_site_policy(fl_ctx).max_starts,
         file=folder / f"{job.name}-{assembly.run_id}.json",

@@ -21,11 +21,9 @@ from ..core.mask import Mask
 from ..core.needs import Need, Needs
 from ..core.seeds import make_generator
 from ..training import Site
-from .method import MaskPreset, Method, MethodConfig
+from .method import TRAIN, MaskPreset, Method, MethodConfig
 from .scores.erk import compute_erk_densities, draw_random_mask
 from .support.masks import compute_cosine_fraction, drop_and_regrow
-from .traffic.base import TRAIN
-from .traffic.others import MovingMaskTraffic
 
 
 class Config(MethodConfig):
@@ -94,7 +92,6 @@ class DisPFL(Method[Config, State]):
 
     name = "dispfl"
     Config = Config
-    traffic_class = MovingMaskTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         owners = tuple(sorted(sites))

@@ -18,7 +18,6 @@ from ..core.needs import Needs
 from ..training import Site
 from .method import MethodConfig
 from .support.selective import Aggregation, SelectiveMethod, SelectiveState, aggregate_revealed, list_selective_needs
-from .traffic.selective import ParameterTraffic
 
 
 class Config(MethodConfig):
@@ -35,7 +34,7 @@ class DSSGD(SelectiveMethod[Config]):
 
     name = "dssgd"
     Config = Config
-    traffic_class = ParameterTraffic
+    trains_all_entries = True
 
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         parameters = Mask.from_tensors(site.layout, lambda tensor: tensor.role != "buffer")

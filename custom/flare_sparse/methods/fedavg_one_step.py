@@ -17,10 +17,8 @@ from ..core.mask import Mask
 from ..core.needs import Need, Needs
 from ..training import Site
 from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
-from .method import ModelState, train_locally
+from .method import TRAIN, ModelState, train_locally
 from .support.adaptation import AdaptationConfig, AdaptationMethod
-from .traffic.adaptation import WholeAdaptationTraffic
-from .traffic.base import TRAIN
 
 
 class Config(AdaptationConfig):
@@ -39,7 +37,7 @@ class FedAvgOneStep(AdaptationMethod[Config, ModelState]):
 
     name = "fedavg_one_step"
     Config = Config
-    traffic_class = WholeAdaptationTraffic
+    trains_all_entries = True
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -15,14 +16,13 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..core.exchange import Contribution, Patch
-from ..core.mask import Mask, prune_mask
+from ..core.mask import Mask, floor_fraction, prune_mask
 from ..core.needs import Need, Needs
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .method import MaskPreset
-from .support.averaging import AveragingConfig, AveragingMethod
+from .support.averaging import FINETUNE, AveragingConfig, AveragingMethod
 from .support.schedules import compute_polynomial_sparsity
 from .support.zero_start import find_zero_weights
-from .traffic.averaging import SparsifyTraffic
 
 
 class Config(AveragingConfig):
@@ -93,7 +93,7 @@ class FedSparsify(AveragingMethod[Config, State]):
 
     name = "fedsparsify"
     Config = Config
-    traffic_class = SparsifyTraffic
+    prunes_for_good = True
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         zero_start = find_zero_weights(self.layout, weights, self.config.prunable)
@@ -124,6 +124,27 @@ class FedSparsify(AveragingMethod[Config, State]):
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, state.mask)
+
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        """Return the number of live entries, twice: the schedule alone decides it.
+
+        Early stopping may end the schedule in any round, so that the model to fine-tune has this number or more.
+        """
+        sparsity = max((self.config.compute_sparsity(s) for s in range(1, t)), default=0.0)
+        live = self.layout.size - floor_fraction(sparsity, self._prunable.count)
+        return live, self.layout.size if kind == FINETUNE else live
+
+    def count_paper_scalars(self, sites: int) -> int:
+        """Return ``L * sum_t (N_{t-1} + N_t)``, the count that reproduces the paper's Table 1 exactly.
+
+        It counts an upload at its size after the pruning, which the site cannot know yet; the ledger counts what is
+        sent (docs/algorithms.md, section 2.7, deviation 6).
+        """
+        total, pool = self.layout.size, self._prunable.count
+        live = [total] + [
+            total - floor_fraction(self.config.compute_sparsity(t), pool) for t in range(1, self.config.rounds + 1)
+        ]
+        return sites * sum(before + after for before, after in pairwise(live))
 
     @cached_property
     def _prunable(self) -> Mask:

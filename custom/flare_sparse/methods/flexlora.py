@@ -18,9 +18,8 @@ from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, 
 from ..core.mask import Mask
 from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
-from .method import ModelState, train_locally
+from .method import TRAIN, ModelState, train_locally
 from .support.lora import RankedConfig, RankedMethod
-from .traffic.base import TRAIN
 
 
 class Config(RankedConfig):

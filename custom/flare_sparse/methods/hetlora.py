@@ -21,10 +21,9 @@ from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, 
 from ..core.mask import Mask, floor_fraction
 from ..training import Site
 from .aggregation.weighted import normalize_capped, weigh_by_examples, weighted_sum
+from .method import TRAIN
 from .support.lora import RankedConfig, RankedMethod
 from .support.masks import unite_masks
-from .traffic.base import TRAIN
-from .traffic.lora import DecayingRanksTraffic
 
 
 class Config(RankedConfig):
@@ -55,7 +54,6 @@ class HetLoRA(RankedMethod[Config, State]):
 
     name = "hetlora"
     Config = Config
-    traffic_class = DecayingRanksTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, (), ())

@@ -15,7 +15,9 @@ from ..core.mask import Mask
 from ..core.needs import Need, Needs
 from ..training import Site
 from .method import Method, MethodConfig, ModelState, broadcast
-from .traffic.others import TRAIN_ALONE, AloneTraffic
+
+TRAIN_ALONE = "train_alone"
+"""The kind of the one request: train for all rounds."""
 
 
 class Config(MethodConfig):
@@ -34,7 +36,8 @@ class LocalOnly(Method[Config, ModelState]):
 
     name = "local_only"
     Config = Config
-    traffic_class = AloneTraffic
+    round_kinds = frozenset({TRAIN_ALONE})
+    trains_all_entries = True
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         # No round is exchanged, so training is over for the server before the first request.

@@ -24,7 +24,6 @@ from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import broadcast, train_locally
 from .scores.ranks import Factor, compute_slot_scores, select_slots
 from .support.lora import RankedConfig, RankedMethod
-from .traffic.lora import SelectedRanksTraffic
 
 
 class Config(RankedConfig):
@@ -73,7 +72,6 @@ class LoRAA2(RankedMethod[Config, State]):
     name = "lora_a2"
     Config = Config
     update_content = "delta"
-    traffic_class = SelectedRanksTraffic
 
     def get_active_factor(self, t: int) -> Factor:
         """Return the factor that trains in round ``t``.

@@ -26,7 +26,6 @@ from .support.gates import Gates
 from .support.group_lasso import compute_group_lasso_prox
 from .support.meta_learning import MetaLearningConfig
 from .support.schedules import StepSizes
-from .traffic.adaptation import GatedTraffic
 
 Prox = Callable[[Tensor, float], Tensor]
 
@@ -74,7 +73,6 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
     name = "metagater"
     Config = MetaLearningConfig
     update_content = "delta"
-    traffic_class = GatedTraffic
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, weights, weights)
@@ -98,6 +96,12 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
 
     def get_sum_weights(self, kind: str) -> Weights:
         return weigh_equally
+
+    def count_paper_scalars(self, sites: int) -> int:
+        """Return 2 (|theta| + |phi|) per round and site; the paper reports no traffic."""
+        names = [f"site-{number}" for number in range(sites)]
+        sampled = len(self.config.sample_training_sites(names, self.seed, 1))
+        return 2 * self.config.rounds * sampled * self.layout.num_parameters
 
     def apply_prox(self, v: Tensor, step: float) -> Tensor:
         """Return the prox of ``step * H`` at ``v`` ``(P,)``; H is the Group Lasso of weight ``lasso`` on the gates."""

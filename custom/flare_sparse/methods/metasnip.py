@@ -23,9 +23,8 @@ from .aggregation.weighted import Weights
 from .metagater import MetaGater, State
 from .scores.scbf.groups import GroupSection
 from .scores.snip import compute_saliency
-from .support.adaptation import AdaptationMethod, take_one_step
+from .support.adaptation import ADAPT, AdaptationMethod, take_one_step
 from .support.meta_learning import MetaLearningConfig
-from .traffic.base import ADAPT
 
 
 class Config(MetaLearningConfig):
@@ -49,7 +48,6 @@ class MetaSNIP(AdaptationMethod[Config, State]):
     def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
         self._metagater = MetaGater(config, layout, seed)
-        self.traffic = self._metagater.traffic
         self._convolutions = self._find_convolutions()
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
@@ -70,6 +68,9 @@ class MetaSNIP(AdaptationMethod[Config, State]):
 
     def get_sum_weights(self, kind: str) -> Weights:
         return self._metagater.get_sum_weights(kind)
+
+    def count_paper_scalars(self, sites: int) -> int:
+        return self._metagater.count_paper_scalars(sites)
 
     def model(self, state: State) -> Patch:
         return self._metagater.model(state)

@@ -34,8 +34,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..compute.structure.scaling import build_statistics_mask
 from ..core.errors import ConfigError
-from ..core.exchange import EVALUATE, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.exchange import (
+    EVALUATE,
+    STATISTICS,
+    Assignment,
+    Content,
+    Contribution,
+    Patch,
+    Request,
+    Update,
+    UpdateSpec,
+)
 from ..core.mask import Mask
 from ..core.needs import Need, Needs, find_need
 from ..core.params import Layout
@@ -45,8 +56,11 @@ from ..training import Site, TrainingConfig
 from ..training.personal import Personal
 from ..wire.capabilities import Capabilities
 from .aggregation.weighted import Weights, weigh_by_examples
-from .traffic.base import TRAIN, Traffic
 
+TRAIN = "train"
+"""The kind of the request of an ordinary round: train, and return what ``Method.update_content`` names."""
+SCORE = "score"
+"""The kind of the requests before round 1 of a method that scores the initial model."""
 MaskPreset = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
 
 
@@ -128,7 +142,6 @@ class Method(ABC, Generic[ConfigT, StateT]):
         config: the method's settings.
         layout: layout of the network.
         seed: seed of the run.
-        traffic: what a run asks of a site.
     """
 
     name: ClassVar[str]
@@ -137,12 +150,17 @@ class Method(ABC, Generic[ConfigT, StateT]):
     """Settings that a site may choose in its own site file (``site.site_settings``), under the method's name."""
     update_content: ClassVar[Content] = "weights"
     """Content of an ordinary update."""
-    traffic_class: ClassVar[type[Traffic]] = Traffic
-    """What a run asks of a site: requests, entries and messages; by default the settings bound nothing."""
+    round_kinds: ClassVar[frozenset[str]] = frozenset({TRAIN})
+    """Kinds of the requests of rounds 0 to ``config.rounds``; a site answers no others."""
+    final_kinds: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of the requests after the last round, besides ``"evaluate"``."""
+    trains_all_entries: ClassVar[bool] = False
+    """Whether every request trains all entries; a site then refuses one for fewer."""
+    prunes_for_good: ClassVar[bool] = False
+    """Whether an entry that no longer trains never trains again; a site counts its return as a new start of the job."""
 
     def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
-        self.traffic = self.traffic_class(self)
 
     @abstractmethod
     def init(self, weights: Tensor, sites: Sequence[str]) -> StateT:
@@ -214,6 +232,48 @@ class Method(ABC, Generic[ConfigT, StateT]):
     def configure_for(self, capabilities: Mapping[str, Capabilities]) -> Self:
         """Return the method restricted to the sites' capabilities; it never exceeds the job's settings."""
         return self
+
+    def count_requests(self, kind: str, t: int) -> int:
+        """Return how many different requests of a kind a site receives in round ``t``; 0: the method sends none.
+
+        A site answers no other requests, however the server asks.
+        """
+        if kind == STATISTICS:
+            return int(t == 0 and build_statistics_mask(self.layout).count > 0)
+        if kind in self.round_kinds:
+            return int(0 <= t <= self.config.rounds)
+        return int((kind == EVALUATE or kind in self.final_kinds) and t == self.config.rounds + 1)
+
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        """Return the fewest and most entries that a request of round ``t`` asks a site to train or to score.
+
+        A site answers no requests for fewer or more. By default the settings bound nothing.
+        """
+        return self.layout.size if self.trains_all_entries else 0, self.layout.size
+
+    def sends_initial_model(self, kind: str, t: int) -> bool:
+        """Return whether a request carries the initial model of the job, or a part of it, which a site can verify.
+
+        Statistics of inputs are not a part of it.
+        """
+        return kind in self.round_kinds and t <= 1
+
+    def count_score_lots(self, lots_in_pass: int) -> int:
+        """Return the number of noisy gradients that a site computes before the first training with privacy.
+
+        Args:
+            lots_in_pass: expected number of lots of one pass over the site's subjects.
+        """
+        return 0
+
+    @property
+    def named_sites(self) -> tuple[str, ...]:
+        """The sites that the settings name, which an estimate without data assumes to take part."""
+        return ()
+
+    def count_paper_scalars(self, sites: int) -> int | None:
+        """Return the number of scalars that the paper would count for a whole run; None where it defines no count."""
+        return None
 
     def describe(self, state: StateT | None = None) -> str:
         """Return advice for the user, may be empty: before a run, or what a result lacks that ended in this state."""

@@ -26,14 +26,12 @@ from ..training import Site
 from .aggregation.robust import aggregate
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .aggregation.weighted import Weights, average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
-from .method import MaskPreset, broadcast
+from .method import SCORE, TRAIN, MaskPreset, broadcast
 from .scores.erk import compute_erk_densities, draw_random_mask, shuffle_mask
 from .scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
 from .support.averaging import AveragingConfig, AveragingMethod
 from .support.masks import unite_masks
 from .support.zero_start import find_zero_weights
-from .traffic.averaging import SCORE, ScoredMaskTraffic
-from .traffic.base import TRAIN
 
 
 class Config(AveragingConfig):
@@ -158,7 +156,8 @@ class NeuroSFL(AveragingMethod[Config, State]):
 
     name = "neurosfl"
     Config = Config
-    traffic_class = ScoredMaskTraffic
+    round_kinds = frozenset({SCORE, TRAIN})
+    prunes_for_good = True
 
     def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
@@ -179,6 +178,30 @@ class NeuroSFL(AveragingMethod[Config, State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         state = State(round=0, step=0, weights=weights, masks=(Mask.full(self.layout.size),), owners=())
         return self._start_training(state, [self.draw_mask()]) if self.config.scores == "random" else state
+
+    def count_requests(self, kind: str, t: int) -> int:
+        if kind == SCORE:
+            return self.config.score_steps if t == 0 else 0
+        return super().count_requests(kind, t)
+
+    def count_score_lots(self, lots_in_pass: int) -> int:
+        return self.config.score_steps * (self.config.minibatches or lots_in_pass)
+
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        """Return the fewest and most entries of a mask: one number after the scores, a range while there are steps."""
+        maskable = self._maskable.count
+        others = self.layout.size - maskable
+        if kind == SCORE:
+            return others + (self._num_live if self.config.score_steps > 1 else maskable), self.layout.size
+        # The densities of single tensors are rounded, so that a random mask may have some entries more or less.
+        is_drawn = self.config.scores == "random" and self.config.random_layers == "erk"
+        live = others + (self._random_mask_size if is_drawn else self._num_live)
+        return live, live
+
+    @cached_property
+    def _random_mask_size(self) -> int:
+        """Number of entries of the random mask."""
+        return self.draw_mask().count
 
     def draw_mask(self) -> Mask:
         """Return the random mask of the run's seed, which reads no data."""

@@ -18,7 +18,6 @@ from ..training import Site, TrainingConfig
 from .aggregation.weighted import Weights, weigh_equally, weighted_sum
 from .method import ModelState
 from .support.adaptation import AdaptationConfig, AdaptationMethod
-from .traffic.adaptation import WholeAdaptationTraffic
 
 _IGNORED = ("optimizer", "accumulate", "momentum", "weight_decay", "proximal")
 """Settings of training that a meta-step does not read."""
@@ -66,7 +65,7 @@ class PerFedAvg(AdaptationMethod[Config, ModelState]):
 
     name = "per_fedavg"
     Config = Config
-    traffic_class = WholeAdaptationTraffic
+    trains_all_entries = True
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import final
 
 from .support.channels import ChannelConfig, ChannelMethod
-from .traffic.selective import ChannelTraffic
 
 
 @final
@@ -19,4 +18,4 @@ class SCBF(ChannelMethod[ChannelConfig]):
 
     name = "scbf"
     Config = ChannelConfig
-    traffic_class = ChannelTraffic
+    trains_all_entries = True

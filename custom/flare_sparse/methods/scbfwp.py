@@ -11,7 +11,6 @@ from typing import final
 from .support.channels import ChannelConfig, ChannelMethod
 from .support.selective import SelectiveState
 from .support.unit_pruning import PruningConfig, PruningMethod
-from .traffic.selective import ChannelPruningTraffic
 
 
 class Config(ChannelConfig, PruningConfig):
@@ -24,7 +23,6 @@ class SCBFwP(ChannelMethod[Config], PruningMethod[Config]):
 
     name = "scbfwp"
     Config = Config
-    traffic_class = ChannelPruningTraffic
 
     def describe(self, state: SelectiveState | None = None) -> str:
         if state is not None:

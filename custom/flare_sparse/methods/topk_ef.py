@@ -26,7 +26,6 @@ from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import Method, MethodConfig, broadcast
 from .support.masks import unite_masks
-from .traffic.others import LargestEntriesTraffic
 
 
 class Config(MethodConfig):
@@ -81,7 +80,7 @@ class TopKEF(Method[Config, State]):
     name = "topk_ef"
     Config = Config
     update_content = "delta"
-    traffic_class = LargestEntriesTraffic
+    trains_all_entries = True
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         residual = None if self.config.down is None else torch.zeros_like(weights)

@@ -24,7 +24,7 @@ from .formats import FORMAT_CODES, FORMATS, ValueFormat, ValueType, is_quantized
 from .messages import Decoded, Encoded
 from .plan import Plan
 from .sections import WITHOUT_BASE, CodedValues, code_values, measure_section, read_section
-from .values import compute_value_bytes, write_values
+from .values import compute_min_value_bytes, write_values
 from .versions import WireVersion, choose_version, find_version
 
 # The position is the code in the header. Spelled out, because the order of the Literal types means nothing elsewhere.
@@ -112,23 +112,8 @@ def encode(
 
 def compute_min_message_bytes(scalars: int, values: ValueType) -> int:
     """Return the length of the shortest message with so many values, whose selection needs no bytes."""
-    return bound_message_bytes(scalars, values)[0]
-
-
-def bound_message_bytes(
-    scalars: int, values: ValueType, *, selection_bytes: int = 0, buffers: int = 0
-) -> tuple[int, int]:
-    """Return the lengths of the shortest and of the longest message with so many values.
-
-    Args:
-        scalars: number of values.
-        values: number format.
-        selection_bytes: length of the selection and trainable sections.
-        buffers: most values that can be those of buffers.
-    """
-    start = round_up_to_words(choose_version(values).header_bytes + selection_bytes)
-    shortest, longest = compute_value_bytes(scalars, values, buffers)
-    return start + round_up_to_words(shortest), start + round_up_to_words(longest)
+    start = round_up_to_words(choose_version(values).header_bytes)
+    return start + round_up_to_words(compute_min_value_bytes(scalars, values))
 
 
 def _encode_selections(patch: Patch, trainable: Mask | None, plan: Plan, version: WireVersion) -> _Sections:

@@ -15,14 +15,10 @@ import numpy as np
 from ..core.errors import RejectedMessage
 from .encodings.bits import compress, decompress
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
+"""Bytes of the length of each column, at the start of the section."""
 # Higher levels look for repeated strings, which exponents do not have, and then write more bytes, more slowly.
 _LEVEL = 1
-
-
-def bound_shuffled_bytes(scalars: int, width: int) -> tuple[int, int]:
-    """Return the lengths of the shortest and of the longest section of so many values of ``width`` bytes."""
-    return _LENGTH_BYTES * width, (_LENGTH_BYTES + scalars) * width
 
 
 def pack_shuffled(plain: np.ndarray, width: int) -> np.ndarray:
@@ -48,7 +44,7 @@ def measure_shuffled(buffer: np.ndarray, scalars: int, width: int) -> int:
     lengths = _read_lengths(buffer, width)
     if max(lengths) > scalars:
         raise RejectedMessage("E_SIZE", "values", f"columns of at most {scalars} bytes", max(lengths))
-    return _LENGTH_BYTES * width + sum(lengths)
+    return LENGTH_BYTES * width + sum(lengths)
 
 
 def unpack_shuffled(section: np.ndarray, scalars: int, width: int) -> np.ndarray:
@@ -62,7 +58,7 @@ def unpack_shuffled(section: np.ndarray, scalars: int, width: int) -> np.ndarray
     Raises:
         RejectedMessage: a column is neither plain nor a zstd frame of its size.
     """
-    ends = _LENGTH_BYTES * width + np.cumsum([0, *_read_lengths(section, width)])
+    ends = LENGTH_BYTES * width + np.cumsum([0, *_read_lengths(section, width)])
     # Allocated by the receiver's own count; a column of another size is refused before it is written here.
     rotated = np.empty((scalars, width), np.uint8)
     for place, (start, end) in enumerate(pairwise(ends.tolist())):
@@ -79,8 +75,8 @@ def _pack_column(plain: bytes) -> bytes:
 
 
 def _read_lengths(buffer: np.ndarray, width: int) -> list[int]:
-    if buffer.size < _LENGTH_BYTES * width:
-        raise RejectedMessage("E_LEN", "values", f"at least {_LENGTH_BYTES * width} bytes", buffer.size)
+    if buffer.size < LENGTH_BYTES * width:
+        raise RejectedMessage("E_LEN", "values", f"at least {LENGTH_BYTES * width} bytes", buffer.size)
     # As Python's integers: a sum of four uint64 that the sender chose could wrap around.
-    lengths: list[int] = np.frombuffer(buffer[: _LENGTH_BYTES * width].tobytes(), "<u8").tolist()
+    lengths: list[int] = np.frombuffer(buffer[: LENGTH_BYTES * width].tobytes(), "<u8").tolist()
     return lengths

@@ -10,27 +10,18 @@ from ..core.errors import RejectedMessage
 from ..core.exchange import Patch
 from .formats import FORMATS, ValueType, is_quantized
 from .quantized import LARGEST, compute_quantized_bytes
-from .shuffled import bound_shuffled_bytes
+from .shuffled import LENGTH_BYTES
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 """Type of the bits of a rounded value, by its bytes."""
 
 
-def compute_value_bytes(scalars: int, value_type: ValueType, buffers: int = 0) -> tuple[int, int]:
-    """Return the shortest and the longest section with so many values; they differ where the values decide the length.
-
-    Args:
-        scalars: number of values.
-        value_type: number format.
-        buffers: most values that can be those of buffers, which quantized formats do not round.
-    """
+def compute_min_value_bytes(scalars: int, value_type: ValueType) -> int:
+    """Return the length of the shortest section with so many values; the values may make it longer."""
     if is_quantized(value_type):
-        most_exact = compute_quantized_bytes(scalars, value_type, min(scalars, buffers))
-        return compute_quantized_bytes(scalars, value_type, 0), most_exact
+        return compute_quantized_bytes(scalars, value_type, 0)
     width = FORMATS[value_type].width
-    if FORMATS[value_type].is_compressed:
-        return bound_shuffled_bytes(scalars, width)
-    return width * scalars, width * scalars
+    return LENGTH_BYTES * width if FORMATS[value_type].is_compressed else width * scalars
 
 
 def write_values(patch: Patch, dtype: torch.dtype, residual: Tensor | None, out: np.ndarray) -> Tensor | None:

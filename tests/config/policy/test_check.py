@@ -87,7 +87,7 @@ def test_every_published_job_passes_the_open_policy_with_and_without_training_ex
     def verify_initial_model(endpoint: SiteEndpoint, *arguments: Any) -> Any:
         """Compare as the presets do, which have verify_initial_model."""
         request, site = receive(endpoint, *arguments), endpoint.site
-        if endpoint.method.traffic.sends_initial_model(request.kind, request.round):
+        if endpoint.method.sends_initial_model(request.kind, request.round):
             mask = Mask.full(site.layout.size) if site.live_patch is None else site.live_patch.mask
             assert not find_changed_tensor(site.weights, assembly.weights, mask, site.layout, endpoint.values)
         return request

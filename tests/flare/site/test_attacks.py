@@ -32,8 +32,8 @@ from flare_sparse.flare.filters import EncodeUpdate
 from flare_sparse.flare.payload import UPDATE, update_to_dxo
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
+from flare_sparse.methods.method import SCORE
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.methods.traffic.averaging import SCORE
 from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan
 from flare_sparse.privacy.dp.config import PrivacyConfig
@@ -86,7 +86,7 @@ class Victim:
         self.method = METHODS[method](METHODS[method].Config.model_validate(settings), self.layout, 1)
         self.server = ServerEndpoint(self.layout, RUN, "float32", Ledger())
         max_starts = read_policy(folder / "local" / "flare_sparse_policy.yaml").max_starts
-        requests = RequestLog(RUN, self.method.traffic.count_requests, attempts=3, max_starts=max_starts)
+        requests = RequestLog(RUN, self.method.count_requests, attempts=3, max_starts=max_starts)
         session = SiteSession()
         session.build_initial_weights = lambda fl_ctx: self.weights  # type: ignore[method-assign]
         privacy = None

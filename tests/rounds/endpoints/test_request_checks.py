@@ -13,8 +13,8 @@ from flare_sparse.config.policy.policy import Policy
 from flare_sparse.core.errors import RequestRefused
 from flare_sparse.core.exchange import Patch, Request
 from flare_sparse.core.mask import Mask
-from flare_sparse.methods.traffic.averaging import SCORE
-from flare_sparse.methods.traffic.base import FINETUNE
+from flare_sparse.methods.method import SCORE
+from flare_sparse.methods.support.averaging import FINETUNE
 from flare_sparse.rounds.endpoints.bases import SiteBase, plan_request
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
@@ -29,7 +29,7 @@ class HostileServer:
     def __init__(self, method: str, *, max_starts: int | None = None, **settings: Any):
         bench = ToyBench()
         self.layout, self.method = bench.layout, bench.method(method, **settings)
-        self.log = RequestLog(RUN, self.method.traffic.count_requests, attempts=1, max_starts=max_starts)
+        self.log = RequestLog(RUN, self.method.count_requests, attempts=1, max_starts=max_starts)
         self.endpoint = SiteEndpoint(bench.site(1), self.method, RUN, "float32", limits=RequestLimits(self.log))
         self.base: SiteBase | None = None
         self.sequence = 0
@@ -74,7 +74,7 @@ def test_mask_of_each_round_has_the_size_of_the_schedule() -> None:
     """FedSparsify: 100 %, then as many as Eq. 1 leaves; one entry less isolates the one that was left out."""
     server = HostileServer("fedsparsify", rounds=4, sparsity=0.9)
     size = server.layout.size
-    counts = [server.method.traffic.bound_trainable("train", t)[0] for t in (1, 2, 3, 4, 5)]
+    counts = [server.method.bound_trainable("train", t)[0] for t in (1, 2, 3, 4, 5)]
     assert counts[0] == size
     assert counts == sorted(counts, reverse=True)
     assert counts[4] == size - int(0.9 * server.method._prunable.count)
@@ -87,7 +87,7 @@ def test_mask_of_each_round_has_the_size_of_the_schedule() -> None:
 def test_mask_that_shifts_is_a_new_start_of_a_method_that_prunes_for_good() -> None:
     server = HostileServer("fedsparsify", max_starts=2, rounds=6, sparsity=0.9)
     size = server.layout.size
-    third, fourth, fifth = (server.method.traffic.bound_trainable("train", t)[0] for t in (3, 4, 5))
+    third, fourth, fifth = (server.method.bound_trainable("train", t)[0] for t in (3, 4, 5))
     server.send("train", 3, select(size, start=0, count=third))
     server.send("train", 4, select(size, start=size - fourth, count=fourth))
     assert server.log._record.start == 2
@@ -123,8 +123,8 @@ def test_fine_tuning_after_an_early_stop_is_answered(name: str) -> None:
     """After 3 of 10 rounds the schedule of FedSparsify has more entries than it leaves at its end."""
     server = HostileServer(name, rounds=10, sparsity=0.9, finetune={"epochs": 1})
     method, size = server.method, server.layout.size
-    _, live = method.traffic.bound_trainable("train", 4)
-    assert live > method.traffic.bound_trainable("train", 11)[0] or name == "neurosfl"
+    _, live = method.bound_trainable("train", 4)
+    assert live > method.bound_trainable("train", 11)[0] or name == "neurosfl"
     state = method.init(torch.ones(size), ["site-1"])
     mask = select(size, start=0, count=live)
     masks = {"masks": (mask,)} if name == "neurosfl" else {"mask": mask}
@@ -132,6 +132,6 @@ def test_fine_tuning_after_an_early_stop_is_answered(name: str) -> None:
     last = replace(state, round=11, weights=torch.ones(size) * mask.bits, **masks)
     request = method.ask_final(last, ["site-1"])["site-1"].request
     assert server.send(request.kind, request.round, request.trainable).kind == FINETUNE
-    few = select(size, start=0, count=method.traffic.bound_trainable(FINETUNE, 11)[0] - 1)
+    few = select(size, start=0, count=method.bound_trainable(FINETUNE, 11)[0] - 1)
     with pytest.raises(RequestRefused, match=f"asks for {few.count} entries"):
         server.send(FINETUNE, 11, few)

@@ -87,7 +87,7 @@ class LoggedFederation(LocalFederation):
         endpoint = super()._build_endpoint(name)
         endpoint.requests = RequestLog(
             self.run_id,
-            self.method.traffic.count_requests,
+            self.method.count_requests,
             attempts=self.attempts,
             max_starts=STRICT.max_starts,
             file=self.get_file(name),

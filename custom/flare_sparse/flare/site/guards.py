@@ -102,7 +102,7 @@ class SiteResultPolicy(Filter):
         raise_refusals(policy.check_request(request.kind, request.trainable.count))
         if update.content == "scores":
             raise_refusals(policy.check_score_request(request.trainable, update.patch.mask, layout))
-        if policy.verify_initial_model and endpoint.method.traffic.sends_initial_model(request.kind, request.round):
+        if policy.verify_initial_model and endpoint.method.sends_initial_model(request.kind, request.round):
             raise_refusals(_check_initial_model(endpoint, session.build_initial_weights(fl_ctx)))
         update = replace(update, metrics=_select_metrics(update.metrics, policy, endpoint, request))
         reference = _get_reference(update, endpoint)

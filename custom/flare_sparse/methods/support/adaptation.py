@@ -16,9 +16,10 @@ from ...core.needs import Need, Needs
 from ...tasks.task import COUNTS
 from ...training import Site, TrainingConfig
 from ..method import Method, MethodConfig, StateT, broadcast, sample_sites
-from ..traffic.adaptation import AdaptationTraffic
-from ..traffic.base import ADAPT
 from .personal_training import attribute_divergence, check_finite
+
+ADAPT = "adapt"
+"""The kind of the last request: adapt the model and report its metrics."""
 
 
 class AdaptationConfig(MethodConfig):
@@ -77,7 +78,11 @@ AdaptationConfigT = TypeVar("AdaptationConfigT", bound=AdaptationConfig)
 class AdaptationMethod(Method[AdaptationConfigT, StateT]):
     """A method whose target sites adapt the final model and report metrics; their personal models stay there."""
 
-    traffic_class = AdaptationTraffic
+    final_kinds = frozenset({ADAPT})
+
+    @property
+    def named_sites(self) -> tuple[str, ...]:
+        return self.config.targets
 
     @abstractmethod
     def train(self, request: Request, site: Site) -> Update:

@@ -24,9 +24,10 @@ from ..aggregation.server_step import (
     update_model_average,
 )
 from ..method import Method, MethodConfig, broadcast
-from ..traffic.averaging import AveragingTraffic, FedAvgTraffic
-from ..traffic.base import FINETUNE
 from .finetuning import FineTuning, attribute_fine_tuning, fine_tune
+
+FINETUNE = "finetune"
+"""The kind of the last request: fine-tune the model and report the metrics of the result."""
 
 
 class AveragingConfig(MethodConfig):
@@ -115,7 +116,11 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
     there.
     """
 
-    traffic_class = AveragingTraffic
+    final_kinds = frozenset({FINETUNE})
+
+    def count_requests(self, kind: str, t: int) -> int:
+        # A site whose copy of the job provides for no fine-tuning does not train once more, however the server asks.
+        return 0 if kind == FINETUNE and self.config.finetune is None else super().count_requests(kind, t)
 
     @property
     def final_kind(self) -> str:
@@ -160,7 +165,7 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
 class FedAvgRounds(AveragingMethod[FedAvgConfig, AveragedState]):
     """Rounds in which every site trains the whole model, and the server takes a step towards their average."""
 
-    traffic_class = FedAvgTraffic
+    trains_all_entries = True
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
         return AveragedState(1, weights)

@@ -5,7 +5,6 @@ See docs/algorithms.md, sections 3.4 to 3.7.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -91,18 +90,6 @@ class ChannelSelector:
             return groups.select_by_budget(delta, budget)
         generator = make_generator(self._seed, "channels", site.name, t)
         return groups.select_by_rate(delta, rate, self._config.selection, generator)
-
-    def bound_upload(self, site_settings: Any, layout: Layout, live: tuple[int, int]) -> tuple[int, int]:
-        """Return the fewest and most entries of an upload, given the fewest and most live entries."""
-        rate, budget = self._choose_share(site_settings)
-        groups, num_buffers = self._get_groups(layout), layout.size - layout.num_parameters
-        if budget is not None:
-            most = floor_fraction(budget, layout.num_parameters) + num_buffers + groups.num_always_entries
-            return floor_fraction(budget, max(live[0] - num_buffers, 0)), min(most, live[1])
-        if self._config.selection == "negative" or not groups.covers_evenly:
-            return 0, live[1]
-        optional = groups.num_bias_entries if self._config.biases == "never" else 0
-        return math.floor(rate * max(live[0] - optional, 0)), live[1]
 
     def _choose_share(self, site_settings: Any) -> tuple[float, float | None]:
         """Return the rate and the budget of a site, whose own settings come first."""

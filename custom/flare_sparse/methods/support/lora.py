@@ -16,7 +16,6 @@ from ...training import Site, TrainingConfig
 from ...wire.capabilities import Capabilities
 from ..method import Method, MethodConfig, SiteSettings, StateT
 from ..scores.ranks import Slots
-from ..traffic.lora import RankedTraffic
 
 Rank = Annotated[int, Field(ge=1, le=4096)]
 
@@ -79,7 +78,10 @@ class RankedMethod(LoRAMethod[RankedConfigT, StateT]):
     """A method whose sites may have different ranks: the job's, or their own where it is smaller."""
 
     SiteConfig = RankSiteConfig
-    traffic_class = RankedTraffic
+
+    @property
+    def named_sites(self) -> tuple[str, ...]:
+        return tuple(self.config.ranks)
 
     def configure_for(self, capabilities: Mapping[str, Capabilities]) -> Self:
         ranks = {

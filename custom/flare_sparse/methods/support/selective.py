@@ -21,7 +21,6 @@ from ...core.needs import Need, Needs
 from ...training import Site
 from ..aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
 from ..method import ConfigT, Method, broadcast, is_evaluated
-from ..traffic.selective import SelectiveTraffic
 from .masks import unite_masks
 
 Aggregation = Literal["sum", "mean", "count"]
@@ -69,7 +68,7 @@ class SelectiveState:
 class SelectiveMethod(Method[ConfigT, SelectiveState]):
     """A method with sites that reveal a part of their delta."""
 
-    traffic_class = SelectiveTraffic
+    prunes_for_good = True
 
     @abstractmethod
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:

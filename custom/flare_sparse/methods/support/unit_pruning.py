@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -21,11 +21,12 @@ from ...core.mask import Mask
 from ...core.needs import Need, Needs
 from ...core.params import Layout
 from ...training import Site
-from ..method import MethodConfig, broadcast
+from ..method import TRAIN, MethodConfig, broadcast
 from ..scores.scbf.apoz import count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
-from ..traffic.base import TRAIN
-from ..traffic.selective import COUNT, PruningTraffic
 from .selective import WHOLE_UNITS, SelectiveMethod, SelectiveState
+
+COUNT: Final = "count"
+"""The kind of the request, and the phase, in which sites count the zeros of every unit."""
 
 
 class PruningConfig(MethodConfig):
@@ -98,7 +99,7 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         ConfigError: the network has no units to remove.
     """
 
-    traffic_class = PruningTraffic
+    round_kinds = frozenset({COUNT, TRAIN})
 
     def __init__(self, config: PruningConfigT, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
@@ -163,6 +164,38 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         live = build_live_mask(self.layout, self.layers, live_units)
         weights = torch.where(live.bits, state.weights, 0.0)
         return replace(state, weights=weights, live=live, prunings=state.prunings + 1, phase="counted")
+
+    def sends_initial_model(self, kind: str, t: int) -> bool:
+        # Units are counted after a round of training.
+        return kind != COUNT and super().sends_initial_model(kind, t)
+
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        """Return the fewest live entries in round ``t``, and all entries.
+
+        Which units are removed is not known. Together they hold at most the sum of the entries of the largest units.
+        """
+        removed = self.num_units - self.config.count_remaining(
+            self.num_units, self.config.count_prunings(min(t, self.config.rounds))
+        )
+        most_removed = sum(self._removable_sizes[:removed])
+        return max(self.layout.size - most_removed, 0), self.layout.size
+
+    @cached_property
+    def _removable_sizes(self) -> list[int]:
+        """Numbers of entries that units take part in, for each unit that may go; largest first."""
+        every = [torch.ones(layer.units, dtype=torch.bool) for layer in self.layers]
+        sizes: list[int] = []
+        for number, layer in enumerate(self.layers):
+            rest = [mask.clone() for mask in every]
+            rest[number][0] = False
+            size = self.layout.size - build_live_mask(self.layout, self.layers, rest).count
+            sizes += [size] * (layer.units - max(1, round(self.config.min_units_left * layer.units)))
+        return sorted(sizes, reverse=True)
+
+    @property
+    def named_sites(self) -> tuple[str, ...]:
+        name = self.config.counting_site
+        return () if name == "sites" else (name,)
 
     @property
     def num_units(self) -> int:

@@ -20,7 +20,7 @@ def check_kind(method: Method[Any, Any], request: RequestId) -> None:
     """Raises:
     RequestRefused: the method sends no such request in this round.
     """
-    if not method.traffic.count_requests(*request):
+    if not method.count_requests(*request):
         raise RequestRefused(f"{_name_request(request)}: this site's copy of the job has no such request")
 
 
@@ -40,7 +40,7 @@ def check_trainable(method: Method[Any, Any], request: RequestId, trainable: Mas
     """
     if not is_training(request.kind):
         return
-    fewest, most = method.traffic.bound_trainable(*request)
+    fewest, most = method.bound_trainable(*request)
     if not trainable <= live:
         raise RequestRefused(f"{_name_request(request)} asks for entries that are zero in the model")
     if not fewest <= trainable.count <= most:

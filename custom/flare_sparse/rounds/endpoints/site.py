@@ -142,7 +142,7 @@ class SiteEndpoint:
         # Refused after the state has changed: the site holds the model that its weights contain.
         check_trainable(self.method, request_id, message.trainable, base.mask)
         # A mask to which removed entries return is that of an earlier round, or one that isolates weights.
-        can_regrow = not (is_training(message.kind) and self.method.traffic.prunes_for_good)
+        can_regrow = not (is_training(message.kind) and self.method.prunes_for_good)
         self._apply_limits(request_id, base.mask, is_regrown=not (can_regrow or message.trainable <= previous))
         self.request = Request(message.kind, message.round, patch, message.trainable)
         if is_training(message.kind):

@@ -68,8 +68,6 @@ class Groups(ABC):
 
     is_exact: bool
     """Whether exactly ``ceil(rate * paths)`` channel paths are selected; otherwise the threshold is an estimate."""
-    covers_evenly: bool
-    """Whether a share of the paths passes through at least that share of every section's groups."""
     description: str
     """Summary of the groups, as display text."""
     threshold_description: str
@@ -158,16 +156,6 @@ class Groups(ABC):
         if remaining > 0:
             mask = mask | top_k(delta.abs(), remaining, within=Mask(self._group_of == order[num_whole]))
         return mask
-
-    @property
-    def num_always_entries(self) -> int:
-        """Number of entries that are always revealed."""
-        return int((self._group_of >= self.count - self._num_always).sum())
-
-    @property
-    def num_bias_entries(self) -> int:
-        """Number of entries in groups of kind ``bias``."""
-        return int(torch.from_numpy(self._kinds == "bias")[self._group_of].sum())
 
     def _append_always(self, parts: Sequence[Tensor], value: bool | float) -> Tensor:
         """Join the sections' values into one tensor and append ``value`` for the groups that are always revealed."""

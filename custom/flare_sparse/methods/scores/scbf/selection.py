@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....compute.structure.graph import ChannelGraph, build_channel_graph
-from ....compute.structure.nodes import Concat, NormNode, Pad, Sum, Value, Weighted
+from ....compute.structure.nodes import NormNode, Value, Weighted
 from ....compute.structure.tracing import Untraceable
 from ....core.mask import ceil_fraction, top_k
 from ....core.params import Layout
@@ -52,8 +52,6 @@ class ChannelGroups(Groups):
         super().__init__(layout, sections, biases)
         prefixes = zip(count_prefixes(graph), graph.values, strict=True)
         self.is_exact = max(count * value.channels for count, value in prefixes) <= max_listed
-        # In a stack of layers without branches, all connections of a layer lie on equally many paths.
-        self.covers_evenly = self.is_exact and all(_is_stacked(value) for value in graph.values)
         log_count = float(torch.logsumexp(compute_log_path_counts(graph)[graph.output], 0))
         # exp(710) overflows float64; beyond 1e304 the number is only shown.
         self.num_paths = math.exp(min(log_count, 700.0))
@@ -125,11 +123,6 @@ class ChannelGroups(Groups):
         return [*edges, *(units[index] for index in self._unit_values)]
 
 
-def _is_stacked(value: Value) -> bool:
-    """Return whether a value of the graph connects every channel of one value with all of its own."""
-    return not isinstance(value, Concat | Pad | Sum) and (not isinstance(value, Weighted) or value.groups == 1)
-
-
 class NeuronGroups(Groups):
     """Groups for networks whose channels cannot be traced: a neuron is scored by its own incoming delta.
 
@@ -141,7 +134,7 @@ class NeuronGroups(Groups):
         reason: why there is no channel graph.
     """
 
-    is_exact, covers_evenly, threshold_description = True, True, "threshold exact"
+    is_exact, threshold_description = True, "threshold exact"
 
     def __init__(self, layout: Layout, biases: Biases = "selected", *, reason: str = ""):
         shapes = {spec.name: spec.shape for spec in layout.tensors}

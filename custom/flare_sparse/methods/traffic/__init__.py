@@ -1,1 +1,0 @@
-"""What a run of each method asks of a site, one module per family of methods."""
