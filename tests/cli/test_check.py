@@ -443,17 +443,3 @@ def test_check_and_estimate_show_what_a_job_charges(config: Path) -> None:
     assert "epsilon depends on the number of subjects; add --subjects N" in call("estimate", config).stdout
     budget = call("estimate", config, "--set", "privacy={epsilon: 3}", "--json")
     assert json.loads(budget.stdout)["epsilon"] == 3
-
-
-def test_check_compares_hubs_with_the_sites_and_the_quorum(config: Path) -> None:
-    hubs = "federation.hubs={north: {sites: [site-1, site-3], min_sites: 2}}"
-    options = ("--set", "wire.aggregation=fixed_point", "--set", hubs, "--set", "federation.min_sites=2")
-    result = call("check", config, *options)
-    assert result.exit_code == 2
-    text = " ".join(result.output.split())
-    assert "FAIL hubs: E_CONFIG federation.hubs.north: site-3: no such site; the sites are site-1, site-2" in text
-    assert "WARN hubs: min_sites of north is the number of its sites: if one is missing, the values of all are" in text
-    assert "WARN hubs: without north, 1 sites remain, and federation.min_sites is 2: no round commits" in text
-    sound = call("check", config, *options[:2], "--set", "federation.hubs={north: {sites: [site-1]}}")
-    assert sound.exit_code == 0
-    assert "hubs:" not in sound.output

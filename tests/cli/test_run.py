@@ -403,28 +403,3 @@ def test_help_of_run_documents_the_exit_codes() -> None:
     text = " ".join(call("run", "--help").output.split())
     assert "3: finished, but a site contributed to no round" in text
     assert "130: stopped by Ctrl-C" in text
-
-
-def test_run_with_hubs_ends_in_the_bits_of_the_run_without_and_names_their_links(config: Path) -> None:
-    """What docs/hubs.md tells to type."""
-    hubs = "federation.hubs={north: {sites: [site-1]}, south: {sites: [site-2]}}"
-    settings = ["--set", "wire.aggregation=fixed_point"]
-    assert run(config, *settings, "--out", "flat").exit_code == 0
-    assert run(config, *settings, "--set", hubs, "--out", "tree").exit_code == 0
-    flat, tree = (json.loads((Path(out) / "summary.json").read_text()) for out in ("flat", "tree"))
-    assert tree["model_sha256"] == flat["model_sha256"]
-    assert "links" not in flat
-    assert list(tree["links"]) == ["server", "north", "south"]
-    lines = [json.loads(line) for line in Path("tree/ledger.jsonl").read_text().splitlines()]
-    received = [
-        line["payload_bytes"] for line in lines if line["site"] in ("north", "south") and line["direction"] == "up"
-    ]
-    assert tree["links"]["server"]["up"] == sum(received) > 0
-    assert call("report", "tree", "--json").exit_code == 0
-
-
-def test_hub_with_a_site_that_the_run_has_not_is_named(config: Path) -> None:
-    hubs = "federation.hubs={north: {sites: [site-1, site-9]}}"
-    result = run(config, "--set", "wire.aggregation=fixed_point", "--set", hubs, "--out", "tree")
-    assert result.exit_code != 0
-    assert "federation.hubs: site-9: no such site in this run" in result.output

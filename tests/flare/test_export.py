@@ -15,7 +15,6 @@ from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.flare import aggregator, controller, executor, filters, session, tracking
 from flare_sparse.flare.export import SIGNATURES, export_job, find_outdated_files
-from flare_sparse.flare.hubs import executors
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.site.allow_list import CLASSES, SERVER_CLASSES
 
@@ -28,8 +27,6 @@ COMPONENTS = [
     session.UserTask({"path": "my_tasks.MyTask", "args": {"config": {"width": 3}}}),
     aggregator.StagingAggregator(),
     executor.SparseExecutor(),
-    executors.HubExecutor(),
-    executors.HubSiteExecutor(),
     filters.DecodeRequest(),
     filters.EncodeUpdate(),
     filters.DecodeUpdate(),
@@ -55,7 +52,7 @@ def test_export_keeps_every_constructor_argument(component: object, tmp_path: Pa
 def test_list_of_components_is_complete() -> None:
     found = {
         name
-        for module in (aggregator, controller, executor, executors, filters, session, tracking)
+        for module in (aggregator, controller, executor, filters, session, tracking)
         for name, thing in vars(module).items()
         if inspect.isclass(thing) and thing.__module__ == module.__name__ and not issubclass(thing, Exception)
     }
@@ -74,8 +71,8 @@ def test_job_names_only_allowed_classes_and_some_of_flares_default_list(config: 
     text = "".join((app / "config" / f"config_fed_{side}.json").read_text() for side in ("server", "client"))
     paths = {line.split('"')[3] for line in text.splitlines() if '"path":' in line}
     ours = {path for path in paths if path.startswith("flare_sparse.")}
-    # Only in jobs with a user task, with hubs, of flare-sparse describe and of nnunet collect.
-    parts = ("UserTask", ".hubs.", ".statistics.", ".fingerprints.")
+    # Only in jobs with a user task, of flare-sparse describe and of nnunet collect.
+    parts = ("UserTask", ".statistics.", ".fingerprints.")
     rare = {path for path in CLASSES if any(part in path for part in parts)}
     assert ours == {*CLASSES} - rare
     assert paths - ours <= {*DEFAULT_CLASS_ALLOW_LIST}

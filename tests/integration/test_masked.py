@@ -1,4 +1,4 @@
-"""A real FLARE job with masked sums in the simulator; test_hubs.py has one with a federation's certificates."""
+"""A real FLARE job with masked sums in the simulator; test_deployed.py has one with a federation's certificates."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,21 +24,15 @@ from flare_sparse.rounds.federation import (
     Connections,
     Federation,
     Handshake,
-    Hub,
-    HubRules,
     Outcome,
     Reply,
     RoundRecord,
     RoundRules,
-    SiteLinks,
-    SiteReply,
     SumQuestions,
-    Tree,
 )
 from flare_sparse.rounds.local.run import build_sums
 from flare_sparse.training import Site
 from flare_sparse.wire.codec import Encoded
-from flare_sparse.wire.collection import unpack_collection
 from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.ledger import Ledger
 
@@ -93,7 +86,6 @@ class LocalFederation:
         site_contexts: other keys, by site.
         stores: checkpoint store of each end; None for an end without checkpoints.
         sum_rules: rules of sums of fixed-point values; None: updates carry their values.
-        hubs: rules of each hub; None: the server reaches every site directly.
 
     Attributes:
         is_silent: whether a site stays silent in an attempt; it does not even receive the request.
@@ -102,10 +94,7 @@ class LocalFederation:
             see it, or None for a lost message.
         is_sum_lost: whether a site drops out of a sum before it answers a step.
         change_question: changes the server's question to a site in a sum.
-        sum_messages: (site, step, message) of every reply of a sum that a site sent, to the server or to its hub.
-        change_collection: changes a hub's answer, given its topic; None: the answer is lost.
-        is_hub_gone: whether a hub is not there when a collection is to be sent to it, given its topic.
-        collections: (hub, topic, answer) of every answer of a hub that the server received.
+        sum_messages: (site, step, message) of every reply of a sum that a site sent.
         returned: returns those of the given quarantined sites that have sent another hello.
         restarts: (sequence, site) pairs: the site loses its memory before it receives this attempt.
         order: order in which the sites are listed and replies arrive; None: by name.
@@ -127,7 +116,6 @@ class LocalFederation:
         site_contexts: Mapping[str, KeyContexts] | None = None,
         stores: Callable[[str], Store | None] = lambda end: None,
         sum_rules: SumRules | None = None,
-        hubs: Mapping[str, HubRules] | None = None,
         **settings: Any,
     ):
         self.bench = bench or ToyBench(Toy())
@@ -152,10 +140,6 @@ class LocalFederation:
         self.is_sum_lost: Callable[[str, Step], bool] = lambda site, step: False
         self.change_question: Callable[[str, Any], Any] = lambda site, question: question
         self.sum_messages: list[tuple[str, Step, Any]] = []
-        self.hubs = hubs or {}
-        self.is_hub_gone: Callable[[str, str], bool] = lambda hub, topic: False
-        self.change_collection: Callable[[str, str, Any], Any] = lambda hub, topic, answer: answer
-        self.collections: list[tuple[str, str, Any]] = []
         self.returned: Callable[[list[str]], list[str]] = lambda sites: []
         self.restarts: set[tuple[int, str]] = set()
         self.order: Sequence[str] | None = None
@@ -189,28 +173,17 @@ class LocalFederation:
     def deliver(self, attempt: Attempt) -> Mapping[str, Reply]:
         """Take an attempt's messages to the sites and return the replies of those that sent one."""
         replies: dict[str, Any] = {}
-        for name, reply in self.collect(attempt).items():
-            try:
-                replies[name] = reply.decode() if isinstance(reply, Upload) else reply
-            except WireError as error:
-                replies[name] = error
-            else:
-                if isinstance(reply, Upload):
-                    self._compare_updates(name, reply, replies[name])
-        return replies
-
-    def collect(self, attempt: Attempt) -> Mapping[str, Any]:
-        """Take an attempt's messages to the sites and return their uploads, or what a test sends instead."""
-        replies = {}
         for name in self.order or attempt.messages:
             if name not in attempt.messages or self.is_silent(name, attempt):
                 continue
             try:
                 reply = self._exchange(name, attempt)
+                if reply is not None:
+                    replies[name] = reply.decode() if isinstance(reply, Upload) else reply
+                if isinstance(reply, Upload):
+                    self._compare_updates(name, reply, replies[name])
             except WireError as error:
-                reply = error
-            if reply is not None:
-                replies[name] = reply
+                replies[name] = error
         return replies
 
     def _exchange(self, name: str, attempt: Attempt) -> Any:
@@ -248,36 +221,6 @@ class LocalFederation:
         """Yield the replies to a step of a sum, as a transport does."""
         yield from self.deliver_sum(questions).items()
 
-    def build_tree(self) -> Tree:
-        """Return the transport to the sites, through the hubs and directly."""
-
-        def collect(attempt: Attempt) -> dict[str, Any]:
-            replies = self.collect(attempt)
-            return {
-                name: SiteReply(reply.message, reply.examples, reply.metrics, pack_events(reply.endpoint.events))
-                if isinstance(reply, Upload)
-                else reply
-                for name, reply in replies.items()
-            }
-
-        def build_link(name: str) -> Callable[[Any, float | None], Any]:
-            hub = Hub(self.hubs[name], SiteLinks(collect, self.deliver_sum, self.build_hellos))
-
-            def carry(topic: str, collection: Any) -> Any:
-                answer = self.change_collection(name, topic, hub.answer(collection))
-                if answer is not None:
-                    self.collections.append((name, topic, answer))
-                return answer
-
-            def send(collection: Any, seconds: float | None) -> Any:
-                topic = unpack_collection(collection, "server")[0]["topic"]
-                return None if self.is_hub_gone(name, topic) else partial(carry, topic, collection)
-
-            return send
-
-        links = {name: build_link(name) for name in self.hubs}
-        return Tree(self.hubs, links, self.server, self.deliver, self.yield_sum_replies, self.build_hellos)
-
     def _compare_vectors(self, name: str) -> None:
         """Compare what a site reads in a message with what the server takes for it, which it keeps for differences."""
         vector = self.server._state.vectors.get(name)
@@ -311,15 +254,14 @@ class LocalFederation:
             self.records.append(record)
             self.on_round(record)
 
-        tree = self.build_tree()
         federation = Federation(
             self.method,
             self.server,
             self.bench.task.metric,
             Connections(
                 sites or self.list_sites,
-                tree.exchange,
-                tree.exchange_sum,
+                self.deliver,
+                self.yield_sum_replies,
                 handshake,
                 self.returned,
                 self.warnings.append,

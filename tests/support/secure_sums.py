@@ -66,7 +66,7 @@ class Bench:
         for name, section in values.items():
             padded = self.parties[name].pad(self.collector.list_boxes(name), section, self.ring)
             self.messages[name].append(padded.tobytes())
-            self.collector.accept_values([name], padded)
+            self.collector.accept_values(name, padded)
 
     def reveal(self, sites: Sequence[str]) -> None:
         survivors = self.collector.list_survivors()

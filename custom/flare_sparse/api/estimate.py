@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,10 @@ from ..config.study import Study
 from ..core.errors import ConfigError
 from ..privacy.dp.forecast import Forecast
 from ..results.runs.record import sum_traffic
-from ..rounds.federation import HubRules
-from ..rounds.federation.tree import sum_link_bytes
 from ..rounds.local.dry_run import DryTrainer, dry_run
 from ..tasks.data.partition import PARTITIONERS
 from ..tasks.task import SiteData, Task
 from ..training import Site
-from ..wire.ledger import Ledger, LedgerLine
 
 
 def compute_figures(study: Study) -> dict[str, Any]:
@@ -39,11 +36,8 @@ def compute_figures(study: Study) -> dict[str, Any]:
         config.wire.values,
         encrypted=config.encrypted,
         sum_rules=config.sum_rules,
-        hubs=config.hubs,
         builds_initial=config.builds_initial,
     )
-    # Without the collections of hubs, which carry these messages: with hubs and without, a run has the same messages.
-    own = Ledger([line for line in ledger.lines if line.site in sites])
     rounds = [
         {
             "round": record.round,
@@ -53,11 +47,13 @@ def compute_figures(study: Study) -> dict[str, Any]:
             "dense_bytes": sum(line.dense_bytes for line in attempt),
             "sparsity": record.sparsity,
         }
-        for record, (_, group) in zip(outcome.rounds, groupby(own.lines, key=lambda line: line.sequence), strict=True)
+        for record, (_, group) in zip(
+            outcome.rounds, groupby(ledger.lines, key=lambda line: line.sequence), strict=True
+        )
         for attempt in [list(group)]
     ]
-    training = [line for line in own.lines if line.kind == "train" and line.content in ("weights", "delta")]
-    traffic = sum_traffic(own)
+    training = [line for line in ledger.lines if line.kind == "train" and line.content in ("weights", "delta")]
+    traffic = sum_traffic(ledger)
     sent = {direction: int(sums["payload_bytes"]) for direction, sums in traffic.items()}
     return {
         "name": config.name,
@@ -71,7 +67,6 @@ def compute_figures(study: Study) -> dict[str, Any]:
         "bytes": {**sent, "total": sum(sent.values())},
         "traffic": traffic,
         "per_round": rounds,
-        **(sum_tree(ledger.lines, config.hubs, sites) if config.hubs else {}),
     }
 
 
@@ -159,26 +154,3 @@ def name_sites(config: RunConfig, task: Task, named: Sequence[str] = ()) -> list
     if count is None:
         raise ConfigError("the configuration does not give the number of sites; add --sites N")
     return sorted(f"site-{i}" for i in range(1, count + 1))
-
-
-def sum_tree(lines: Sequence[LedgerLine], hubs: Mapping[str, HubRules], sites: Iterable[str]) -> dict[str, Any]:
-    """Return the bytes of each link of a tree, as they are in a figure of an estimate.
-
-    Args:
-        lines: ledger of a dry run with hubs.
-        hubs: rules of each hub.
-        sites: names of all sites.
-
-    Returns:
-        ``links`` as in ``summary.json``: the bytes of the server, and of each hub and its sites; ``hubs``: names of the
-        sites of each hub; ``per_site``: the bytes of each site.
-    """
-    per_site = {site: {"down": 0, "up": 0} for site in sites}
-    for line in lines:
-        if line.site in per_site:
-            per_site[line.site][line.direction] += line.payload_bytes
-    return {
-        "links": sum_link_bytes(lines, hubs),
-        "hubs": {name: list(rules.sites) for name, rules in sorted(hubs.items())},
-        "per_site": per_site,
-    }

@@ -15,16 +15,14 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     """Run a study in a POC federation and write its record.
 
     Raises:
-        ConfigError: the job has hubs; an encrypted run cannot be resumed here, because FLARE makes new keys for every
+        ConfigError: an encrypted run cannot be resumed here, because FLARE makes new keys for every
             POC federation; or the federation cannot be started.
         JobFailed: the job ended without a result.
     """
     from ..flare.launch.poc import read_client_context, start_poc
     from ..flare.launch.submission import run_deployed
-    from ..flare.recipe import refuse_hubs
 
     out, encrypted = folder.path, study.config.encrypted
-    refuse_hubs(study.config)
     if folder.resume and encrypted:
         raise ConfigError(
             "--resume: an encrypted run cannot be resumed with --env poc, where every federation has new keys; leave "

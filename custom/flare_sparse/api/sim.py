@@ -17,16 +17,14 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     """Prepare the sites' data, run the job in FLARE's simulator and write its record.
 
     Raises:
-        ConfigError: the job has hubs, or the path of the folder contains a space.
+        ConfigError: the path of the folder contains a space.
         JobFailed: the job ended without a result.
     """
     # FLARE takes seconds to import; a local run must not wait for it.
     from ..flare.kits import write_kits
     from ..flare.launch.simulator import Workplace, simulate
-    from ..flare.recipe import refuse_hubs
 
     out, config = folder.path, study.config
-    refuse_hubs(config)
     checkpoints = folder.open_checkpoints(study, observer)
     contexts = folder.open_keys(study)
     with observer.wait("preparing the sites' data ..."):

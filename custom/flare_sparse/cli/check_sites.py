@@ -243,22 +243,7 @@ def find_federation_problems(settings: RunConfig, sites: Sequence[SiteCheck]) ->
         problems.append(Finding("quorum", ConfigError(text)))
     if loaded and not any(examples.n_test for examples in loaded):
         problems.append(Finding("test examples", DataError("no site has test examples: no model could be compared")))
-    return [*problems, *_find_hub_problems(settings, [site.name for site in sites])]
-
-
-def _find_hub_problems(settings: RunConfig, names: Sequence[str]) -> Iterator[Finding]:
-    """Yield hubs with unknown sites, and quorums that a single loss would miss."""
-    quorum = settings.federation.min_sites
-    for hub, rules in settings.hubs.items():
-        if unknown := sorted(set(rules.sites) - set(names)):
-            text = f"federation.hubs.{hub}: {', '.join(unknown)}: no such site; the sites are {', '.join(names)}"
-            yield Finding("hubs", ConfigError(text))
-        if rules.min_sites == len(rules.sites) > 1:
-            text = f"min_sites of {hub} is the number of its sites: if one is missing, the values of all are"
-            yield Finding("hubs", warning=text)
-        if (remaining := len(set(names) - set(rules.sites))) < quorum:
-            text = f"without {hub}, {remaining} sites remain, and federation.min_sites is {quorum}: no round commits"
-            yield Finding("hubs", warning=text)
+    return problems
 
 
 def build_sites_table(sites: Sequence[SiteCheck], metric: Metric) -> Table:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from ..results.runs.progress import compare_with_dense, format_bytes
 from .console import out as stdout
-from .estimate_tables import build_links_table, build_rounds_table
 from .options import ConfigFile, Overrides, load_with_options
 
 
@@ -36,9 +37,6 @@ def estimate(
     All figures hold for sites that answer every request at the first attempt. They are bytes of messages: the
     connections carry more (docs/wire-format.md).
 
-    With federation.hubs, in the configuration or by --set, the bytes of each link of the tree follow: what the server
-    and each hub send and receive, and what each site does (--json).
-
     With a privacy section, epsilon of the whole job is printed with each site's sampling rate, steps and noise. It does
     not depend on values of the data, only on the number of subjects.
 
@@ -49,8 +47,6 @@ def estimate(
         flare-sparse estimate app_configs/topk_ef_brain_age.yaml --sites 8 --rounds 100
 
         flare-sparse estimate app_configs/dp_morphometry_age.yaml --subjects 100 --json
-
-        flare-sparse estimate app_configs/masked_brain_age.yaml --set 'federation.hubs={north: {sites: [site-1]}}'
     """
     from ..api.estimate import compute_figures, forecast_privacy
 
@@ -69,7 +65,7 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
         f"{figures['name']}: {figures['method']}, {figures['parameters']:,} parameters, {figures['sites']} sites, "
         f"{figures['rounds']} rounds"
     )
-    console.print(build_rounds_table(figures))
+    console.print(_build_rounds_table(figures))
     dense = sum(figures["traffic"][direction]["dense_bytes"] for direction in ("down", "up"))
     sent = figures["bytes"]["total"]
     console.print(
@@ -78,11 +74,25 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
     console.print(f"training messages carry {figures['scalars']:,} of {figures['dense_scalars']:,} scalars")
     if figures["paper_scalars"] is not None:
         console.print(f"by the paper's counting rule: {figures['paper_scalars']:,} scalars")
-    if "links" in figures:
-        console.print(build_links_table(figures))
-        console.print("a collection of a hub also has the metrics of its sites as text, which are not counted here")
     if "epsilon" in figures:
         _show_privacy(console, figures)
+
+
+def _build_rounds_table(figures: Mapping[str, Any]) -> Table:
+    """Return the table of the rounds."""
+    table = Table()
+    for column in ("round", "request", "down", "up", "dense", "live"):
+        table.add_column(column, justify="right")
+    for line in figures["per_round"]:
+        table.add_row(
+            str(line["round"]),
+            line["kind"],
+            format_bytes(line["bytes_down"]),
+            format_bytes(line["bytes_up"]),
+            format_bytes(line["dense_bytes"]),
+            f"{1 - line['sparsity']:.1%}",
+        )
+    return table
 
 
 def _show_privacy(console: Console, figures: dict[str, Any]) -> None:

@@ -127,29 +127,6 @@ _FEATURES = (
         takes=_SUMS,
         example={"wire": {"aggregation": "fixed_point"}},
     ),
-    Feature(
-        "wire.aggregation: plain",
-        "values are not added as integers",
-        lambda job: job.wire.aggregation == "plain",
-        "set wire.aggregation to fixed_point or masked",
-        takes=frozenset({Need.INTEGER_SUMS}),
-    ),
-    Feature(
-        "federation.hubs",
-        "hubs and the server read sums only",
-        lambda job: bool(job.federation.hubs),
-        "leave federation.hubs out",
-        takes=_SUMS,
-        needs=_require(
-            Need.INTEGER_SUMS.because(
-                "a hub adds the values of its sites as integers, so that the sum has the bits of a run without hubs"
-            )
-        ),
-        example={
-            "wire": {"aggregation": "fixed_point"},
-            "federation": {"hubs": {"hub-1": {"sites": ["site-1", "site-2"]}}},
-        },
-    ),
     _build_format_feature(Need.EXACT_MODEL, "sites train from a rounded model"),
     _build_format_feature(Need.EXACT_STATISTICS, "values are rounded"),
     Feature(

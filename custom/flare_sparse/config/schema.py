@@ -15,15 +15,12 @@ from ..methods.registry import METHODS
 from ..privacy.dp.config import PrivacyConfig
 from ..privacy.secure_aggregation.limits import SumRules
 from ..privacy.secure_aggregation.rings import MAX_BOUND
-from ..rounds.federation import FETCH_S, HubRules
 from ..tasks.registry import TASKS
 from ..tasks.task import Task, TaskConfig
 from ..wire.formats import ValueType
 from .choice import Choice, ChoiceSerializer, build_choice_validator, build_error
 from .needs import find_conflicts
 
-RESERVED_NAMES = frozenset({"server", "sum"})
-"""Names that a ledger uses for something other than a hub."""
 _SCRIPT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*\.py")
 
 
@@ -45,8 +42,7 @@ class WireConfig(Section):
     aggregation: Literal["plain", "fixed_point", "masked"] = Field(
         "plain",
         description="masked: the server reads the sum of the sites' values and no value of a single site; sites sign "
-        "their keys with the certificates of their startup kits; fixed_point: the same sums without protection, whose "
-        "bits do not depend on how hubs group the sites",
+        "their keys with the certificates of their startup kits; fixed_point: the same sums without protection",
     )
     bound: float = Field(
         64.0,
@@ -81,32 +77,6 @@ class AuditConfig(Section):
         description="the server keeps every site's update of every round in RUN/updates, for the attacks of a server "
         "that flare-sparse audit makes; a strict site policy refuses the job",
     )
-
-
-class HubConfig(Section):
-    """One hub between the server and some sites."""
-
-    sites: tuple[str, ...] = Field(description="names of the sites that the hub serves")
-    min_sites: int = Field(
-        1, ge=1, description="quorum of the hub: with values of fewer of its sites, it passes none on"
-    )
-    # Left out at its default: a job with hubs keeps its run id.
-    fetch_s: float = Field(
-        FETCH_S,
-        gt=0,
-        allow_inf_nan=False,
-        exclude_if=lambda value: value == FETCH_S,
-        description="seconds in which a site fetches a question from its hub; the hub goes on without one that does "
-        "not, until it fetches again",
-    )
-
-    @model_validator(mode="after")
-    def _check_quorum(self) -> HubConfig:
-        if not self.sites:
-            raise ValueError("sites is empty; list the sites of the hub, or leave the hub out")
-        if self.min_sites > len(self.sites):
-            raise ValueError(f"min_sites is {self.min_sites}, but sites lists only {len(self.sites)}; lower it")
-        return self
 
 
 MIN_COMMITS = 2
@@ -152,13 +122,6 @@ class FederationConfig(Section):
         allow_inf_nan=False,
         description="minutes after which an attempt at a round ends with the sites that have replied, if they meet the "
         "quorum; at most task_timeout_s; null: task_timeout_s alone ends it",
-    )
-    # Left out where it is not set: a job without hubs keeps its run id.
-    hubs: dict[str, HubConfig] = Field(
-        default_factory=dict,
-        exclude_if=lambda value: not value,
-        description="hubs that add the values of their sites, {hub-1: {sites: [site-1, site-2]}}; sites of no hub "
-        "reach the server directly; needs wire.aggregation: fixed_point or masked",
     )
     early_stopping: EarlyStopping | None = Field(
         None,
@@ -209,18 +172,6 @@ class FederationConfig(Section):
                 f"request_interval_s {self.request_interval_s:g}: a request expires after {name} "
                 f"({shortest:g} s), before a site polls for it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_hubs(self) -> FederationConfig:
-        sites = [site for hub in self.hubs.values() for site in hub.sites]
-        for name, hub in self.hubs.items():
-            repeated = sorted({site for site in hub.sites if sites.count(site) > 1})
-            if repeated:
-                raise ValueError(f"hubs.{name}: {', '.join(repeated)} is listed more than once; a site has one hub")
-            # Hubs are not nested: a hub of hubs would need rules of its own for quorum and time.
-            if name in sites or name in RESERVED_NAMES:
-                raise ValueError(f"hubs.{name}: a hub needs a name of its own, not that of a site or of the server")
         return self
 
     @property
@@ -471,11 +422,6 @@ class JobConfig(Section):
     def builds_initial(self) -> bool:
         """Whether each site builds the initial model from the seed."""
         return self.wire.initial_model == "built"
-
-    @property
-    def hubs(self) -> dict[str, HubRules]:
-        """Rules of each hub; empty: the server reaches every site directly."""
-        return {name: HubRules(hub.sites, hub.min_sites, hub.fetch_s) for name, hub in self.federation.hubs.items()}
 
     @property
     def is_masked(self) -> bool:

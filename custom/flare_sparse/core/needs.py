@@ -23,7 +23,6 @@ class Need(Enum):
     EXACT_STATISTICS = "statistics of the inputs travel in the clear as float32, without noise"
     OWN_FORMAT = "values have a number format of their own"
     CIPHERTEXTS = "values are encrypted"
-    INTEGER_SUMS = "hubs add integers"
     MORE_READS = "a site may read its training examples beyond the one training of a round"
     JOINT_SUBJECTS = "one subject changes the inputs or the loss of another"
     PLAIN_STEPS = "a training step has no noise"

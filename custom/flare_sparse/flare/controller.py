@@ -23,18 +23,16 @@ from nvflare.app_common.abstract.aggregator import Aggregator
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from ..config.assemble import build_rules
-from ..config.schema import JobConfig
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, FlareSparseError
 from ..results.runs.model_files import ENCRYPTED
 from ..results.runs.progress import format_events, format_progress
 from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.server import Attempt
-from ..rounds.federation import Connections, Federation, Reply, RoundRecord, SumQuestions, Tree
+from ..rounds.federation import Connections, Federation, Reply, RoundRecord, SumQuestions
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
 from .feed import STATS, TOPIC, RecordFeed
-from .hubs.carrier import HubCarrier
 from .payload import (
     ACKNOWLEDGED,
     HELLO,
@@ -157,26 +155,12 @@ class FederatedController(Controller):
             timeout_s = job.federation.round_s or job.federation.task_timeout_s
             return self._collect_hellos(sites, timeout_s, fl_ctx, abort_signal)
 
-        carrier = HubCarrier(
-            job.hubs,
-            lambda task, clients: self._offer(task, clients, fl_ctx),
-            lambda tasks: self._wait(tasks, abort_signal),
-            self._polling.restart,
-            partial(_list_clients, fl_ctx),
-            job.federation.round_s or job.federation.task_timeout_s,
-            _to_whole_seconds,
-        )
-        tree = Tree(job.hubs, carrier.links, session.endpoint, exchange, exchange_sum, handshake)
-        behind_hubs = {site for rules in job.hubs.values() for site in rules.sites}
         connections = Connections(
-            partial(_list_connected_sites, fl_ctx, job),
-            tree.exchange,
-            tree.exchange_sum,
-            tree.shake_hands,
-            # A site of a hub does not ask the server for work, so it cannot take an invitation.
-            lambda sites: self._list_returned(
-                [site for site in sites if site not in behind_hubs], job.federation.task_timeout_s, fl_ctx
-            ),
+            partial(_list_connected_sites, fl_ctx, job.federation.min_sites),
+            exchange,
+            exchange_sum,
+            handshake,
+            lambda sites: self._list_returned(sites, job.federation.task_timeout_s, fl_ctx),
             lambda warning: self.logger.warning(str(warning)),
         )
         federation = Federation(
@@ -329,18 +313,15 @@ class FederatedController(Controller):
         client_task.result = None
 
 
-def _list_clients(fl_ctx: FLContext) -> list[str]:
-    return sorted(client.name for client in fl_ctx.get_engine().get_clients())
+def _list_connected_sites(fl_ctx: FLContext, min_sites: int) -> list[str]:
+    """Return the names of the connected sites, sorted.
 
-
-def _list_connected_sites(fl_ctx: FLContext, job: JobConfig) -> list[str]:
-    """Return the connected clients but the hubs, which have no data, and but the sites of a hub that is not there."""
-    clients = _list_clients(fl_ctx)
-    unreachable = {site for hub, rules in job.hubs.items() if hub not in clients for site in rules.sites}
-    names = [name for name in clients if name not in job.hubs and name not in unreachable]
+    Raises:
+        ConfigError: no site is connected.
+    """
+    names = sorted(client.name for client in fl_ctx.get_engine().get_clients())
     if not names:
-        fewest = job.federation.min_sites
-        raise ConfigError(f"no site is connected; federation.min_sites requires {fewest}. Start the sites first")
+        raise ConfigError(f"no site is connected; federation.min_sites requires {min_sites}. Start the sites first")
     return names
 
 

@@ -21,7 +21,6 @@ from ..config.yaml_files import read_yaml
 from ..core.errors import FlareSparseError, get_failure_code
 from ..rounds.endpoints.egress import EGRESS_FOLDER, EgressLog, Outgoing, describe_message
 from .payload import (
-    extract_collection,
     extract_hello,
     extract_sum,
     get_refusal_code,
@@ -33,7 +32,7 @@ from .workspace import find_job_file, get_workspace, write_site_error
 
 
 class EgressRecorder(FLComponent):
-    """Writes a line for each result of a task before FLARE or a hub's connection sends it.
+    """Writes a line for each result of a task before FLARE sends it.
 
     It is no component of a job or of a site's configuration: :func:`install_recorder` adds it behind all of them, so
     that it sees what leaves and not what a guard removes afterwards.
@@ -79,8 +78,6 @@ def describe_result(result: Shareable) -> Outgoing:
         return Outgoing("refusal", [get_refusal_code(result)])
     if (hello := extract_hello(result)) is not None:
         return Outgoing("hello", ["versions and limits"], beside=hello)
-    if (collection := extract_collection(result)) is not None:
-        return Outgoing("collection", ["replies of the hub's sites"], [collection])
     with suppress(FlareSparseError):
         message = extract_sum(result)
         return describe_message(*((message,) if message is not None else shareable_to_message(result, "")))

@@ -35,12 +35,6 @@ HELLO = "hello"
 SUM = "sum"
 """Name of the FLARE task of every step of a sum; also the only key in its data and in its answer."""
 
-COLLECTION = "collection"
-"""Name of the FLARE task that carries a collection to a hub; also the only key in its data and in its answer."""
-
-JOIN = "join_hub"
-"""Name of the FLARE task in which a site answers its hub, for as long as the job lasts."""
-
 EVENTS, ACKNOWLEDGED = "events", "acknowledged"
 """Keys beside a message: a site's events with its update, and the site's last known update with a request."""
 
@@ -128,16 +122,6 @@ def extract_sum_reply(result: Shareable) -> Any:
         return get_refusal_code(result)
     message = extract_sum(result)
     return "E_KIND" if message is None else message
-
-
-def collection_to_shareable(collection: np.ndarray) -> Shareable:
-    """Wrap a collection of the server or of a hub."""
-    return DXO(DataKind.APP_DEFINED, data={COLLECTION: collection}).to_shareable()
-
-
-def extract_collection(shareable: Shareable) -> Any:
-    """Return the unchecked collection; None when the shareable is something else. It never raises."""
-    return _extract(shareable, COLLECTION)
 
 
 def _extract(shareable: Shareable, key: str) -> Any:

@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args
 
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.job_config.api import FedJob
-from nvflare.recipe import PocEnv, SimEnv
-from nvflare.recipe.spec import ExecEnv, Recipe
+from nvflare.recipe.spec import Recipe
 
 import flare_sparse
 
@@ -26,9 +25,8 @@ from .aggregator import StagingAggregator
 from .controller import FederatedController
 from .executor import SparseExecutor
 from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
-from .hubs.executors import HubExecutor, HubSiteExecutor
 from .networks import NetworkSource, describe_network
-from .payload import COLLECTION, HELLO, JOIN, SUM, TASK
+from .payload import HELLO, SUM, TASK
 from .session import AGGREGATOR_ID, SERVER_ID, SITE_ID, TASK_ID, ServerSession, SiteSession, UserTask
 from .tracking import MlflowTracker
 from .workspace import JOB_FILE
@@ -44,20 +42,6 @@ def check_packaging(packaging: str) -> None:
     """
     if packaging not in get_args(Packaging):
         raise ConfigError(f"packaging: expected one of {', '.join(get_args(Packaging))}, found {packaging!r}")
-
-
-def refuse_hubs(config: JobConfig) -> None:
-    """Refuse a job with hubs in an environment that has no client for a hub and no address for it.
-
-    Raises:
-        ConfigError: the job has hubs.
-    """
-    if config.hubs:
-        raise ConfigError(
-            "federation.hubs: hubs run with --env local, and with --env prod in a federation that is provisioned with "
-            "them; FLARE's simulator and POC mode have none. Leave hubs out (the result has the same bits), or see "
-            "docs/hubs.md"
-        )
 
 
 class SparseRecipe(Recipe):
@@ -93,18 +77,13 @@ class SparseRecipe(Recipe):
         tracker: MlflowTracker | None = None,
     ):
         check_packaging(packaging)
-        # A hub is a client without data. FLARE starts a job only when these are connected: without its hub, a site
-        # would miss the whole job.
-        hubs = sorted(config.hubs)
-        fewest = config.federation.min_sites + len(hubs)
-        job = FedJob(name=config.name, min_clients=fewest, mandatory_clients=hubs or None)
+        job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
         # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
         self._staging = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
         weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
         job.set_app_packages(["flare_sparse"])
         self._add_server_components(job, tensorboard, tracker)
-        self._config = config
         self._add_site_components(job, has_sums=config.sum_rules is not None)
         self._add_settings(job, config)
         # Nested under "server", the only place where FLARE reads it.
@@ -177,16 +156,6 @@ class SparseRecipe(Recipe):
         load_task(config, script.parent)
         return cls(config, packaging=packaging, modules=modules)
 
-    def execute(self, env: ExecEnv, *arguments: Any, **more: Any) -> Any:
-        """Run the job in an environment of FLARE.
-
-        Raises:
-            ConfigError: the job has hubs, and the environment is the simulator or POC mode.
-        """
-        if isinstance(env, (SimEnv, PocEnv)):
-            refuse_hubs(self._config)
-        return super().execute(env, *arguments, **more)
-
     def _add_server_components(self, job: FedJob, tensorboard: bool, tracker: MlflowTracker | None) -> None:
         job.to_server(FederatedController(), id="controller")
         job.to_server(ServerSession(), id=SERVER_ID)
@@ -202,10 +171,6 @@ class SparseRecipe(Recipe):
 
     def _add_site_components(self, job: FedJob, *, has_sums: bool) -> None:
         job.to_clients(SparseExecutor(), tasks=[HELLO, TASK, *([SUM] if has_sums else [])])
-        if self._config.hubs:
-            # One app for all clients: each finds in the job whether it is a hub, a site of one, or neither.
-            job.to_clients(HubExecutor(), tasks=[COLLECTION])
-            job.to_clients(HubSiteExecutor(), tasks=[JOIN])
         job.to_clients(SiteSession(), id=SITE_ID)
         self.add_client_input_filter(DecodeRequest(), tasks=[TASK])
         self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])

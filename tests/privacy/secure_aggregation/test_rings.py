@@ -66,22 +66,6 @@ def test_every_order_of_additions_gives_the_same_bits() -> None:
     assert len(totals) == 1
 
 
-@given(groups=st.lists(st.integers(0, 4), min_size=1, max_size=12), wide=st.integers(0, 5), seed=st.integers(0, 99))
-def test_sum_of_the_sums_of_any_groups_has_the_bits_of_the_whole_sum(groups: list[int], wide: int, seed: int) -> None:
-    """``groups`` has the hub of each site. The sections are any bytes, so that the integers wrap around."""
-    ring = RingFormat(np.arange(5) < wide, Ring(32, 64.0))
-    drawn = np.random.default_rng(seed).integers(0, 256, (len(groups), ring.section_bytes), np.uint8)
-    whole, of_sums = np.zeros_like(drawn[0]), np.zeros_like(drawn[0])
-    for section in drawn:
-        ring.section.add(whole, section)
-    for group in set(groups):
-        of_group = np.zeros_like(whole)
-        for section in drawn[np.array(groups) == group]:
-            ring.section.add(of_group, section)
-        ring.section.add(of_sums, of_group)
-    assert of_sums.tobytes() == whole.tobytes()
-
-
 def test_section_has_4_bytes_a_value_and_8_for_wide_ones() -> None:
     assert RingFormat(np.arange(10) < 0, Ring(32, 1.0)).section_bytes == 40
     assert RingFormat(np.arange(10) < 3, Ring(32, 1.0)).section_bytes == 52

@@ -273,8 +273,8 @@ def test_collector_rejects_values_twice_from_strangers_or_of_another_length() ->
     bench = prepare_reveal()
     section = np.zeros(bench.ring.section_bytes, np.uint8)
     for name, sent, code in (("site-1", section, "E_REPLAY"), ("site-9", section, "E_REPLAY")):
-        assert refuses(lambda name=name, sent=sent: bench.collector.accept_values([name], sent)) == code
-    assert refuses(lambda: bench.collector.accept_values(["site-2"], section[:-1])) == "E_LEN"
+        assert refuses(lambda name=name, sent=sent: bench.collector.accept_values(name, sent)) == code
+    assert refuses(lambda: bench.collector.accept_values("site-2", section[:-1])) == "E_LEN"
 
 
 @given(data=st.binary(max_size=400))

@@ -327,16 +327,16 @@ def test_swapped_key_is_refused_by_every_site() -> None:
 
 def send_zeros_to(federation: LocalFederation, sites: list[str]) -> None:
     """Let the server send some sites a model of zeros in each round, whose answers it knows: nothing is learned."""
-    layout, collect = federation.bench.layout, federation.collect
+    layout, deliver = federation.bench.layout, federation.deliver
     forger, full = ServerEndpoint(layout, RUN, "float32", Ledger()), Mask.full(layout.size)
 
     def collect_answers(attempt: Attempt) -> Any:
         request = Request(attempt.kind, attempt.round, Patch.from_vector(torch.zeros(layout.size), full), full)
         forged = forger.encode_requests(dict.fromkeys(sites, Assignment(request, UpdateSpec("weights")))).messages
         is_training = attempt.kind == "train"
-        return collect(replace(attempt, messages=attempt.messages | forged) if is_training else attempt)
+        return deliver(replace(attempt, messages=attempt.messages | forged) if is_training else attempt)
 
-    federation.collect = collect_answers  # type: ignore[method-assign]
+    federation.deliver = collect_answers  # type: ignore[method-assign]
 
 
 def test_server_that_sends_different_models_reads_a_site_in_their_sum_unless_the_model_is_part_of_the_keys(

@@ -26,8 +26,6 @@ CLASSES = (
     "flare_sparse.flare.filters.EncodeUpdate",
     "flare_sparse.flare.fingerprints.FingerprintController",
     "flare_sparse.flare.fingerprints.FingerprintExecutor",
-    "flare_sparse.flare.hubs.executors.HubExecutor",
-    "flare_sparse.flare.hubs.executors.HubSiteExecutor",
     "flare_sparse.flare.session.UserTask",
     "flare_sparse.flare.session.ServerSession",
     "flare_sparse.flare.session.SiteSession",

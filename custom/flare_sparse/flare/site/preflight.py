@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cryptography.x509 import ExtendedKeyUsage, load_pem_x509_certificate
 
@@ -39,7 +39,9 @@ from .allow_list import (
 )
 from .authorizer import find_missing_guard
 from .byoc import list_code_senders, read_permissions
-from .hub_checks import Verdict, check_hub_role
+
+Verdict = Literal["PASS", "WARN", "FAIL"]
+"""Verdict of a check before a job."""
 
 FLARE_SERIES = "2.9"
 ALLOW_COMMAND = "flare-sparse site allow"
@@ -178,11 +180,6 @@ def _check_job(
     kit: Path, job: JobConfig, user_task: Task | None, environment: Mapping[str, str], *, is_guarded: bool
 ) -> Iterator[CheckResult]:
     """Read the site's data as the job would; if data and policy can be read, check the job against the policy."""
-    if job.hubs:
-        yield _run_check("hub", lambda: check_hub_role(kit, read_site_name(kit), job.hubs))
-        # A hub has no data and no examples.
-        if _is_hub(kit, job):
-            return
     loaded: list[tuple[Assembly, int, int]] = []
 
     def read_data() -> tuple[Verdict, str]:
@@ -298,13 +295,6 @@ def _is_closed_by_server(secure: ssl.SSLSocket) -> bool:
 
 def read_site_name(kit: Path) -> str:
     return str(_read_client(kit)["client"].get("fqsn") or kit.resolve().name)
-
-
-def _is_hub(kit: Path, job: JobConfig) -> bool:
-    try:
-        return read_site_name(kit) in job.hubs
-    except ConfigError:
-        return False
 
 
 def _read_client(kit: Path) -> dict[str, Any]:

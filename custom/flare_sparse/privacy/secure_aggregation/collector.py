@@ -32,26 +32,24 @@ class SectionSum:
         self.total = np.zeros(ring.section_bytes, np.uint8)
         self.sites: list[str] = []
 
-    def add(self, names: Sequence[str], section: np.ndarray, expected: Collection[str]) -> None:
-        """Add the section of a site, or the sum of the sections of several sites.
+    def add(self, name: str, section: np.ndarray, expected: Collection[str]) -> None:
+        """Add the section of a site.
 
         Args:
-            names: sites whose values the section holds.
+            name: name of the site.
             section: uint8; not trusted.
             expected: sites that may send values.
 
         Raises:
-            RejectedMessage: the length is wrong, or a site has no part in the sum or is in it already.
+            RejectedMessage: the length is wrong, or the site has no part in the sum or is in it already.
         """
         if section.dtype != np.uint8 or section.shape != (self.ring.section_bytes,):
-            raise RejectedMessage("E_LEN", "values", self.ring.section_bytes, section.shape, names[0])
-        is_new = set(names) <= set(expected) - set(self.sites) and len(set(names)) == len(names)
-        if not is_new:
-            raise RejectedMessage("E_REPLAY", "values", "those of sites of the sum, once", list(names), names[0])
-        # In the ring every order and every grouping of additions ends in the same bits: values are added as they
-        # arrive, and a hub may have added some of them.
+            raise RejectedMessage("E_LEN", "values", self.ring.section_bytes, section.shape, name)
+        if name not in expected or name in self.sites:
+            raise RejectedMessage("E_REPLAY", "values", "those of a site of the sum, once", name, name)
+        # In the ring every order of additions ends in the same bits, so that values are added as they arrive.
         self.ring.add(self.total, section)
-        self.sites.extend(names)
+        self.sites.append(name)
 
 
 class ClearCollector:
@@ -90,9 +88,9 @@ class ClearCollector:
         """Sites whose values are in the sum, in the order of names."""
         return sorted(self._sum.sites)
 
-    def accept_values(self, names: Sequence[str], section: np.ndarray) -> None:
-        """Add the values of sites, as :meth:`SectionSum.add`."""
-        self._sum.add(names, section, self.examples)
+    def accept_values(self, name: str, section: np.ndarray) -> None:
+        """Add the values of a site, as :meth:`SectionSum.add`."""
+        self._sum.add(name, section, self.examples)
 
     def compute_sum(self) -> np.ndarray:
         """Return the numbers, float64 ``(n,)``, of the sum over the survivors.
@@ -182,9 +180,9 @@ class SumCollector:
             raise TooFewSites(f"{', '.join(missing)} published keys and did not share the secrets of their pads")
         return {sender: boxes[receiver] for sender, boxes in sorted(self._boxes.items()) if sender != receiver}
 
-    def accept_values(self, names: Sequence[str], section: np.ndarray) -> None:
-        """Add the padded values of sites, as :meth:`SectionSum.add`."""
-        self._sum.add(names, section, self._boxes)
+    def accept_values(self, name: str, section: np.ndarray) -> None:
+        """Add the padded values of a site, as :meth:`SectionSum.add`."""
+        self._sum.add(name, section, self._boxes)
 
     def list_survivors(self) -> list[str]:
         """Return the sites whose values are in the sum, in the order of names.

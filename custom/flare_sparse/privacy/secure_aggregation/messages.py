@@ -42,7 +42,7 @@ class Step(IntEnum):
 
 PADDED_STEPS = (Step.KEYS, Step.SHARES, Step.VALUES, Step.REVEAL)
 SUMMED_STEPS = (Step.VALUES, Step.TERMS)
-"""Steps whose replies hold a section of values, which a hub adds."""
+"""Steps whose replies hold a section of values."""
 
 
 def pack_message(step: Step, sum_id: SumId, payload: bytes) -> np.ndarray:

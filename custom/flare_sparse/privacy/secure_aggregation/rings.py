@@ -71,34 +71,6 @@ class Ring:
         return total.view(f"<i{self.bits // 8}").astype(np.float64) / self.scale
 
 
-@dataclass(frozen=True)
-class SectionFormat:
-    """Lengths of the two parts of a values section, which suffice to add sections.
-
-    Attributes:
-        wide_bytes: bytes of the integers of 64 bits, which come first.
-        size: bytes of the section.
-    """
-
-    wide_bytes: int
-    size: int
-
-    def add(self, total: np.ndarray, section: np.ndarray, sign: int = 1) -> None:
-        """Add a section to ``total``, or subtract it with ``sign`` -1, in place; every order gives the same bits.
-
-        Args:
-            total: uint8 ``(size,)``.
-            section: uint8 ``(size,)``.
-            sign: 1 or -1.
-        """
-        for part, term in zip(self.split(total), self.split(section), strict=True):
-            (np.add if sign > 0 else np.subtract)(part, term, out=part)
-
-    def split(self, section: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of the wide and of the narrow integers."""
-        return section[: self.wide_bytes].view("<u8"), section[self.wide_bytes :].view("<u4")
-
-
 @dataclass(frozen=True, eq=False)
 class RingFormat:
     """Values section of a padded message: first the wide integers of 64 bits, then the narrow ones of 32 bits.
@@ -114,15 +86,14 @@ class RingFormat:
     WIDE = Ring(64, MAX_BOUND)
 
     @cached_property
-    def section(self) -> SectionFormat:
-        """Lengths of a section and of its parts."""
-        wide = int(np.count_nonzero(self.is_wide))
-        return SectionFormat(8 * wide, 8 * wide + 4 * (self.is_wide.size - wide))
+    def wide_bytes(self) -> int:
+        """Length of the wide integers in a section."""
+        return 8 * int(np.count_nonzero(self.is_wide))
 
     @property
     def section_bytes(self) -> int:
         """Length of a section."""
-        return self.section.size
+        return 4 * self.is_wide.size + self.wide_bytes // 2
 
     def encode(self, values: np.ndarray, weight: float) -> np.ndarray:
         """Return the section, uint8 ``(section_bytes,)``, of float64 ``(n,)`` values times ``weight``.
@@ -137,10 +108,21 @@ class RingFormat:
     def decode(self, section: np.ndarray) -> np.ndarray:
         """Return the numbers, float64 ``(n,)``, of the section of a sum."""
         values = np.empty(self.is_wide.size)
-        wide, narrow = self.section.split(section)
+        wide, narrow = self._split(section)
         values[self.is_wide], values[~self.is_wide] = self.WIDE.decode(wide), self.narrow.decode(narrow)
         return values
 
     def add(self, total: np.ndarray, section: np.ndarray, sign: int = 1) -> None:
-        """Add a section to ``total``, or subtract it, as :meth:`SectionFormat.add`."""
-        self.section.add(total, section, sign)
+        """Add a section to ``total``, or subtract it with ``sign`` -1, in place; every order gives the same bits.
+
+        Args:
+            total: uint8 ``(section_bytes,)``.
+            section: uint8 ``(section_bytes,)``.
+            sign: 1 or -1.
+        """
+        for part, term in zip(self._split(total), self._split(section), strict=True):
+            (np.add if sign > 0 else np.subtract)(part, term, out=part)
+
+    def _split(self, section: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return views of the wide and of the narrow integers."""
+        return section[: self.wide_bytes].view("<u8"), section[self.wide_bytes :].view("<u4")

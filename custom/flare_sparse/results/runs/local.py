@@ -30,7 +30,7 @@ def run_assembly(
     Arguments and returned values are those of :func:`flare_sparse.rounds.local.run.run_locally`; run id, rules and
     threads of ``course`` are those of the configuration.
     """
-    transport = Transport(config.wire.values, contexts, config.sum_rules, config.hubs, config.builds_initial)
+    transport = Transport(config.wire.values, contexts, config.sum_rules, config.builds_initial)
     course = replace(course, run=assembly.run_id, rules=build_rules(config), threads=config.torch_threads)
     with limit_kernel_threads(config.federation.threads):
         return run_locally(

@@ -25,7 +25,6 @@ from ...core.version import VERSION
 from ...privacy.dp.config import PrivacyConfig
 from ...rounds.federation import Evaluation, Outcome, RoundRecord
 from ...rounds.federation.events import STEPPED_BACK
-from ...rounds.federation.tree import sum_link_bytes
 from ...wire.ledger import Ledger
 from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, save_model
 from .updates import UPDATES, write_updates
@@ -151,7 +150,6 @@ class RecordWriter:
             "threads": torch.get_num_threads(),
             "versions": list_versions(),
             "model_sha256": None if outcome.encrypted else compute_digest(outcome.weights),
-            **({"links": sum_link_bytes(self.ledger.lines, config.hubs)} if config.hubs else {}),
             **({} if config.privacy is None else {"privacy": _describe_privacy(config.privacy, outcome)}),
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,7 +116,6 @@ class SumExchange:
 
     Attributes:
         steps: the steps, in their order.
-        section: format in which a hub can add the values of several sites.
         attempts: what is remembered of all attempts at the request.
         failure: why the sum has failed; empty: it has not.
     """
@@ -124,7 +123,7 @@ class SumExchange:
     def __init__(self, sums: ServerSums, sum_id: SumId, assignment: Assignment, mask: Mask, attempts: RequestSums):
         self.sums, self.sum_id, self.assignment, self.mask, self.attempts = sums, sum_id, assignment, mask, attempts
         ring = build_ring(assignment.expected.content, mask, sums.layout, sums.rules)
-        self.section = ring.section
+        self._section_bytes = ring.section_bytes
         self.steps = PADDED_STEPS if sums.rules.is_padded else (Step.TERMS,)
         self._padded = SumCollector(sum_id, ring, sums.root, sums.rules.min_sites)
         self._clear = ClearCollector(ring)
@@ -173,21 +172,19 @@ class SumExchange:
             self.attempts.members, self.attempts.survivors = frozenset(self._padded.members), frozenset(survivors)
             yield from dict.fromkeys(survivors, pack_names(survivors)).items()
 
-    def accept(self, step: Step, sites: Sequence[str], data: Any, examples: Mapping[str, int]) -> None:
-        """Take the reply of a site, or the one of a hub that has added the values of several sites; it is not trusted.
+    def accept(self, step: Step, site: str, data: Any, examples: Mapping[str, int]) -> None:
+        """Take the reply of a site, which is not trusted.
 
         Args:
             step: the step.
-            sites: the site, or those whose values a hub has added.
+            site: the site.
             data: the message.
             examples: as in :meth:`ask`.
 
         Raises:
-            RejectedMessage: it is malformed, or not the reply of these sites to this step.
+            RejectedMessage: it is malformed, or not the reply of this site to this step.
         """
-        limit, site = bound_reply_bytes(step, self.section.size, len(examples)), sites[0]
-        if len(sites) > 1 and step not in SUMMED_STEPS:
-            raise RejectedMessage("E_REPLAY", "reply", "one of each site", f"one of {len(sites)} sites", site)
+        limit = bound_reply_bytes(step, self._section_bytes, len(examples))
         # Before the message is copied or summed up.
         if not isinstance(data, np.ndarray) or data.size > limit:
             found = data.size if isinstance(data, np.ndarray) else type(data).__name__
@@ -202,12 +199,10 @@ class SumExchange:
             if payload[:FINGERPRINT_BYTES] != fingerprint:
                 found = payload[:FINGERPRINT_BYTES].hex()
                 raise RejectedMessage("E_MASK", "selection", self.mask.fingerprint, found, site)
-            self.collector.accept_values(sites, np.frombuffer(payload[FINGERPRINT_BYTES:], np.uint8))
+            self.collector.accept_values(site, np.frombuffer(payload[FINGERPRINT_BYTES:], np.uint8))
         elif step == Step.REVEAL:
             self._padded.accept_shares(site, split_payload(payload, SHARE_BYTES, site))
-        # A hub's reply stands for messages of the same length, which the hub received.
-        for name in sites:
-            self._record(step, name, "up", data.size)
+        self._record(step, site, "up", data.size)
 
     def _accept_keys(self, keys: SignedKeys, examples: Mapping[str, int]) -> None:
         # The sites weigh by the signed number, the quorum by the reported one.
@@ -257,7 +252,7 @@ class SumExchange:
         """Add a message to the ledger; keys, shares and reveals count as messages without values."""
         has_values = step in SUMMED_STEPS and direction == "up"
         content = self.assignment.expected.content if has_values else "metrics"
-        total, section = self.sums.layout.size, self.section.size
+        total = self.sums.layout.size
         line = LedgerLine(
             run=self.sum_id.run,
             round=self.sum_id.round,
@@ -273,6 +268,6 @@ class SumExchange:
             payload_bytes=size,
             selection_bytes=0,
             dense_bytes=4 * total if content in ("weights", "delta") else 0,
-            floor_bytes=section if has_values else 0,
+            floor_bytes=self._section_bytes if has_values else 0,
         )
         self.sums.ledger.lines.append(line)

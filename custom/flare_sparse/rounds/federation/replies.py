@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...core.exchange import Contribution, Patch
-from ...privacy.secure_aggregation.rings import SectionFormat
 from ..endpoints.server import Attempt
 
 Reply = Contribution | Exception | str
@@ -24,36 +23,18 @@ class SumQuestions:
     Attributes:
         messages: question by site; equal questions share one buffer.
         seconds: time for the replies; None: the transport decides.
-        section: format in which a hub adds the values in the replies; None: they hold no values, a hub passes on each.
-        selection: fingerprint of the entries whose values the replies hold, as hex digits.
     """
 
     messages: Mapping[str, np.ndarray]
     seconds: float | None = None
-    section: SectionFormat | None = None
-    selection: str = ""
 
 
-@dataclass(frozen=True)
-class HubReply:
-    """Reply of a hub to a step of a sum, which stands for those of the sites whose values the hub has added.
-
-    Attributes:
-        sites: names of these sites.
-        message: a message as that of a single site.
-    """
-
-    sites: tuple[str, ...]
-    message: np.ndarray
-
-
-SumReply = np.ndarray | str | HubReply
-"""Reply to a step of a sum: a message, the reason code of a refusal, or one object for all sites that a hub added."""
+SumReply = np.ndarray | str
+"""Reply to a step of a sum: a message, or the reason code of a refusal."""
 SumTransport = Callable[[SumQuestions], Iterable[tuple[str, SumReply]]]
 """Carries the questions of a step of a sum to its sites and yields their replies.
 
-Each reply is yielded with the name of its site as soon as it arrives, so that no two need be in memory; that of a hub
-with the name of any of the sites that it stands for.
+Each reply is yielded with the name of its site as soon as it arrives, so that no two need be in memory.
 """
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from ...core.errors import WireError
 from ...core.exchange import Contribution
-from ...privacy.secure_aggregation.messages import SUMMED_STEPS, Step
+from ...privacy.secure_aggregation.messages import Step
 from ..endpoints.server_sums import SumExchange
-from .replies import HubReply, Reply, SumQuestions, SumReply, SumTransport
+from .replies import Reply, SumQuestions, SumReply, SumTransport
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,29 +75,25 @@ def _send(
 ) -> dict[str, str]:
     """Return the reason code of each site that replied to a step; empty if its reply is accepted."""
     seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-    section = exchange.section if step in SUMMED_STEPS else None
     codes: dict[str, str] = {}
     lines = exchange.sums.ledger.lines
     first_line = len(lines)
     # In the order of arrival: integers of a ring have one sum in every order, so each reply is added and forgotten.
-    for site, answer in transport(SumQuestions(questions, seconds, section, exchange.mask.fingerprint)):
-        # A site may answer twice: the first answer counts. A hub's reply stands for several sites.
+    for site, answer in transport(SumQuestions(questions, seconds)):
+        # A site may answer twice: the first answer counts.
         if site in questions and site not in codes:
-            codes.update(_accept(step, site, answer, exchange, examples))
+            codes[site] = _accept(step, site, answer, exchange, examples)
     # In the order of names, so that a ledger of equal runs is equal.
     lines[first_line:] = sorted(lines[first_line:], key=lambda line: line.site)
     return codes
 
 
-def _accept(
-    step: Step, site: str, answer: SumReply, exchange: SumExchange, examples: Mapping[str, int]
-) -> dict[str, str]:
-    """Take one reply and return the reason code of each site that it stands for; empty if it is accepted."""
+def _accept(step: Step, site: str, answer: SumReply, exchange: SumExchange, examples: Mapping[str, int]) -> str:
+    """Take one reply and return the reason code of its site; empty if it is accepted."""
     if isinstance(answer, str):
-        return {site: answer}
-    sites, message = (answer.sites, answer.message) if isinstance(answer, HubReply) else ((site,), answer)
+        return answer
     try:
-        exchange.accept(step, sites, message, examples)
+        exchange.accept(step, site, answer, examples)
     except WireError as error:
-        return dict.fromkeys(sites, error.code)
-    return dict.fromkeys(sites, "")
+        return error.code
+    return ""

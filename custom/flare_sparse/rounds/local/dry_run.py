@@ -25,7 +25,7 @@ from ...training.batches import weigh_batches
 from ...training.task_trainer import OBSERVED_BATCH
 from ...wire.formats import ValueType
 from ...wire.ledger import Ledger
-from ..federation import HubRules, Outcome
+from ..federation import Outcome
 from .run import Transport, Watcher, run_locally
 
 
@@ -130,7 +130,6 @@ def dry_run(
     *,
     encrypted: bool = False,
     sum_rules: SumRules | None = None,
-    hubs: Mapping[str, HubRules] | None = None,
     builds_initial: bool = False,
 ) -> tuple[Outcome, Ledger]:
     """Count the messages of a whole run over given sites, whose :class:`DryTrainer` then holds the usage per update.
@@ -142,14 +141,13 @@ def dry_run(
         values: number format of the values in messages.
         encrypted: encrypt the weights, with newly generated keys.
         sum_rules: rules of fixed-point sums.
-        hubs: rules of each hub, whose collections the ledger then lists, too.
         builds_initial: no message carries the initial model.
 
     Returns:
         The outcome and the ledger; every message was really encoded.
     """
     contexts = KeyContexts.generate() if encrypted else None
-    transport = Transport(values, contexts, sum_rules, hubs or {}, builds_initial)
+    transport = Transport(values, contexts, sum_rules, builds_initial)
     watcher = Watcher(on_site_error=_raise_site_error)
     metric = Metric("none", "", "min")
     return run_locally(method, weights, dry_sites, metric, transport=transport, watcher=watcher)

@@ -6,15 +6,13 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from ...core.checkpoint.store import Store
-from ...core.errors import ConfigError, FlareSparseError, MissingBase, WireError, format_site_error, get_failure_code
+from ...core.errors import FlareSparseError, MissingBase, WireError, format_site_error, get_failure_code
 from ...core.exchange import Update
 from ...core.seeds import limit_threads
 from ...methods.method import Method
@@ -36,18 +34,13 @@ from ..endpoints.site_sums import SiteSums
 from ..federation import (
     Connections,
     Federation,
-    Hub,
-    HubRules,
-    Link,
     OnUpdates,
     Outcome,
-    RawReply,
     Reply,
     RoundRecord,
     RoundRules,
-    SiteLinks,
-    SiteReply,
-    Tree,
+    SumQuestions,
+    SumReply,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -66,14 +59,12 @@ class Transport:
         values: number format of the values.
         contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
         sum_rules: rules of the sums of fixed-point values; None: each update carries its values.
-        hubs: rules of each hub, which adds the values of its sites; empty: the server reaches every site directly.
         builds_initial: each site builds the initial model itself, and no message carries it.
     """
 
     values: ValueType = "float32"
     contexts: KeyContexts | None = None
     sum_rules: SumRules | None = None
-    hubs: Mapping[str, HubRules] = field(default_factory=dict)
     builds_initial: bool = False
 
 
@@ -142,9 +133,6 @@ def run_locally(
 
     Returns:
         The outcome and the ledger.
-
-    Raises:
-        ConfigError: a hub has a site that the run has not.
     """
     ledger = Ledger() if ledger is None else ledger
     values, contexts, rules, run = transport.values, transport.contexts, transport.sum_rules, course.run
@@ -162,12 +150,12 @@ def run_locally(
         for name, site in sorted(sites.items())
     }
     logs = {name: course.egress(name) for name, endpoint in endpoints.items() if isinstance(endpoint, SiteEndpoint)}
-    tree = build_tree(transport.hubs, server, LocalSites(endpoints, logs, watcher.on_site_error))
+    local = LocalSites(server, endpoints, logs, watcher.on_site_error)
     federation = Federation(
         method,
         server,
         metric,
-        Connections(lambda: sorted(endpoints), tree.exchange, tree.exchange_sum, tree.shake_hands),
+        Connections(lambda: sorted(endpoints), local.exchange, local.exchange_sum, local.shake_hands),
         rules=course.rules,
         on_round=watcher.on_round,
         on_updates=watcher.on_updates,
@@ -176,48 +164,6 @@ def run_locally(
     with limit_threads(course.threads):
         outcome = federation.run(weights, resume=course.resume)
     return outcome, ledger
-
-
-def build_tree(hubs: Mapping[str, HubRules], server: ServerEndpoint, sites: LocalSites) -> Tree:
-    """Return the transport to the sites of this process: through their hubs, and directly to those without one.
-
-    Raises:
-        ConfigError: a hub has a site that is not among the endpoints.
-    """
-    missing = sorted({site for rules in hubs.values() for site in rules.sites} - sites.endpoints.keys())
-    if missing:
-        known = ", ".join(sites.endpoints)
-        raise ConfigError(f"federation.hubs: {', '.join(missing)}: no such site in this run; its sites are {known}")
-    links = SiteLinks(
-        lambda attempt: dict(sites.collect_replies(attempt)),
-        lambda questions: dict(sites.deliver_sum(questions.messages)),
-        lambda names: {name: sites.build_hello(name) for name in names},
-    )
-
-    def build_link(rules: HubRules) -> Link:
-        hub = Hub(rules, links)
-        return lambda collection, _: partial(hub.answer, collection)
-
-    return Tree(
-        hubs,
-        {name: build_link(rules) for name, rules in hubs.items()},
-        server,
-        lambda attempt: dict(deliver(attempt, server, sites)),
-        lambda questions: sites.deliver_sum(questions.messages),
-        links.handshake,
-    )
-
-
-def deliver(attempt: Attempt, server: ServerEndpoint, sites: LocalSites) -> Iterator[tuple[str, Reply]]:
-    """Deliver an attempt's requests to the sites; yield the validated reply of each site that answers in time."""
-    for name, reply in sites.collect_replies(attempt):
-        if not isinstance(reply, SiteReply):
-            yield name, reply
-            continue
-        try:
-            yield name, server.decode(name, reply.message, reply.examples, reply.metrics, reply.events)
-        except WireError as error:
-            yield name, error
 
 
 def build_sums(
@@ -240,17 +186,22 @@ class LocalSites:
     """The sites of this process, and how messages reach them.
 
     Attributes:
+        server: validates the replies.
         endpoints: endpoint of each site, or the error that kept it from loading its data.
         logs: egress log of each site; it receives a line before each message leaves.
         on_site_error: called with the name and the error of a site that fails.
     """
 
+    server: ServerEndpoint
     endpoints: Mapping[str, SiteEndpoint | Exception]
     logs: Mapping[str, EgressLog | None]
     on_site_error: Callable[[str, Exception], None]
 
-    def collect_replies(self, attempt: Attempt) -> Iterator[tuple[str, RawReply]]:
-        """Deliver an attempt's requests; yield the reply, not validated, of each site that answers in time."""
+    def exchange(self, attempt: Attempt) -> Mapping[str, Reply]:
+        """Deliver an attempt's requests; return the validated reply of each site that answers in time."""
+        return dict(self._collect_replies(attempt))
+
+    def _collect_replies(self, attempt: Attempt) -> Iterator[tuple[str, Reply]]:
         for name, message in attempt.messages.items():
             start, endpoint = time.monotonic(), self.endpoints[name]
             if isinstance(endpoint, Exception):
@@ -277,11 +228,14 @@ class LocalSites:
             # The sites of this process take turns, and each has the whole time, as if they worked at the same time.
             if attempt.seconds is not None and time.monotonic() - start > attempt.seconds:
                 continue
-            yield name, SiteReply(data, update.num_examples, update.metrics, events)
+            try:
+                yield name, self.server.decode(name, data, update.num_examples, update.metrics, events)
+            except WireError as error:
+                yield name, error
 
-    def deliver_sum(self, questions: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray | str]]:
+    def exchange_sum(self, questions: SumQuestions) -> Iterator[tuple[str, SumReply]]:
         """Deliver the questions of a step of a sum; yield each reply, or the code of the site's failure."""
-        for name, question in questions.items():
+        for name, question in questions.messages.items():
             endpoint = self.endpoints[name]
             assert not isinstance(endpoint, Exception), "a site that failed has no part in a sum"
             assert endpoint.sums is not None, "all sites of a run take part in sums"
@@ -295,7 +249,11 @@ class LocalSites:
             self._record(name, describe_message(reply))
             yield name, reply
 
-    def build_hello(self, name: str) -> dict[str, str | int | float]:
+    def shake_hands(self, names: list[str]) -> Mapping[str, Any]:
+        """Return the hello of each site."""
+        return {name: self._build_hello(name) for name in names}
+
+    def _build_hello(self, name: str) -> dict[str, str | int | float]:
         """Return a site's hello; a site that cannot load its data sends its versions only."""
         endpoint = self.endpoints[name]
         if isinstance(endpoint, Exception):

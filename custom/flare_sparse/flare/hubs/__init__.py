@@ -1,1 +1,0 @@
-"""Hubs in FLARE: a client that adds the values of other clients, and the link between them."""
