@@ -19,12 +19,12 @@ from flare_sparse.config.loading import parse_job
 from flare_sparse.config.schema import JobConfig
 from flare_sparse.flare.fingerprints import (
     RESULT,
-    TASK,
     FingerprintController,
     FingerprintExecutor,
     FingerprintRecipe,
 )
-from flare_sparse.flare.payload import build_refusal, get_refusal_code
+from flare_sparse.flare.payload import QUESTION, build_refusal, get_refusal_code, question_to_shareable
+from flare_sparse.flare.questions import ANSWER, build_question
 from flare_sparse.flare.site.allow_list import CLASSES
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
 from flare_sparse.tasks.nnunet.fingerprint import (
@@ -36,6 +36,7 @@ from flare_sparse.tasks.nnunet.fingerprint import (
 )
 
 SAMPLES = 500
+QUESTIONED = question_to_shareable(build_question(FingerprintExecutor(SAMPLES)))
 
 
 @pytest.fixture
@@ -65,14 +66,14 @@ def test_such_a_job_carries_no_code_and_every_class_is_allowed(tmp_path: Path, j
 def test_site_answers_with_its_fingerprint_which_the_egress_log_names(tmp_path: Path, job: JobConfig) -> None:
     require_nnunet()
     site = make_site(tmp_path, job)
-    text = from_shareable(site.answer(TASK, Shareable())).data["fingerprint"]
+    text = from_shareable(site.answer(QUESTION, QUESTIONED)).data[ANSWER]
     assert parse_fingerprint(text) == compute_fingerprint(tmp_path / "raw", SAMPLES)
     (line,) = read_log(site.folder / EGRESS_FOLDER / "A")
     assert (line["permit"], line["contents"]) == ("EA 1", ["statistics"])
     assert line["bytes"] >= len(text)
 
     (site.folder / "local" / "flare_sparse_withdrawn.txt").write_text("case01\n")
-    without = parse_fingerprint(from_shareable(site.answer(TASK, Shareable())).data["fingerprint"])
+    without = parse_fingerprint(from_shareable(site.answer(QUESTION, QUESTIONED)).data[ANSWER])
     assert without.cases == 2
 
 
@@ -89,7 +90,7 @@ def test_policy_keeps_the_fingerprint_at_the_site(
     policy: dict[str, Any], term: str, tmp_path: Path, job: JobConfig
 ) -> None:
     site = make_site(tmp_path, job, policy=policy)
-    result = site.answer(TASK, Shareable())
+    result = site.answer(QUESTION, QUESTIONED)
     assert get_refusal_code(result) == "E_POLICY"
     assert "DXO" not in result
     assert term in site.read_error()
@@ -105,14 +106,14 @@ def build_fingerprint(side: int, samples: int = SAMPLES) -> Fingerprint:
 
 
 def send(content: Any) -> Shareable:
-    return DXO(DataKind.STATISTICS, data={"fingerprint": content}).to_shareable()
+    return DXO(DataKind.STATISTICS, data={ANSWER: content}).to_shareable()
 
 
 def run_controller(
     answers: dict[str, Shareable | None], folder: Path, monkeypatch: pytest.MonkeyPatch, signal: Signal | None = None
 ) -> list[str]:
     """Let a controller receive the answers of its sites; return the reasons of its panics."""
-    controller, panics = FingerprintController(60), list[str]()
+    controller, panics = FingerprintController("", 60), list[str]()
 
     def broadcast(task: Any, fl_ctx: Any, **_: Any) -> None:
         for name, answer in answers.items():
@@ -159,7 +160,7 @@ OTHER = build_fingerprint(11, 400).model_dump_json().encode()
         (send(GOOD.replace(b'"a":1', b'"Jane Doe":1')), "E_CONFIG: the fingerprints differ in dataset (A, B)"),
         (send(GOOD.replace(b'"labels":', b'"patient":"Jane Doe","labels":')), "B: E_KIND: ValidationError"),
         (send(GOOD.replace(b'"file_ending":', b'"regions_class_order":[[1]],"file_ending":')), "B: E_KIND: Valid"),
-        (send(GOOD), "E_CONFIG: the fingerprints cannot be merged: ConfigError"),
+        (send(GOOD), "E_CONFIG: the answers cannot be joined: ConfigError"),
     ],
 )
 def test_job_ends_with_the_site_whose_fingerprint_is_missing(

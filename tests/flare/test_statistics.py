@@ -1,4 +1,4 @@
-"""Description of the sites' columns: FLARE's workflow in this process, answered at three sites with their policies."""
+"""Description of the sites' columns: one question, answered at three sites with their policies, or by none."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from described_site import DescribedSite
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable
-from nvflare.app_common.app_constant import StatisticsConstants
-from nvflare.app_common.statistics.numeric_stats import get_global_stats
-from nvflare.app_common.utils.json_utils import ObjectEncoder
+from nvflare.app_common.abstract.statistics_spec import StatisticConfig
+from nvflare.app_common.app_constant import StatisticsConstants as Flare
+from nvflare.app_common.statistics.statisitcs_objects_decomposer import fobs_registration
+from nvflare.fuel.utils import fobs
+from pydantic import ValidationError
 
 from flare_sparse.api.describe import build_record
 from flare_sparse.config.schema import JobConfig
 from flare_sparse.config.study import Study
-from flare_sparse.flare.payload import get_refusal_code, is_statistics
+from flare_sparse.flare.payload import QUESTION, get_refusal_code, is_statistics, question_to_shareable
+from flare_sparse.flare.questions import ADMITTED, ANSWER, build_question
+from flare_sparse.flare.session import REQUESTS_FOLDER
 from flare_sparse.flare.site.allow_list import CLASSES
-from flare_sparse.flare.statistics import (
-    LEAST,
-    DescriptionRecipe,
-    StatisticsExecutor,
-    build_controller,
-    read_statistics,
-)
+from flare_sparse.flare.statistics import DescriptionController, DescriptionRecipe, StatisticsExecutor
 from flare_sparse.results.report.describe import write_description
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
+from flare_sparse.rounds.endpoints.request_log import read_record
+from flare_sparse.tasks.columns import LEAST
 
-TASK = StatisticsConstants.FED_STATS_TASK
-PHASES = (StatisticsConstants.STATS_1st_STATISTICS, StatisticsConstants.STATS_2nd_STATISTICS)
+
+def ask(site: DescribedSite) -> Shareable:
+    """Return the message of an honest server."""
+    return question_to_shareable(build_question(site.executor))
 
 
 def write_study(folder: Path) -> JobConfig:
@@ -79,22 +81,15 @@ def make_rows(site: str, count: int, *, centimetres: bool = True, sick: bool = F
     ]
 
 
-def describe(sites: list[DescribedSite], job_filter: Any = lambda result: result) -> Any:
-    """Drive FLARE's workflow through its two tasks and return the file that it writes."""
-    controller = build_controller()
-    for phase in PHASES:
-        for site in sites:
-            task = controller._prepare_inputs(phase)
-            task = SimpleNamespace(name="fed_stats", props={StatisticsConstants.STATISTICS_TASK_KEY: phase}, data=task)
-            result = site.answer(TASK, task.data, job_filter)
-            assert result.get_return_code() == ReturnCode.OK, site.read_error()
-            client_task = SimpleNamespace(client=SimpleNamespace(name=site.folder.name), task=task, result=result)
-            controller.results_cb(client_task, site.fl_ctx)
-        controller.global_statistics = get_global_stats(
-            controller.global_statistics, controller.client_statistics, phase, controller.statistic_configs,
-            controller.precision,
-        )  # fmt: skip
-    return json.loads(json.dumps(controller._combine_all_statistics(), cls=ObjectEncoder))
+def describe(sites: list[DescribedSite]) -> Any:
+    """Ask every site the job's question, and return what the server writes."""
+    controller = DescriptionController(build_question(sites[0].executor), 60)
+    answers = {}
+    for site in sites:
+        result = site.answer(QUESTION, ask(site))
+        assert result.get_return_code() == ReturnCode.OK, site.read_error()
+        answers[site.folder.name] = controller.parse(from_shareable(result).data[ANSWER])
+    return controller.join(answers)
 
 
 @pytest.fixture
@@ -115,7 +110,7 @@ def sites(tmp_path: Path, job: JobConfig) -> list[DescribedSite]:
 def test_columns_are_described_by_site_with_the_warnings_that_decide(
     tmp_path: Path, sites: list[DescribedSite]
 ) -> None:
-    record = build_record("study", 10, read_statistics(describe(sites)))
+    record = build_record("study", 10, describe(sites))
     assert record["sites"] == ["A", "B", "C"]
     ages = record["columns"]["age"]
     assert {site: own["count"] for site, own in ages.items()} == {"A": 108, "B": 78, "C": 48}
@@ -150,7 +145,6 @@ def test_every_answer_has_a_line_in_the_egress_log_with_the_permit(sites: list[D
     lines = read_log(sites[0].folder / EGRESS_FOLDER / "A")
     assert [(line["job"], line["permit"], line["contents"]) for line in lines] == [
         ("study", "EA 1", ["statistics"]),
-        ("study", "EA 1", ["statistics"]),
     ]
     assert all(line["bytes"] > 100 for line in lines)
 
@@ -161,8 +155,7 @@ def test_filter_of_the_job_changes_nothing_that_leaves(sites: list[DescribedSite
         result.set_header("more", "rows")
         return result
 
-    task = build_controller()._prepare_inputs(PHASES[0])
-    plain, changed = sites[0].answer(TASK, task), sites[0].answer(TASK, task, add)
+    plain, changed = (sites[0].answer(QUESTION, ask(sites[0]), *added) for added in ((), (add,)))
     assert from_shareable(changed).data == from_shareable(plain).data
     assert is_statistics(changed)
     assert changed.get_header("more") is None
@@ -182,7 +175,7 @@ def test_filter_of_the_job_changes_nothing_that_leaves(sites: list[DescribedSite
 )
 def test_policy_keeps_statistics_at_the_site(policy: dict[str, Any], term: str, tmp_path: Path, job: JobConfig) -> None:
     site = make_site(tmp_path / "A", job, make_rows("A", 120), policy)
-    result = site.answer(TASK, build_controller()._prepare_inputs(PHASES[0]))
+    result = site.answer(QUESTION, ask(site))
     assert get_refusal_code(result) in ("E_POLICY", "E_DATA")
     assert "DXO" not in result
     assert term in site.read_error()
@@ -190,21 +183,151 @@ def test_policy_keeps_statistics_at_the_site(policy: dict[str, Any], term: str, 
 
 def test_guard_refuses_too_many_bytes(tmp_path: Path, job: JobConfig) -> None:
     site = make_site(tmp_path / "A", job, make_rows("A", 120), {"max_upload_bytes": 200})
-    assert get_refusal_code(site.answer(TASK, build_controller()._prepare_inputs(PHASES[0]))) == "E_POLICY"
+    assert get_refusal_code(site.answer(QUESTION, ask(site))) == "E_POLICY"
     assert "max_upload_bytes: the statistics have" in site.read_error()
 
 
 def test_job_cannot_ask_for_figures_of_few_rows(tmp_path: Path, job: JobConfig) -> None:
     site = make_site(tmp_path / "A", job, make_rows("A", LEAST - 1))
     site.executor = StatisticsExecutor(1)
-    assert get_refusal_code(site.answer(TASK, build_controller()._prepare_inputs(PHASES[0]))) == "E_DATA"
+    assert get_refusal_code(site.answer(QUESTION, ask(site))) == "E_DATA"
     assert f"no column has {LEAST} rows" in site.read_error()
+
+
+def ask_flare(targets: list[StatisticConfig], **inputs: Any) -> Shareable:
+    """Return a task of FLARE's own workflow of statistics, through FLARE's serializer."""
+    fobs_registration()
+    request = Shareable()
+    request[Flare.STATISTICS_TASK_KEY] = Flare.STATS_2nd_STATISTICS
+    request[Flare.STATS_TARGET_STATISTICS] = fobs.dumps(targets)
+    request.update(inputs)
+    return fobs.loads(fobs.dumps(request))
+
+
+def change(kind: str = "describe", **terms: Any) -> Shareable:
+    """Return the question with other terms."""
+
+    class Changed(StatisticsExecutor):
+        def list_terms(self) -> dict[str, Any]:
+            return super().list_terms() | terms
+
+    Changed.kind = kind
+    return question_to_shareable(build_question(Changed(10)))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        ask_flare(
+            [StatisticConfig(Flare.STATS_VAR, {})],
+            **{Flare.STATS_GLOBAL_MEAN: {"site": {"age": [1.0] + [0.0] * 119}}, Flare.STATS_GLOBAL_COUNT: {"site": {}}},
+        ),
+        ask_flare([StatisticConfig(Flare.STATS_QUANTILE, {"*": [1, 2, 3]})]),
+        ask_flare([StatisticConfig(Flare.STATS_HISTOGRAM, {"*": {Flare.STATS_BINS: 2}})]),
+        change(least=1),
+        change(quantiles=[1, 2, 3]),
+        change(bins=1000),
+        change(kind="fingerprint"),
+        change(columns=["age"]),
+        change(global_mean=0.0),
+        question_to_shareable("describe"),
+        question_to_shareable(json.loads("[1]")),
+        Shareable(),
+    ],
+)
+def test_server_that_deviates_from_the_site_s_copy_of_the_job_is_refused(
+    task: Shareable, tmp_path: Path, job: JobConfig
+) -> None:
+    site = make_site(tmp_path / "A", job, make_rows("A", 120))
+    result = site.answer(QUESTION, task)
+    assert (get_refusal_code(result), "DXO" in result) == ("E_REQUEST", False)
+    assert "this site's copy of the job asks" in site.read_error()
+    assert not (site.folder / REQUESTS_FOLDER).exists()
+
+
+def test_questions_are_counted_over_jobs_and_restarts(tmp_path: Path, job: JobConfig) -> None:
+    site = make_site(tmp_path / "A", job, make_rows("A", 120), {"max_lifetime_questions": 1, "max_starts": 2})
+    answers = [get_refusal_code(site.answer(QUESTION, ask(site))) for _ in range(8)]
+    # Three attempts of one start, twice: the same question costs nothing of the lifetime.
+    assert [code == "OK" for code in answers] == [True] * 6 + [False] * 2
+    assert "max_starts 2" in site.read_error()
+    # Another executor is another process, and another number another question.
+    site.executor = StatisticsExecutor(11)
+    assert get_refusal_code(site.answer(QUESTION, ask(site))) == "E_REQUEST"
+    assert "max_lifetime_questions 1" in site.read_error()
+    first, second = sorted(
+        (read_record(file) for file in (site.folder / REQUESTS_FOLDER / "A").glob("study-*.json")),
+        key=lambda record: -len(record.questions),
+    )
+    assert [name.partition("/")[0] for name in first.questions] == ["describe"]
+    assert [(entry.kind, entry.start, entry.answers) for entry in first.requests] == [
+        ("describe", 1, 3),
+        ("describe", 2, 3),
+    ]
+    assert (second.questions, len(second.requests)) == ({}, 1)
+
+
+def test_statistics_that_answer_no_question_do_not_leave(tmp_path: Path, job: JobConfig) -> None:
+    site = make_site(tmp_path / "A", job, make_rows("A", 120), {"foreign_jobs": True})
+    good = site.answer(QUESTION, ask(site))
+    # An executor of another package in a job with our settings; the answer before must not count for it.
+    site.executor = SimpleNamespace(execute=lambda *_: good)
+    site.fl_ctx.set_prop(ADMITTED, None, private=True, sticky=False)
+    assert get_refusal_code(site.answer(QUESTION, ask_flare([]))) == "E_POLICY"
+    assert "answer no question" in site.read_error()
+
+
+GOOD = {"count": 30, "mean": 5.0, "stddev": 1.0, "quantile": {"50": 5.0}, "histogram": [[0.0, 5.0, 15], [5.0, 9.0, 15]]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"age": GOOD | {"count": -5}},
+        {"age": GOOD | {"count": "<b>"}},
+        {"age": GOOD | {"mean": "<b>"}},
+        {"age": GOOD | {"mean": None}},
+        {"age": GOOD | {"stddev": -1.0}},
+        {"age": GOOD | {"quantile": {"<b>": 1.0}}},
+        {"age": GOOD | {"quantile": [1, 2]}},
+        {"age": GOOD | {"histogram": "<b>"}},
+        {"age": GOOD | {"histogram": [[i, i + 1, 9] for i in range(20_000)]}},
+        {"age": GOOD | {"histogram": [["<b>", 1, 2]]}},
+        {"age": GOOD | {"<b>": 1}},
+        {"age": {name: value for name, value in GOOD.items() if name != "count"}},
+        {"a" * 10_000: GOOD},
+        {"a\nb": GOOD},
+        {"": GOOD},
+        ["age"],
+    ],
+)
+def test_server_takes_no_malformed_description(answer: Any) -> None:
+    controller = DescriptionController("", 60)
+    text = json.dumps(answer).encode()
+    with pytest.raises(ValidationError):
+        controller.parse(text)
+    for changed in (text[:-1], text.replace(b"5.0", b"NaN"), b"[" * 100_000):
+        with pytest.raises(ValidationError):
+            controller.parse(changed)
+
+
+def test_names_and_labels_of_a_site_are_text_on_the_page(tmp_path: Path) -> None:
+    image = "<img src=x onerror=alert(1)>"
+    controller = DescriptionController("", 60)
+    found = controller.parse(json.dumps({image: GOOD, "a$b^{$": GOOD, f"sex={image}": GOOD}).encode())
+    record = build_record("study", 10, controller.join({"A": found, "B": found}))
+    page, _ = write_description(record, tmp_path)
+    assert image not in page.read_text()
 
 
 def test_such_a_job_carries_no_code_and_sites_run_no_class_of_flare(tmp_path: Path, job: JobConfig) -> None:
     DescriptionRecipe(job, 10).export(str(tmp_path / "jobs"))
     assert not list((tmp_path / "jobs").glob("**/*.py"))
     (file,) = (tmp_path / "jobs").glob("**/config_fed_client.json")
+    (server,) = (tmp_path / "jobs").glob("**/config_fed_server.json")
+    assert [part["path"] for part in json.loads(server.read_text())["workflows"]] == [
+        "flare_sparse.flare.statistics.DescriptionController"
+    ]
     content = json.loads(file.read_text())
     assert [part["executor"]["path"] for part in content["executors"]] == [
         "flare_sparse.flare.statistics.StatisticsExecutor"

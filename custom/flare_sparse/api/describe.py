@@ -15,8 +15,7 @@ from ..results.runs.description import find_warnings
 from ..tasks.data.source import write_site_files
 
 if TYPE_CHECKING:
-    from ..flare.fingerprints import FingerprintRecipe
-    from ..flare.statistics import DescriptionRecipe
+    from ..flare.questions import QuestionRecipe
 
 RECORD = "description.json"
 
@@ -24,7 +23,7 @@ RECORD = "description.json"
 def describe_study(
     study: Study, out: Path, *, least: int = 10, kit: Path | None = None, observer: Observer = SILENT
 ) -> dict[str, Any]:
-    """Compute statistics of the sites' columns by FLARE's own workflow, and write a page.
+    """Compute statistics of the sites' columns by a FLARE job, and write a page.
 
     Args:
         study: the study; its method does not matter.
@@ -51,10 +50,10 @@ def describe_study(
         raise ConfigError(
             f"describe needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"
         ) from error
-    from ..flare.statistics import RESULT, DescriptionRecipe, read_statistics
+    from ..flare.statistics import RESULT, DescriptionRecipe
 
     content = run_statistics_job(study, DescriptionRecipe(study.config.job, least), RESULT, out, kit, observer)
-    record = build_record(study.config.name, least, read_statistics(content))
+    record = build_record(study.config.name, least, content)
     write_json(out / RECORD, record)
     write_description(record, out)
     return record
@@ -62,7 +61,7 @@ def describe_study(
 
 def run_statistics_job(
     study: Study,
-    recipe: DescriptionRecipe | FingerprintRecipe,
+    recipe: QuestionRecipe,
     result: str,
     out: Path,
     kit: Path | None,

@@ -30,7 +30,7 @@ def describe(
 ) -> None:
     """Describe the data of all sites before training: counts, missing values, histograms and quantiles by site.
 
-    Runs FLARE's own workflow of federated statistics. Each site follows its policy and sends no figure of few rows.
+    Each site answers one question of its own copy of the job, follows its policy and sends no figure of few rows.
     Writes a page with plots, and warns of what may decide the study: a site with one class, sites that differ in a
     label such as the scanner, a column in another unit. Needs the extra report.
 

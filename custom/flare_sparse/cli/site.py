@@ -196,8 +196,10 @@ def requests(
         lines = [
             f"{run.job} (run {record.run}), {run.site}: {period}",
             f"  requests: {counts}; last round {run.last_round}; {run.answers} answers with retries",
-            f"  starts of the job: {record.start}; models whose metrics left: {len(record.evaluations)}",
+            f"  starts of the job: {record.start}; models whose metrics left: {record.evaluations}",
+            f"  questions that count for life: {len(record.questions)}; sums: {len(record.sums)}",
         ]
+        lines += [f"  unchecked results of task {task}: {count}" for task, count in record.foreign.items()]
         if run.rounds_with_many_models:
             lines.append(f"  more than one model in: {', '.join(run.rounds_with_many_models)}")
         if record.requests:

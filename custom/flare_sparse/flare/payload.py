@@ -35,6 +35,9 @@ HELLO = "hello"
 SUM = "sum"
 """Name of the FLARE task of every step of a sum; also the only key in its data and in its answer."""
 
+QUESTION = "question"
+"""Name of the FLARE task of a question that trains nothing; also the only key in its data."""
+
 EVENTS, ACKNOWLEDGED = "events", "acknowledged"
 """Keys beside a message: a site's events with its update, and the site's last known update with a request."""
 
@@ -124,6 +127,17 @@ def extract_sum_reply(result: Shareable) -> Any:
     return "E_KIND" if message is None else message
 
 
+def question_to_shareable(question: str) -> Shareable:
+    """Wrap a question of the server."""
+    return DXO(DataKind.APP_DEFINED, data={QUESTION: question}).to_shareable()
+
+
+def extract_question(shareable: Shareable) -> str | None:
+    """Return the unchecked text of a question; None when the shareable is something else. It never raises."""
+    question = _extract(shareable, QUESTION)
+    return question if isinstance(question, str) else None
+
+
 def _extract(shareable: Shareable, key: str) -> Any:
     """Return the only value of a DXO, which has this key; None when the shareable is something else.
 
@@ -138,7 +152,7 @@ def _extract(shareable: Shareable, key: str) -> Any:
 
 
 def is_statistics(result: Shareable) -> bool:
-    """Return whether a result holds statistics of FLARE's own workflow. It never raises."""
+    """Return whether a result holds statistics, of this package or of FLARE's own workflow. It never raises."""
     try:
         return bool(from_shareable(result).data_kind == DataKind.STATISTICS)
     except Exception:  # noqa: BLE001 - as in _extract

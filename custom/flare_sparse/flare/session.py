@@ -291,14 +291,19 @@ class SiteSession(FLComponent):
 
 def _open_request_log(fl_ctx: FLContext, job: JobConfig, assembly: Assembly) -> RequestLog:
     """Open the site's record of answered requests, which lies in the startup kit and not in a folder of the job."""
-    folder = Path(get_workspace(fl_ctx).get_root_dir()) / REQUESTS_FOLDER / fl_ctx.get_identity_name()
     return RequestLog(
         assembly.run_id,
         assembly.method.count_requests,
         attempts=job.federation.retries + 1,
         max_starts=read_site_policy(fl_ctx).max_starts,
-        file=folder / f"{job.name}-{assembly.run_id}.json",
+        file=find_record(fl_ctx, job.name, assembly.run_id),
     )
+
+
+def find_record(fl_ctx: FLContext, job: str, run: str) -> Path:
+    """Return the file of the requests of a run in the site's record of all requests."""
+    folder = Path(get_workspace(fl_ctx).get_root_dir()) / REQUESTS_FOLDER / fl_ctx.get_identity_name()
+    return folder / f"{job}-{run}.json"
 
 
 def describe_account(fl_ctx: FLContext) -> tuple[Path, Budget | None]:

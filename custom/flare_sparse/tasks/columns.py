@@ -4,14 +4,46 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, RootModel
 
 from ..core.subgroups import MISSING, SUBJECTS, label_values, name_metric, suppress_small
 from .task import Column, SiteData, Task
 
+LEAST = 5
+"""Fewest rows that a job may ask for: a site computes no figure from fewer, whatever its policy."""
+QUANTILES = (5, 25, 50, 75, 95)
+"""Quantiles of a description, in percent."""
+BINS = 15
+"""Cells of a histogram before those of too few rows are merged."""
 _MOST_LABELS = 20
 """Text columns with more labels, such as identifiers, describe nothing."""
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+class Figures(BaseModel):
+    """Statistics of a column, each from enough rows; what a receiver checks.
+
+    Attributes:
+        count: number of rows with a value.
+        mean, stddev: mean and standard deviation.
+        quantile: quantiles by percent, where enough rows lie on both sides.
+        histogram: lower bound, upper bound and rows of each cell.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    count: PositiveInt
+    mean: FiniteFloat
+    stddev: Annotated[FiniteFloat, Field(ge=0)]
+    quantile: dict[Annotated[str, Field(pattern="^[0-9]{1,2}$")], FiniteFloat]
+    histogram: Annotated[tuple[tuple[FiniteFloat, FiniteFloat, PositiveInt], ...], Field(max_length=BINS)]
+
+
+class Description(RootModel[Annotated[dict[Name, Figures], Field(max_length=10_000)]]):
+    """Figures by column, as a site sends them."""
 
 
 def list_columns(task: Task, data: SiteData) -> list[Column]:
@@ -96,6 +128,24 @@ def compute_range(values: np.ndarray, least: int) -> tuple[float, float]:
     """Return the means of the ``least`` smallest and of the ``least`` largest values; both exclude the extremes."""
     ordered = np.sort(values)
     return float(ordered[:least].mean()), float(ordered[-least:].mean())
+
+
+def compute_figures(values: np.ndarray, least: int) -> Figures:
+    """Return the figures of a column ``(n,)``, none of which is computed from fewer than ``least`` rows.
+
+    The cells of the histogram lie in the site's own range: no edge comes from elsewhere.
+    """
+    low, high = compute_range(values, least)
+    # A constant column has a range of no width.
+    edges = np.linspace(low, max(high, float(np.nextafter(low, np.inf))), BINS + 1)
+    found = {str(percent): compute_quantile(values, percent / 100, least) for percent in QUANTILES}
+    return Figures(
+        count=len(values),
+        mean=float(values.mean()),
+        stddev=float(values.std()),
+        quantile={percent: value for percent, value in found.items() if value is not None},
+        histogram=tuple(count_cells(values, edges, least)),
+    )
 
 
 def _read_column(name: str, values: np.ndarray) -> Column | None:

@@ -184,7 +184,7 @@ def test_presets_become_stricter_from_open_to_careful_to_strict() -> None:
     assert list(policies) == ["careful", "open", "strict"]
     careful, strict = policies["careful"], policies["strict"]
     assert set(policies["open"].contents) == set(Policy().contents)
-    for term in ("max_evaluations", "max_lifetime_evaluations", "max_starts"):
+    for term in ("max_evaluations", "max_lifetime_questions", "max_starts"):
         assert getattr(policies["open"], term) > getattr(careful, term) > getattr(strict, term), term
     for term in ("min_examples", "min_score_examples", "min_score_batches", "min_test_examples"):
         assert getattr(policies["open"], term) < getattr(careful, term) < getattr(strict, term), term

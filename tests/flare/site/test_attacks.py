@@ -239,10 +239,10 @@ def test_metrics_of_chosen_models_reveal_no_test_row_in_a_run_of_any_length(
 def test_metrics_of_chosen_models_reveal_a_test_row_without_limits_and_not_in_the_lifetime_of_a_site(
     tmp_path: Path,
 ) -> None:
-    terms = {"max_evaluations": None, "max_lifetime_evaluations": None}
+    terms = {"max_evaluations": None, "max_lifetime_questions": None}
     attack = MetricsAttack(Victim(tmp_path, "careful", terms=terms), list_answered(None, ROUNDS))
     assert attack.run() == MEDICATIONS
-    lifetimes = {name: read_policy(file).max_lifetime_evaluations or 0 for name, file in PRESETS.items()}
+    lifetimes = {name: read_policy(file).max_lifetime_questions or 0 for name, file in PRESETS.items()}
     assert lifetimes["strict"] < lifetimes["careful"] < attack.questions == 56 < lifetimes["open"]
 
 

@@ -43,7 +43,7 @@ from flare_sparse.flare.payload import (
     sum_to_shareable,
     update_to_dxo,
 )
-from flare_sparse.flare.session import SiteSession
+from flare_sparse.flare.session import REQUESTS_FOLDER, SiteSession
 from flare_sparse.flare.site.authorizer import SitePlanAuthorizer
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.flare.site.install import install_guards
@@ -57,6 +57,7 @@ from flare_sparse.privacy.secure_aggregation.identities import generate_identity
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
 from flare_sparse.privacy.secure_aggregation.pads import SumId
+from flare_sparse.rounds.endpoints.request_log import read_record
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.endpoints.site_sums import SiteSums
@@ -107,7 +108,9 @@ class Hospital:
         state = self.method.init(weights, ["site-1"])
         self.attempt = self.server.encode_requests(self.method.ask(state, ["site-1"]) or {})
         workspace = SimpleNamespace(
-            get_site_config_dir=lambda: str(folder / "local"), get_run_dir=lambda job: str(folder / "run")
+            get_root_dir=lambda: str(folder),
+            get_site_config_dir=lambda: str(folder / "local"),
+            get_run_dir=lambda job: str(folder / "run"),
         )
         engine = SimpleNamespace(
             get_component=lambda name: session, get_workspace=lambda: workspace, fire_event=lambda *event: None
@@ -533,6 +536,7 @@ def test_foreign_payload_leaves_only_if_the_policy_allows_foreign_jobs(tmp_path:
     assert is_stripped(Hospital(tmp_path / "closed").run_task(foreign))
     allowed = Hospital(tmp_path / "open", policy={"foreign_jobs": True}).run_task(foreign)
     assert from_shareable(allowed).data_kind == DataKind.WEIGHTS
+    assert read_record(tmp_path / "open" / REQUESTS_FOLDER / "site-1" / "job-foreign.json").foreign == {"result": 1}
 
 
 def send_hello(hospital: Hospital, spoil: Callable[[Shareable], Shareable] = lambda reply: reply) -> Shareable:

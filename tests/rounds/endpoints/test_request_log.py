@@ -100,7 +100,22 @@ def test_lifetime_limit_counts_all_jobs(tmp_path: Path) -> None:
     other = open_log(tmp_path / "b.json")
     assert other.release_metrics(first, ONE, limit=None, lifetime=2)
     assert not other.release_metrics(first, TWO, limit=None, lifetime=2)
-    assert len(json.loads((tmp_path / "b.json").read_text())["evaluations"]) == 1
+    assert len(json.loads((tmp_path / "b.json").read_text())["questions"]) == 1
+
+
+def test_questions_of_every_kind_share_the_lifetime_limit(tmp_path: Path) -> None:
+    first = open_log(tmp_path / "a.json")
+    for _again in range(2):
+        first.admit_question("describe", ONE, lifetime=2)
+    assert first.release_metrics(RequestId("train", 1), ONE, limit=1, lifetime=2)
+    other = open_log(tmp_path / "b.json")
+    assert not other.release_metrics(RequestId("train", 1), ONE, limit=None, lifetime=2)
+    with pytest.raises(RequestRefused, match="max_lifetime_questions 2"):
+        other.admit_question("fingerprint", ONE, lifetime=2)
+    first.admit_question("describe", ONE, lifetime=2)
+    for _result in range(2):
+        other.count_foreign("train")
+    assert read_record(tmp_path / "b.json").foreign == {"train": 2}
 
 
 def test_mask_to_which_removed_entries_return_is_a_new_start() -> None:

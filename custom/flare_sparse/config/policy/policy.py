@@ -57,8 +57,11 @@ class Policy(BaseModel):
         ge=1,
         description="number of models of a run whose metrics leave: the last one, and others at equal intervals",
     )
-    max_lifetime_evaluations: int | None = Field(
-        None, ge=1, description="number of models of all runs, for ever, whose metrics leave"
+    max_lifetime_questions: int | None = Field(
+        None,
+        ge=1,
+        description="number of questions of all jobs, for ever, that are answered: models whose metrics leave, "
+        "statistics of inputs, descriptions, fingerprints",
     )
     max_starts: int | None = Field(
         None, ge=1, description="how often the server may start a job again and repeat its requests"

@@ -29,6 +29,7 @@ CLASSES = (
     "flare_sparse.flare.session.UserTask",
     "flare_sparse.flare.session.ServerSession",
     "flare_sparse.flare.session.SiteSession",
+    "flare_sparse.flare.statistics.DescriptionController",
     "flare_sparse.flare.statistics.StatisticsExecutor",
 )
 """The classes of this package that a job may name; none of them takes an import string or a path."""

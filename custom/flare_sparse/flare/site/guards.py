@@ -28,9 +28,10 @@ from ...config.policy.initial import find_changed_tensor
 from ...config.policy.isolation import MAX_EXAMPLES, withhold_isolated_units
 from ...config.policy.policy import Policy, raise_refusals
 from ...core.errors import FlareSparseError, PolicyRefusal
-from ...core.exchange import Patch, Request, Update
+from ...core.exchange import STATISTICS, Patch, Request, Update
 from ...core.mask import Mask
 from ...privacy.encryption import PRECISION
+from ...rounds.endpoints.request_log import RequestLog
 from ...rounds.endpoints.site import SiteEndpoint
 from ...rounds.endpoints.site_state import RequestId
 from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES
@@ -55,8 +56,9 @@ from ..payload import (
     update_to_dxo,
     update_to_shareable,
 )
+from ..questions import ADMITTED
 from ..recipe_budget import ChargeCheck
-from ..session import get_site_session, read_job, read_site_policy
+from ..session import find_record, get_site_session, read_job, read_site_policy
 from ..workspace import find_job_file, write_site_error
 
 APPROVED = "flare_sparse.approved"
@@ -104,6 +106,9 @@ class SiteResultPolicy(Filter):
             raise_refusals(policy.check_score_request(request.trainable, update.patch.mask, layout))
         if policy.verify_initial_model and endpoint.method.sends_initial_model(request.kind, request.round):
             raise_refusals(_check_initial_model(endpoint, session.build_initial_weights(fl_ctx)))
+        if update.content == STATISTICS and endpoint.requests is not None:
+            # Of one run: the model has no part in them.
+            endpoint.requests.admit_question(STATISTICS, endpoint.run, policy.max_lifetime_questions)
         update = replace(update, metrics=_select_metrics(update.metrics, policy, endpoint, request))
         reference = _get_reference(update, endpoint)
         # Clones, because the patch's values may share memory with the DXO's arrays, which a later filter may change.
@@ -174,8 +179,10 @@ class SiteLastGate(FLComponent):
                 # clear() removes keys and headers that a filter of the job added to the message.
                 result.clear()
                 result.update(rebuilt)
-            elif policy.privacy_budget is not None:
-                self._charges.check(result, fl_ctx)
+            else:
+                if policy.privacy_budget is not None:
+                    self._charges.check(result, fl_ctx)
+                _count_foreign(fl_ctx)
         # Fail closed: a result that the gate cannot read does not leave the site.
         except Exception as error:  # noqa: BLE001
             # The result is stripped first, because writing and logging may fail, too.
@@ -247,6 +254,8 @@ def _approve_description(shareable: Shareable, fl_ctx: FLContext) -> Shareable:
     """
     policy = read_site_policy(fl_ctx)
     raise_refusals(policy.check_description(permit=read_job(fl_ctx).permit))
+    if fl_ctx.get_prop(ADMITTED) is None:
+        raise PolicyRefusal("this site's policy: statistics that answer no question of this site's copy of the job")
     parts = iterate_buffers(from_shareable(shareable).data)
     size = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts)
     if policy.max_upload_bytes is not None and size > policy.max_upload_bytes:
@@ -256,6 +265,12 @@ def _approve_description(shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         )
     fl_ctx.set_prop(APPROVED, copy.deepcopy(shareable), private=True, sticky=False)
     return shareable
+
+
+def _count_foreign(fl_ctx: FLContext) -> None:
+    """Record a result that leaves unchecked; without its line in the record of requests it does not leave."""
+    job, name = fl_ctx.get_job_id(), str(fl_ctx.get_prop(FLContextKey.TASK_NAME) or "result")
+    RequestLog("foreign", lambda kind, t: 0, attempts=1, file=find_record(fl_ctx, job, "foreign")).count_foreign(name)
 
 
 def _discard_withheld(fl_ctx: FLContext) -> None:
@@ -306,7 +321,7 @@ def _select_metrics(
     site, requests = endpoint.site, endpoint.requests
     counts = {TEST_EXAMPLES: site.trainer.num_test_examples, VALIDATION_EXAMPLES: site.trainer.num_validation_examples}
     metrics = policy.sanitize_metrics(metrics, counts)
-    is_limited = policy.max_evaluations is not None or policy.max_lifetime_evaluations is not None
+    is_limited = policy.max_evaluations is not None or policy.max_lifetime_questions is not None
     # What is spent is no metric of a model: it is not counted, and leaves past every limit.
     spent = {name: value for name, value in metrics.items() if name == EPSILON}
     if metrics == spent or not is_limited:
@@ -319,7 +334,7 @@ def _select_metrics(
         RequestId(request.kind, request.round),
         endpoint.compute_model_digest(),
         limit=policy.max_evaluations,
-        lifetime=policy.max_lifetime_evaluations,
+        lifetime=policy.max_lifetime_questions,
     )
     return metrics if is_released else spent
 

@@ -73,7 +73,10 @@ class RunSummary:
             "last_round": self.last_round,
             "first_time": self.first_time,
             "last_time": self.last_time,
-            "metrics_released": len(self.record.evaluations),
+            "metrics_released": self.record.evaluations,
+            "questions": len(self.record.questions),
+            "sums": len(self.record.sums),
+            "foreign": self.record.foreign,
             "rounds_with_many_models": self.rounds_with_many_models,
             "requests": [request.model_dump() for request in self.record.requests],
         }

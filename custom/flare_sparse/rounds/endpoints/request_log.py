@@ -21,6 +21,8 @@ from ...core.errors import FlareSparseError, RequestRefused
 from ...privacy.secure_aggregation.limits import RevealedSum, find_violation
 from .site_state import RequestId
 
+_METRICS = "metrics "
+
 
 class AnsweredRequest(BaseModel):
     """One model of one request, and how often the site has answered it.
@@ -49,7 +51,9 @@ class RunRecord(BaseModel):
     Attributes:
         run: id of the run.
         requests: requests in the order of their first answer.
-        evaluations: Unix time of the first release of the metrics of a model, by kind, round and digest.
+        questions: Unix time of the first answer to each question of the job's choice: metrics of a model, by kind,
+            round and digest; statistics and fingerprints, by their kind and digest.
+        foreign: number of results of another package's tasks that left unchecked, by the name of the task.
         sums: sums of padded values that the site has helped to reveal.
     """
 
@@ -57,8 +61,14 @@ class RunRecord(BaseModel):
 
     run: str
     requests: list[AnsweredRequest] = Field(default_factory=list)
-    evaluations: dict[str, float] = Field(default_factory=dict)
+    questions: dict[str, float] = Field(default_factory=dict)
+    foreign: dict[str, int] = Field(default_factory=dict)
     sums: list[RevealedSum] = Field(default_factory=list)
+
+    @property
+    def evaluations(self) -> int:
+        """Number of models whose metrics left."""
+        return sum(name.startswith(_METRICS) for name in self.questions)
 
     @property
     def start(self) -> int:
@@ -122,16 +132,46 @@ class RequestLog:
         Raises:
             RequestRefused: the record cannot be read or written.
         """
-        key = f"{request.kind}/{request.round}/{digest}"
+        key = f"{_METRICS}{request.kind}/{request.round}/{digest}"
         with self._open() as record:
-            if key in record.evaluations:
-                return True
-            if limit is not None and len(record.evaluations) >= limit:
-                return False
-            if lifetime is not None and self._count_released(record) >= lifetime:
-                return False
-            record.evaluations[key] = time.time()
+            if key not in record.questions:
+                if limit is not None and record.evaluations >= limit:
+                    return False
+                if not self._has_left(record, lifetime):
+                    return False
+                record.questions[key] = time.time()
         return True
+
+    def admit_question(self, kind: str, digest: str, lifetime: int | None) -> None:
+        """Record a question whose answer is no update, before it is computed. The same question counts once.
+
+        Args:
+            kind: what is asked: statistics, a description, a fingerprint.
+            digest: digest of the question with all that its answer depends on beside the site's data.
+            lifetime: number of questions of all runs that may be answered; None: all.
+
+        Raises:
+            RequestRefused: it would be one question too many, or the record cannot be read or written.
+        """
+        key = f"{kind}/{digest}"
+        with self._open() as record:
+            if key in record.questions:
+                return
+            if not self._has_left(record, lifetime):
+                raise RequestRefused(
+                    f"question {kind!r}: this site has answered max_lifetime_questions {lifetime} questions in all. If "
+                    "you trust the coordinating centre of this study, raise the term of the policy"
+                )
+            record.questions[key] = time.time()
+
+    def count_foreign(self, task: str) -> None:
+        """Record a result of another package's task, which leaves unchecked.
+
+        Raises:
+            RequestRefused: the record cannot be read or written.
+        """
+        with self._open() as record:
+            record.foreign[task] = record.foreign.get(task, 0) + 1
 
     def admit_sum(self, new: RevealedSum) -> None:
         """Check a sum before this site takes part in it and, once its survivors are known, record it.
@@ -181,9 +221,9 @@ class RequestLog:
         entry = AnsweredRequest(kind=kind, round=t, digest=digest, start=start, answers=1, time=time.time())
         record.requests.append(entry)
 
-    def _count_released(self, record: RunRecord) -> int:
-        """Return how many models of all runs had their metrics released."""
-        return sum(len(part.evaluations) for part in self._list_records(record))
+    def _has_left(self, record: RunRecord, lifetime: int | None) -> bool:
+        """Return whether one more question fits into the lifetime limit."""
+        return lifetime is None or sum(len(part.questions) for part in self._list_records(record)) < lifetime
 
     def _list_records(self, record: RunRecord) -> list[RunRecord]:
         """Return the records of all runs of this site, given that of this run."""

@@ -1,0 +1,228 @@
+"""Questions about a site's data that train nothing: one door for all of them, at the site and at the server.
+
+A job asks one question. Each site derives it from its own copy of the job, with all of its terms: what the server sends
+must equal it, and nothing else of the server's message is read. Every question is counted in the site's record of
+requests before the data is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from nvflare.apis.client import Client
+from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.executor import Executor
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+from nvflare.job_config.api import FedJob
+from nvflare.recipe.spec import Recipe
+
+from ..config.loading import serialize_job
+from ..config.policy.policy import Policy, raise_refusals
+from ..config.schema import JobConfig
+from ..config.yaml_files import format_yaml
+from ..core.checkpoint.writing import write_json
+from ..core.errors import RequestRefused, get_failure_code
+from ..rounds.endpoints.request_log import RequestLog
+from ..rounds.endpoints.site_state import RequestId
+from ..tasks.data.source import find_site_data
+from ..tasks.task import SiteData
+from .egress import install_recorder
+from .payload import QUESTION, build_refusal, extract_question, get_refusal_code, question_to_shareable
+from .session import find_record, read_job, read_site_policy
+from .workspace import JOB_FILE, get_workspace, write_site_error
+
+ANSWER = "answer"
+"""Only key of an answer's data: bytes, which the guard and the egress log count."""
+ADMITTED = "flare_sparse.admitted"
+"""Key of the answer to an admitted question in FLARE's context; the property is private, so it stays at the site."""
+Parsed = TypeVar("Parsed")
+
+
+class QuestionRecipe(Recipe):
+    """A job that asks one question; it carries the study's settings and no code.
+
+    Args:
+        config: the study's settings, whose task reads the data.
+        executor: answers at each site.
+        controller: asks, and writes what the answers give.
+    """
+
+    def __init__(self, config: JobConfig, executor: QuestionExecutor, controller: QuestionController[Any]):
+        job = FedJob(name=config.name, min_clients=config.federation.min_sites)
+        super().__init__(job)
+        job.to_server(controller, id="controller")
+        job.to_clients(executor, tasks=[QUESTION])
+        # The sites have the package: otherwise the job would carry all of it, as code that sites may refuse.
+        job.set_app_packages(["flare_sparse"])
+        # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
+        folder = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        (folder / JOB_FILE).write_text(format_yaml(serialize_job(config)))
+        job.add_file_to_clients(str(folder / JOB_FILE), app_folder_type="config")
+
+
+class QuestionExecutor(Executor, ABC):
+    """Answers the question of a site's own copy of the job, if the site's policy lets statistics leave.
+
+    Attributes:
+        kind: name of the question in the record of requests.
+    """
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def list_terms(self) -> dict[str, Any]:
+        """Return all that the answer depends on beside the job's settings and the site's data, as JSON values."""
+
+    @abstractmethod
+    def compute(self, job: JobConfig, policy: Policy, data: SiteData) -> str:
+        """Return the answer as text."""
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Log what leaves, from the start of the job."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.START_RUN:
+            install_recorder(fl_ctx)
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        """Return the answer, or a refusal with the error code only; its text stays at the site."""
+        fl_ctx.set_prop(ADMITTED, None, private=True, sticky=False)
+        try:
+            answer = DXO(DataKind.STATISTICS, data={ANSWER: self._answer(shareable, fl_ctx).encode()})
+        except Exception as error:  # noqa: BLE001 - whatever reading a user's data raises
+            code = get_failure_code(error)
+            write_site_error(error, code, fl_ctx)
+            return build_refusal(code, ReturnCode.EXECUTION_EXCEPTION)
+        fl_ctx.set_prop(ADMITTED, answer, private=True, sticky=False)
+        return answer.to_shareable()
+
+    def _answer(self, shareable: Shareable, fl_ctx: FLContext) -> str:
+        """Return the answer to a server's message.
+
+        Raises:
+            RequestRefused: the message is not the question of this site's copy of the job, or there were enough.
+            PolicyRefusal: a term of the policy forbids statistics.
+            DataError: the site names no data.
+        """
+        job, policy, question = read_job(fl_ctx), read_site_policy(fl_ctx), build_question(self)
+        if (asked := extract_question(shareable)) != question:
+            found = "no question" if asked is None else f"another one ({len(asked)} characters)"
+            raise RequestRefused(f"this site's copy of the job asks {question}; the server sent {found}")
+        raise_refusals(policy.check_description(permit=job.permit))
+        # Counted before the data is read: a process that is ended in between must not forget it.
+        self._count(job, policy, question, fl_ctx)
+        data = find_site_data(fl_ctx.get_identity_name(), Path(get_workspace(fl_ctx).get_site_config_dir()))
+        return self.compute(job, policy, data)
+
+    def _count(self, job: JobConfig, policy: Policy, question: str, fl_ctx: FLContext) -> None:
+        settings = format_yaml(serialize_job(job))
+        digest = hashlib.sha256(f"{question}\n{settings}".encode()).hexdigest()
+        log = RequestLog(
+            digest[:16],
+            lambda kind, t: int((kind, t) == (self.kind, 0)),
+            attempts=job.federation.retries + 1,
+            max_starts=policy.max_starts,
+            file=find_record(fl_ctx, job.name, digest[:16]),
+        )
+        log.admit(RequestId(self.kind, 0), digest)
+        log.admit_question(self.kind, digest, policy.max_lifetime_questions)
+
+
+def build_question(executor: QuestionExecutor) -> str:
+    """Return the question that an executor answers, as the text that a server must send."""
+    # No braces: FLARE takes them in a job's configuration for a name to fill in.
+    return "; ".join(
+        [executor.kind, *(f"{name}: {json.dumps(v)}" for name, v in sorted(executor.list_terms().items()))]
+    )
+
+
+class QuestionController(Controller, Generic[Parsed]):
+    """Asks every site the question of the job, checks each answer, and writes what they give; it keeps no single one.
+
+    Args:
+        question: what is asked.
+        timeout_s: seconds in which a site must answer.
+    """
+
+    result: ClassVar[str]
+
+    def __init__(self, question: str, timeout_s: int):
+        super().__init__()
+        self.question, self.timeout_s = question, timeout_s
+        self._found: dict[str, Parsed] = {}
+        self._refusals: dict[str, str] = {}
+
+    @abstractmethod
+    def parse(self, answer: bytes) -> Parsed:
+        """Return the content of an answer; whatever it raises, the site has sent no answer."""
+
+    @abstractmethod
+    def join(self, answers: Mapping[str, Parsed]) -> Any:
+        """Return what is written as JSON, from the answers in the order of the sites' names."""
+
+    def find_obstacle(self, answers: Mapping[str, Parsed]) -> str:
+        """Return why the answers are not joined; empty if they are. The text must hold no value of a site."""
+        return ""
+
+    def start_controller(self, fl_ctx: FLContext) -> None:
+        """Do nothing: the sites need no preparation."""
+
+    def stop_controller(self, fl_ctx: FLContext) -> None:
+        """Do nothing: nothing is open."""
+
+    def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """Collect the answers of all sites; end the job with an error if one is missing."""
+        sites = sorted(client.name for client in fl_ctx.get_engine().get_clients())
+        data = question_to_shareable(self.question)
+        task = Task(QUESTION, data, timeout=self.timeout_s, result_received_cb=self._receive)
+        self.broadcast_and_wait(task, fl_ctx, min_responses=len(sites), abort_signal=abort_signal)
+        if abort_signal.triggered:
+            return
+        silent = {site: "no answer" for site in sites if site not in self._found}
+        if missing := silent | self._refusals:
+            self.system_panic("; ".join(f"{site}: {reason}" for site, reason in sorted(missing.items())), fl_ctx)
+            return
+        answers = {site: self._found[site] for site in sites}
+        if reason := self.find_obstacle(answers):
+            self.system_panic(reason, fl_ctx)
+            return
+        try:
+            content = self.join(answers)
+        except Exception as error:  # noqa: BLE001 - its text has values of the sites
+            self.system_panic(f"E_CONFIG: the answers cannot be joined: {type(error).__name__}", fl_ctx)
+            return
+        file = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / self.result
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, content)
+
+    def _receive(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
+        """Keep the content of an answer, or why there is none; FLARE ends the job if a callback raises."""
+        result, site = client_task.result, client_task.client.name
+        client_task.result = None
+        if result.get_return_code() != ReturnCode.OK:
+            self._refusals[site] = get_refusal_code(result)
+            return
+        try:
+            self._found[site] = self.parse(from_shareable(result).data[ANSWER])
+        except Exception as error:  # noqa: BLE001 - whatever a site may send
+            # Its text could carry names of subjects.
+            self._refusals[site] = f"E_KIND: {type(error).__name__}"
+
+    def process_result_of_unknown_task(
+        self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
+    ) -> None:
+        """Drop a result that nobody waits for."""
