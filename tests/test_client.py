@@ -154,6 +154,7 @@ def test_scores_of_a_script_are_exactly_those_of_a_task(
 ) -> None:
     sent: list[flare.FLModel] = []
     monkeypatch.setattr(flare, "send", sent.append)
+    monkeypatch.setattr(flare, "receive", lambda: receive(task.model(), flare_sparse_request="score"))
     task_site = ToyBench(task).sites(1)["site-1"]
     weights = torch.randn(task_site.layout.size, generator=torch.Generator().manual_seed(5)).abs()
     expected = compute_saliency(task_site, weights, batch_size=8, batches=count, t=0)
@@ -166,9 +167,35 @@ def test_scores_of_a_script_are_exactly_those_of_a_task(
     assert site.num_examples == 4
 
 
-def test_scores_need_a_minibatch() -> None:
+@pytest.mark.parametrize("function", [sparse.send_scores, sparse.compute_scores])
+def test_scores_need_a_minibatch(function: Any) -> None:
     with pytest.raises(ConfigError, match="there is no minibatch"):
-        sparse.send_scores(Plain().model(), [], Plain().loss)
+        function(Plain().model(), [], Plain().loss)
+
+
+def test_gradients_do_not_leave_in_a_job_that_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[flare.FLModel] = []
+    monkeypatch.setattr(flare, "send", sent.append)
+    monkeypatch.setattr(flare, "receive", lambda: receive(Plain().model()))
+    with pytest.raises(ConfigError, match=r"this job asks for no gradients.*send what compute_scores returns"):
+        sparse.send_scores(Plain().model(), [[torch.ones(4, 12), torch.ones(4, 1)]], Plain().loss)
+    assert sent == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_computed_scores_are_exactly_those_of_a_task_and_leave_the_network_as_it_is(count: int) -> None:
+    task = Toy()
+    site = ToyBench(task).sites(1)["site-1"]
+    net = task.model().eval()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    weights = site.layout.flatten({**dict(net.named_parameters()), **dict(net.named_buffers())})
+    expected = compute_saliency(site, weights, batch_size=8, batches=count, t=0)
+    order = make_generator(1, "gradients", "site-1", 0)
+    batches = list(iterate_pass(site.trainer.examples.train, 8, order, joins_last=False))[:count]
+    scores = sparse.compute_scores(net, batches, task.loss)
+    assert torch.equal(site.layout.flatten(scores), expected)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert not any(module.training for module in net.modules())
 
 
 def test_scores_are_wanted_only_where_the_method_asks_for_them() -> None:

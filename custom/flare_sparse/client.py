@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .core.errors import ConfigError
-from .core.params import match_state_dict
+from .core.mask import Mask
+from .core.params import Layout, match_state_dict
 from .privacy.dp.scripts import ScriptBudget
 from .tasks.data.source import find_site_data
 from .tasks.task import SiteData
@@ -24,7 +25,9 @@ from .training.loop import disable_dropout
 from .training.private import check_private_network
 from .training.script_exchange import GRADIENTS, REQUEST_KIND, TRAINABLE
 
-__all__ = ["make_private", "masked", "send_scores", "site_data", "wants_scores"]
+__all__ = ["compute_scores", "make_private", "masked", "send_scores", "site_data", "wants_scores"]
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def site_data(site: str = "") -> SiteData:
@@ -126,12 +129,13 @@ def masked(net: nn.Module, optimizer: torch.optim.Optimizer, received: Any) -> I
     """
     # The optimiser of make_private wraps the one that takes the step.
     optimizer = getattr(optimizer, "original_optimizer", optimizer)
-    trainable: Mapping[str, Tensor] = (received.meta or {}).get(TRAINABLE) or {}
+    trainable: Mapping[str, Any] = (received.meta or {}).get(TRAINABLE) or {}
     frozen: list[tuple[nn.Parameter, Tensor, Tensor]] = []
     for name, parameter in _name_parameters(net).items():
-        if name in trainable and not bool(trainable[name].all()):
+        live = _read_live(trainable[name], parameter) if name in trainable else None
+        if live is not None and not bool(live.all()):
             start = torch.as_tensor(received.params[name]).to(parameter)
-            frozen.append((parameter, ~trainable[name].to(parameter.device), start))
+            frozen.append((parameter, ~live.to(parameter.device), start))
 
     def restore(*_: Any) -> None:
         with torch.no_grad():
@@ -189,34 +193,105 @@ def send_scores(
     """
     import nvflare.client as flare
 
+    exact = list(_iterate_gradients(net, batches, loss))
+    if not exact:
+        raise ConfigError("send_scores: there is no minibatch; give at least one")
+    # FLARE returns the same model again until something is sent, and None in the other processes of torchrun.
+    received = flare.receive()
+    if received is not None and not wants_scores(received):
+        raise ConfigError(
+            "send_scores: this job asks for no gradients, and they would leave the site as they are; send what "
+            "compute_scores returns"
+        )
+    params = {name: torch.stack([gradients[name] for gradients, _ in exact]) for name in exact[0][0]}
+    flare.send(flare.FLModel(params=params, meta={**(meta or {}), GRADIENTS: [size for _, size in exact]}))
+
+
+def compute_scores(
+    net: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]
+) -> dict[str, Tensor]:
+    """Return SNIP's score ``|w * dL/dw|`` of each entry of a network, by tensor name.
+
+    For the task ``score`` of a job with ``NeuroSFLController``:
+
+        if flare.get_task_name() == "score":
+            scores = compute_scores(net, batches, loss)
+            flare.send(flare.FLModel(params=scores, params_type=ParamsType.DIFF))
+
+    ``ParamsType.DIFF`` keeps FLARE from subtracting the model from them. Dropout is off and normalisation uses the
+    statistics of the minibatch, whose running statistics stay as they are (docs/algorithms.md, section 1.9).
+
+    Args:
+        net: network with the received values, which it keeps.
+        batches: minibatches; one is SNIP, several are averaged (docs/algorithms.md, section 5.4).
+        loss: returns the mean loss of a minibatch, a scalar.
+
+    Raises:
+        ConfigError: there is no minibatch.
+
+    Examples:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> _ = net.load_state_dict({"weight": torch.tensor([[1.0, -2.0]])})
+        >>> compute_scores(net, [torch.ones(4, 2)], lambda net, batch: net(batch).mean())
+        {'weight': tensor([[1., 2.]])}
+    """
+    from .methods.neurosfl import NeuroSFL
+    from .methods.scores.snip import average_saliency
+
+    batches = list(batches)
+    if not batches:
+        raise ConfigError("compute_scores: there is no minibatch; give at least one")
+    network = net.module if isinstance(net, _WRAPPERS) else net
+    layout = Layout.from_module(network)
+    tensors = {n: value.detach().cpu() for n, value in [*network.named_parameters(), *network.named_buffers()]}
+    largest = max(map(_count_examples, batches))
+
+    def iterate_vectors() -> Iterator[tuple[Tensor, float]]:
+        for gradients, size in _iterate_gradients(network, batches, loss):
+            rest = {spec.name: torch.zeros(spec.shape) for spec in layout.tensors if spec.name not in gradients}
+            yield layout.flatten({**gradients, **rest}), size / largest
+
+    factors = NeuroSFL(NeuroSFL.Config(rounds=1), layout).get_score_factors(layout.flatten(tensors))
+    return layout.unflatten(average_saliency(iterate_vectors(), factors))
+
+
+def _iterate_gradients(
+    net: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]
+) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Yield the gradients by name and the size of each minibatch; mode and running statistics are restored after."""
     buffers = {name: value.clone() for name, value in net.named_buffers()}
-    was_training = net.training
+    was_training = {module: module.training for module in net.modules()}
     net.train()
     disable_dropout(net)
     parameters = _name_parameters(net)
-    gradients: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    sizes: list[int] = []
-    for batch in batches:
+    try:
+        for batch in batches:
+            net.zero_grad(set_to_none=True)
+            loss(net, batch).backward()
+            gradients = {}
+            for name, parameter in parameters.items():
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients[name] = gradient.detach().to_dense().cpu()
+            # The forward pass has updated the running statistics, which the next minibatch must not see.
+            for name, value in net.named_buffers():
+                value.copy_(buffers[name])
+            yield gradients, _count_examples(batch)
+    finally:
         net.zero_grad(set_to_none=True)
-        loss(net, batch).backward()
-        sizes.append(_count_examples(batch))
-        for name, parameter in parameters.items():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[name].append(gradient.detach().to_dense().cpu())
-        # The forward pass has updated the running statistics, which the next minibatch must not see.
-        for name, value in net.named_buffers():
-            value.copy_(buffers[name])
-    net.zero_grad(set_to_none=True)
-    net.train(was_training)
-    if not sizes:
-        raise ConfigError("send_scores: there is no minibatch; give at least one")
-    params = {name: torch.stack(values) for name, values in gradients.items()}
-    flare.send(flare.FLModel(params=params, meta={**(meta or {}), GRADIENTS: sizes}))
+        for module, training in was_training.items():
+            module.training = training
+
+
+def _read_live(bits: Any, parameter: nn.Parameter) -> Tensor:
+    """Return the live entries of a parameter; components of FLARE's own jobs send eight of them in a byte."""
+    if isinstance(bits, Tensor):
+        return bits
+    return Mask.from_packed(bits, parameter.numel()).bits.view(parameter.shape)
 
 
 def _name_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by their names in the ``state_dict()`` of the network inside a wrapper."""
-    net = net.module if isinstance(net, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else net
+    net = net.module if isinstance(net, _WRAPPERS) else net
     named = dict(net.named_parameters())
     return {sent: named[own] for sent, own in match_state_dict(net).items() if own in named}
 

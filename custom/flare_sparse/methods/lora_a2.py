@@ -95,12 +95,12 @@ class LoRAA2(RankedMethod[Config, State]):
             accepts=partial(self._accepts, active),
             min_entries=partial(self.count_min_entries, active),
         )
-        request = Request(kind, state.round, changed, self._select_exchanged(active))
+        request = Request(kind, state.round, changed, self.select_exchanged(state.round))
         return Assignment(request, expected, full_model=self.model(state))
 
-    def _select_exchanged(self, active: Factor) -> Mask:
-        """Return the entries that a round may change."""
-        return self.slots.factors[active] | self.slots.other_entries
+    def select_exchanged(self, t: int) -> Mask:
+        """Return the entries that round ``t`` may change."""
+        return self.slots.factors[self.get_active_factor(t)] | self.slots.other_entries
 
     def _accepts(self, active: Factor, site: str, mask: Mask) -> bool:
         """Return whether a mask has whole slots of the active factor, within the site's budget, and all of the rest."""
@@ -171,7 +171,7 @@ class LoRAA2(RankedMethod[Config, State]):
 
         A slot that no site selected keeps its bits; a site that did not select a slot counts with a delta of zero.
         """
-        exchanged = self._select_exchanged(self.get_active_factor(state.round))
+        exchanged = self.select_exchanged(state.round)
         weights = torch.where(
             exchanged.bits, state.weights + weighted_sum(contributions, weigh_by_examples), state.weights
         )

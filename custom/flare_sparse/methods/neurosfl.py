@@ -259,8 +259,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
         if request.kind != SCORE:
             return super().answer(request, site)
         scored, training, lots = self._maskable & request.trainable, self.config.training, self.config.minibatches
-        # The saliency of a weight at zero is zero, whatever its gradient: such tensors are scored by |g|.
-        factors = site.weights.masked_fill(self._find_zero_start(site.weights).bits, 1.0)
+        factors = self.get_score_factors(site.weights)
         if site.trainer.mechanism is not None:
             scores = compute_private_saliency(
                 site, site.weights, scored, training, lots, signed=self.config.signed, factors=factors
@@ -278,6 +277,13 @@ class NeuroSFL(AveragingMethod[Config, State]):
         if self.config.score_share < 1:
             scored = self._select_live(scores.abs(), self._num_sent_scores, scored, site.weights)
         return Update(Patch.from_vector(scores, scored), "scores", site.num_examples)
+
+    def get_score_factors(self, weights: Tensor) -> Tensor:
+        """Return ``(P,)`` what gradients are multiplied by: the weights, and 1 in tensors that are zero.
+
+        The saliency of a weight at zero is zero, whatever its gradient: such tensors are scored by |g|.
+        """
+        return weights.masked_fill(self._find_zero_start(weights).bits, 1.0)
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         if state.round == 0:

@@ -22,8 +22,8 @@ from ...core.params import Layout, TensorSpec
 
 Factor = Literal["A", "B"]
 
-# Names as peft gives them.
-_FACTOR_NAME = re.compile(r"(.+)\.lora_([AB])\.([^.]+)\.weight")
+FACTOR_NAME = re.compile(r"(.+)\.lora_([AB])\.([^.]+)\.weight")
+"""Name of a factor as peft gives it: module, factor, adapter."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def select_slots(slots: Slots, scores: Tensor, budget: int, active: Factor, *, p
 def _find_adapters(layout: Layout) -> tuple[Adapter, ...]:
     factors_by_module: dict[str, dict[str, tuple[TensorSpec, int]]] = {}
     for spec, start in zip(layout.tensors, layout.offsets, strict=False):
-        if match := _FACTOR_NAME.fullmatch(spec.name):
+        if match := FACTOR_NAME.fullmatch(spec.name):
             factors_by_module.setdefault(match[1], {})[match[2]] = (spec, start)
     if not factors_by_module:
         raise ConfigError(

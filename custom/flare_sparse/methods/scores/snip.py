@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -34,10 +36,15 @@ def compute_saliency(
         signed: keep the sign, ``w * mean(g)``; summed over sites this is SNIP of the pooled loss.
         factors: ``(P,)`` in place of ``w`` before ``g``; None: ``w``.
     """
-    factors = weights if factors is None else factors
-    total, total_weight = torch.zeros_like(weights), 0.0
+    gradients = site.trainer.compute_gradients(weights, batch_size, batches, t)
+    return average_saliency(gradients, weights if factors is None else factors, signed=signed)
+
+
+def average_saliency(gradients: Iterable[tuple[Tensor, float]], factors: Tensor, *, signed: bool = False) -> Tensor:
+    """Return the mean of ``|factors * g|`` ``(P,)`` over gradients, which are overwritten, by their weights."""
+    total, total_weight = torch.zeros_like(factors), 0.0
     # The last minibatch of a pass may be smaller. Counted in full, its examples would weigh more than the others.
-    for gradient, batch_weight in site.trainer.compute_gradients(weights, batch_size, batches, t):
+    for gradient, batch_weight in gradients:
         term = gradient.mul_(factors)
         total.add_(term if signed else term.abs_(), alpha=batch_weight)
         total_weight += batch_weight

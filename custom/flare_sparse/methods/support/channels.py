@@ -84,11 +84,15 @@ class ChannelSelector:
 
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         """Return the entries of a site's delta ``(P,)`` that it reveals in round ``t``; its own settings come first."""
-        rate, budget = self._choose_share(site.site_settings)
-        groups = self._get_groups(site.layout)
+        return self.select(delta, site.layout, site.name, t, site.site_settings)
+
+    def select(self, delta: Tensor, layout: Layout, site: str, t: int, site_settings: Any = None) -> Mask:
+        """Return the entries of a delta ``(P,)`` of a layout that the site of this name reveals in round ``t``."""
+        rate, budget = self._choose_share(site_settings)
+        groups = self._get_groups(layout)
         if budget is not None:
             return groups.select_by_budget(delta, budget)
-        generator = make_generator(self._seed, "channels", site.name, t)
+        generator = make_generator(self._seed, "channels", site, t)
         return groups.select_by_rate(delta, rate, self._config.selection, generator)
 
     def _choose_share(self, site_settings: Any) -> tuple[float, float | None]:

@@ -1,0 +1,143 @@
+"""Standard CSR on the wire: arrays as ``scipy.sparse.csr_matrix((values, indices, indptr), shape)`` would hold them.
+
+The entry point of papers that report CSR (NeuroSFL, FedSparsify). The encodings of ``SparseExchange`` are smaller.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from torch import Tensor
+
+from ..core.errors import RejectedMessage
+from ..core.mask import Mask
+from ..core.params import Layout, TensorSpec
+from ..wire.encodings.csr import Csr
+from .arrays import ComponentError, is_float
+from .filters import MODELS, ModelFilter
+
+CSR_KIND = "flare_sparse_csr_of"
+"""Key in a DXO's meta: the kind of the DXO before ``ToCSR``."""
+_FLOATS = ("<f2", "<f4", "<f8")
+
+
+class ToCSR(ModelFilter):
+    """Replaces arrays by CSR where that is smaller; ``FromCSR`` at the other end undoes it, bit for bit but for -0.0.
+
+    An array becomes ``{indptr, indices, values, shape, is_torch}``: int32, int32, floats of the array's type. Its first
+    axis are the rows; scalars and vectors are one row. A -0.0 becomes 0.0, because ``delta * mask`` makes one of each
+    negative entry that is off. The DXO becomes APP_DEFINED, so that no aggregator takes indices for weights.
+    """
+
+    is_strict = True
+
+    def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
+        data = {name: encode_csr(array) for name, array in dxo.data.items()}
+        return DXO(DataKind.APP_DEFINED, data=data, meta={**dxo.meta, CSR_KIND: DataKind(dxo.data_kind).value})
+
+
+class FromCSR(ModelFilter):
+    """Undoes ``ToCSR``. Every table is checked before an array of the declared shape is allocated.
+
+    Args:
+        max_entries: largest number of entries of all tables of a message: few bytes may declare any shape.
+    """
+
+    kinds = (DataKind.APP_DEFINED,)
+
+    def __init__(self, max_entries: int = 2**28):
+        super().__init__()
+        self.max_entries = max_entries
+
+    def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
+        if not isinstance(dxo.meta, dict) or CSR_KIND not in dxo.meta:
+            return None
+        meta = dict(dxo.meta)
+        kind = meta.pop(CSR_KIND)
+        if kind not in MODELS or not isinstance(dxo.data, dict):
+            raise _refuse("", f"the encoded kind is {str(kind)[:40]!r}")
+        tables = {name: table for name, table in dxo.data.items() if isinstance(table, dict)}
+        # Python's integers: the product of hostile sizes must not wrap around.
+        total = sum(_check_table(name, table).size for name, table in tables.items())
+        if total > self.max_entries:
+            raise ComponentError(
+                self, f"a message declares {total} entries, max_entries is {self.max_entries}", "raise max_entries"
+            )
+        data = {name: decode_csr(name, table) if name in tables else table for name, table in dxo.data.items()}
+        return DXO(kind, data=data, meta=meta)
+
+
+def encode_csr(array: Any) -> Any:
+    """Return an array of floats as a table, or itself where it is smaller or of another type."""
+    is_torch = isinstance(array, Tensor)
+    if not is_float(array) or array.dtype == torch.bfloat16:
+        return array
+    dense = array.detach().cpu().numpy() if is_torch else array
+    if dense.dtype.newbyteorder("<").str not in _FLOATS:
+        return array
+    flat, shape = np.ascontiguousarray(dense).reshape(-1), tuple(dense.shape)
+    layout, mask = Layout((TensorSpec("", shape),)), Mask(torch.from_numpy(flat != 0))
+    size = Csr().compute_min_bytes(mask, None, layout)
+    if size is None or size + mask.count * flat.itemsize >= flat.nbytes:
+        return array
+    numbers = np.frombuffer(Csr().encode(mask, None, layout), "<i4")
+    pointers = _count_rows(shape) + 1
+    return {
+        "indptr": numbers[:pointers].copy(), "indices": numbers[pointers:].copy(), "values": flat[mask.bits.numpy()],
+        "shape": list(shape), "is_torch": is_torch,
+    }  # fmt: skip
+
+
+def decode_csr(name: str, table: dict[str, Any]) -> Any:
+    """Return the array of a table.
+
+    Raises:
+        ComponentError: the table is malformed.
+    """
+    spec = _check_table(name, table)
+    try:
+        # The package's decoder checks pointers and columns before it expands them.
+        section = np.concatenate([table["indptr"], table["indices"]]).view(np.uint8)
+        mask = Csr().decode(section, None, Layout((spec,)))
+    except RejectedMessage as error:
+        raise _refuse(name, str(error)) from error
+    dense = np.zeros(mask.size, table["values"].dtype)
+    dense[mask.bits.numpy()] = table["values"]
+    dense = dense.reshape(spec.shape)
+    return torch.from_numpy(dense) if table["is_torch"] else dense
+
+
+def _check_table(name: str, table: dict[str, Any]) -> TensorSpec:
+    """Return the declared shape of a table whose parts have the right types and lengths."""
+    shape = table.get("shape")
+    if set(table) != {"indptr", "indices", "values", "shape", "is_torch"} or type(table["is_torch"]) is not bool:
+        raise _refuse(name, f"a table has {sorted(map(str, table))[:6]}")
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**31 for n in shape) or len(shape) > 32:
+        raise _refuse(name, "shape is no list of sizes")
+    for key, types in (("indptr", ("<i4",)), ("indices", ("<i4",)), ("values", _FLOATS)):
+        part = table[key]
+        # By the exact type: int64 indices would wrap around when cast.
+        if not isinstance(part, np.ndarray) or part.ndim != 1 or part.dtype.str not in types:
+            found = f"{getattr(part, 'dtype', type(part).__name__)} {getattr(part, 'shape', '')}"
+            raise _refuse(name, f"{key} is {found}, expected one axis of {' or '.join(types)}")
+    if table["indptr"].size != _count_rows(tuple(shape)) + 1 or table["values"].size != table["indices"].size:
+        raise _refuse(
+            name,
+            f"{table['indptr'].size} row pointers, {table['indices'].size} indices and {table['values'].size} values "
+            f"of the shape {shape[:6]}",
+        )
+    return TensorSpec(name, tuple(shape))
+
+
+def _count_rows(shape: tuple[int, ...]) -> int:
+    return shape[0] if len(shape) > 1 else 1
+
+
+def _refuse(name: str, problem: str) -> ComponentError:
+    where = f"{name[:80]}: " if name else ""
+    return ComponentError("FromCSR", f"{where}{problem}", "put ToCSR last where the message leaves")

@@ -1,0 +1,49 @@
+"""Masked training with any script: FLARE's own executor, whose result is held to the mask of the task."""
+
+from __future__ import annotations
+
+from nvflare.apis.dxo import from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
+from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
+
+from ..core.errors import get_failure_code
+from .arrays import check_plain
+from .filters import MODELS
+from .keep_mask import KeepMask
+
+
+class MaskedTraining(ClientAPIExecutor):
+    """``ClientAPIExecutor`` with ``KeepMask`` before all filters, so that a site's own filters see the masked result.
+
+    Arguments are those of ``ClientAPIExecutor``. The mask is the one that comes with the model.
+    """
+
+    def __init__(self, *args: object, **kwargs: object):
+        super().__init__(*args, **kwargs)
+        self._keep = KeepMask()
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        super().handle_event(event_type, fl_ctx)
+        self._keep.handle_event(event_type, fl_ctx)
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        """Return the script's result with the entries outside the mask as they were received."""
+        # In swarm learning, FLARE calls an executor without the event.
+        fl_ctx.set_prop(FLContextKey.TASK_DATA, shareable, private=True, sticky=False)
+        self._keep.handle_event(EventType.BEFORE_TASK_EXECUTION, fl_ctx)
+        result = super().execute(task_name, shareable, fl_ctx, abort_signal)
+        if result.get_return_code(ReturnCode.OK) != ReturnCode.OK:
+            return result
+        dxo = from_shareable(result)
+        if dxo.data_kind not in MODELS:
+            return result
+        try:
+            check_plain(dxo, self)
+            return self._keep.process_dxo(dxo, result, fl_ctx).update_shareable(result)
+        except Exception as error:  # noqa: BLE001 - a RuntimeError of an executor ends the job for all sites
+            self.log_error(fl_ctx, f"{get_failure_code(error)}: the result is left out of this round: {error}")
+            return make_reply(ReturnCode.EXECUTION_RESULT_ERROR)

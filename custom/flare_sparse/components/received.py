@@ -1,0 +1,112 @@
+"""The model that a site has received: filters of results need it, but FLARE hands them the result alone."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.filter import FilterChainType, FilterContextKey
+from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.app_constant import AppConstants
+from torch import Tensor
+
+from .arrays import MASK, ComponentError
+from .filters import ModelFilter
+
+_RECEIVED = "flare_sparse.received"
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a site has received.
+
+    Attributes:
+        arrays: copies of the model's arrays: a script may change those that it gets in place.
+        mask: packed mask of the entries that train; None: all of them.
+        round: 1-based round of the task.
+    """
+
+    arrays: dict[str, Any]
+    mask: object
+    round: int
+
+
+class ReceivingFilter(ModelFilter):
+    """A filter of what leaves a site that knows the model which the site has received.
+
+    One filter among those of results suffices: it hears FLARE's event before the executor runs. Where sites exchange
+    models between them (swarm), where there is no such event, the filter of the messages that arrive remembers them.
+    """
+
+    is_strict = True
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.BEFORE_TASK_EXECUTION:
+            data = fl_ctx.get_prop(FLContextKey.TASK_DATA)
+            if isinstance(data, Shareable):
+                fl_ctx.set_prop(_RECEIVED, self._remember(data), private=True, sticky=True)
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        is_task = self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN
+        is_arriving = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.IN
+        is_site = fl_ctx.get_process_type() != ProcessType.SERVER_JOB
+        if is_task and is_arriving and is_site:
+            fl_ctx.set_prop(_RECEIVED, self._remember(shareable), private=True, sticky=True)
+            return shareable
+        if not is_site or is_arriving:
+            raise ComponentError(
+                self,
+                "it is in a chain of messages that do not leave a site",
+                "put it among the task_result_filters of config_fed_client.json",
+            )
+        return super().process(shareable, fl_ctx)
+
+    def prepare(self, dxo: DXO, t: int) -> None:
+        """Change the received model, in place, before the site trains it in round ``t``; by default nothing."""
+
+    def get_received(self, dxo: DXO, fl_ctx: FLContext) -> Received:
+        """Return the received model, whose arrays the result has, too.
+
+        Raises:
+            ComponentError: the task brought no model, or one of other tensors.
+        """
+        received = fl_ctx.get_prop(_RECEIVED)
+        if not isinstance(received, Received):
+            raise ComponentError(
+                self, "the task brought no model (WEIGHTS)", "name only tasks that carry one, such as train"
+            )
+        if unknown := sorted(set(map(str, dxo.data)) - set(received.arrays)):
+            raise ComponentError(
+                self, f"the result has {unknown[0]!r}, which the received model has not", "send tensors of that model"
+            )
+        for name, array in dxo.data.items():
+            if np.shape(array) != np.shape(received.arrays[name]):
+                raise ComponentError(
+                    self,
+                    f"{name} has the shape {tuple(np.shape(array))}, received was {np.shape(received.arrays[name])}",
+                    "send tensors of the received model",
+                )
+        return received
+
+    def _remember(self, shareable: Shareable) -> Received | None:
+        try:
+            dxo = from_shareable(shareable)
+        except ValueError:
+            return None
+        if dxo.data_kind != DataKind.WEIGHTS or not dxo.data:
+            return None
+        t = int(shareable.get_header(AppConstants.CURRENT_ROUND) or 0) + 1
+        self.prepare(dxo, t)
+        dxo.update_shareable(shareable)
+        return Received({name: _copy(a) for name, a in dxo.data.items()}, dxo.meta.get(MASK), t)
+
+
+def _copy(array: Any) -> Any:
+    return array.detach().clone() if isinstance(array, Tensor) else copy.copy(array)

@@ -1,0 +1,68 @@
+"""NeuroSFL's server (Thapaliya et al. 2024, Algorithm 1): one mask from the sites' scores, then the mean inside it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from nvflare.app_common.abstract.fl_model import FLModel
+from torch import Tensor
+
+from ..core.exchange import Content
+from ..core.mask import Mask
+from ..methods.method import MaskPreset
+from ..methods.neurosfl import NeuroSFL, State
+from .aggregator import MethodAggregator
+from .arrays import ComponentError
+
+Scores = Literal["snip", "weighted_snip", "shuffled_snip"]
+
+
+class ScoredMask(MethodAggregator[State]):
+    """Turns the first round's scores into a mask, and averages inside it from the second on (section 5 of the docs).
+
+    ``NeuroSFLController`` asks for the scores. In a workflow of its own, FedAvg with ``task_name="score"`` and
+    ``num_rounds=1``, it leaves the masked model to the workflow behind it.
+
+    Args:
+        sparsity: p, share of the maskable entries that is off.
+        scores: ``"snip"``, ``"weighted_snip"`` (by the sites' numbers) or ``"shuffled_snip"``.
+        min_per_layer: live entries that every maskable tensor keeps.
+        maskable: ``"conv_linear_weights"``, ``"all_but_norm"`` or ``"all_trainable"``.
+        min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
+    """
+
+    _always_serialize_args = ("sparsity", "scores", "min_sites")
+    method_class = NeuroSFL
+    state_class = State
+
+    def __init__(
+        self,
+        sparsity: float = 0.9,
+        scores: Scores = "snip",
+        min_per_layer: int = 1,
+        maskable: MaskPreset = "conv_linear_weights",
+        min_sites: int = 1,
+        persistor_id: str = "persistor",
+        resume_from: str = "",
+    ):
+        self.sparsity, self.scores, self.min_per_layer, self.maskable = sparsity, scores, min_per_layer, maskable
+        super().__init__(
+            min_sites, persistor_id, resume_from,
+            sparsity=sparsity, scores=scores, min_per_layer=min_per_layer, maskable=maskable,
+        )  # fmt: skip
+
+    def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
+        assert self._state is not None, "init_state() comes first"
+        return Mask.full(present.size) if self._state.round == 0 else self._read_live()
+
+    def get_content(self, state: State) -> Content:
+        return "scores" if state.round == 0 else "weights"
+
+    def check_values(self, values: Tensor, state: State) -> None:
+        if state.round == 0 and bool((values < 0).any()):
+            raise ComponentError(
+                self,
+                f"the scores have negative values, such as {float(values.min()):.3g}",
+                "send what compute_scores returns with params_type=ParamsType.DIFF; otherwise FLARE subtracts the "
+                "model from scores where params_transfer_type is DIFF",
+            )
