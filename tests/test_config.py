@@ -17,7 +17,7 @@ from torch import nn
 from flare_sparse.config.assemble import build_rules
 from flare_sparse.config.loading import build_method, dump_config, load_config, parse_job, serialize_job
 from flare_sparse.config.schema import JobConfig, RunConfig, build_task
-from flare_sparse.config.user_tasks import import_task_class
+from flare_sparse.config.user_classes import import_task_class
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.neurosfl import NeuroSFL
@@ -433,7 +433,7 @@ def test_user_task_beside_the_file_is_loaded(file: Path) -> None:
     kind = import_task_class("own_task_module.MyTask")
     assert config.task.config.model_dump(exclude={"split"}) == {"width": 3, "dropout": 0.0, "depth": 4}
     assert serialize_job(config)["task"]["class"] == "own_task_module.MyTask"
-    assert type(build_task(config, kind)) is kind
+    assert type(build_task(config)) is kind
     assert parse_job(serialize_job(config), kind) == config.job
     assert "no such field. Did you mean 'depth'?" in load_problems(file, own, "task.deph=1")[0]
 

@@ -35,7 +35,7 @@ from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 from nvflare.recipe import SimEnv
 
 from flare_sparse.config.schema import RunConfig
-from flare_sparse.config.user_tasks import import_task_class
+from flare_sparse.config.user_classes import import_task_class
 from flare_sparse.flare.launch.simulator import Workplace, redirect_output, simulate
 from flare_sparse.flare.recipe import SparseRecipe
 

@@ -68,3 +68,8 @@ def __getattr__(name: str) -> "Any":
     # Stored, so that the next access does not come here.
     value = globals()[name] = getattr(import_module(f".{_PLACES[name]}", __name__), name)
     return value
+
+
+def __dir__() -> list[str]:
+    """List the names that are imported on first access, too."""
+    return sorted({*globals(), *__all__})

@@ -65,7 +65,7 @@ class Hospital:
             get_component=parts.get, get_workspace=lambda: workspace, fire_event=lambda *event: None
         )
         self.fl_ctx = FLContextManager(engine=engine, identity_name=name, job_id="job").new_context()
-        self.folder, self.executor = folder, SparseExecutor()
+        self.folder, self.executor = folder, SparseExecutor("fedavg", "brain_age", {})
 
     def reply(self, message: np.ndarray) -> bytes:
         """Return the bytes that FLARE would send in reply to a request."""

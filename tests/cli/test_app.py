@@ -79,7 +79,8 @@ def test_version_option_prints_the_installed_version() -> None:
 
 def test_methods_lists_every_method_with_its_source() -> None:
     lines = call("methods").output.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(METHODS)
+    assert [line.split()[0] for line in lines[1 : 1 + len(METHODS)]] == list(METHODS)
+    assert lines[-1] == "A method of your own is one class: docs/new-method.md"
     (neurosfl,) = [line for line in lines if line.startswith("neurosfl")]
     assert neurosfl.rstrip().endswith("NeuroSFL (Thapaliya et al. 2024), Algorithm 1")
 

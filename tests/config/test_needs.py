@@ -24,7 +24,6 @@ from flare_sparse.config.compatibility import (
     tabulate_methods,
     tabulate_refusals,
 )
-from flare_sparse.config.loading import list_methods, list_tasks
 from flare_sparse.config.needs import FEATURES, Feature, list_compatible_methods
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.core.needs import Need
@@ -32,6 +31,7 @@ from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.lora import LoRAMethod
 from flare_sparse.privacy.encryption import KeyContexts
 from flare_sparse.results.runs.local import run_assembly
+from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.script import ScriptTask
 from flare_sparse.tasks.task import Examples, SiteData, Task, TaskConfig, build_examples
 
@@ -80,8 +80,8 @@ def build_config(*settings: Mapping[str, Any]) -> RunConfig:
     data = merge({"name": "pair", "method": {"rounds": 1}, "task": {"class": "Loaded"}}, *settings)
     if "script" in data["task"]:
         del data["task"]["class"]
-    tasks = {**list_tasks(), "Loaded": TaskConfig, "client.py": ScriptTask.Config}
-    return RunConfig.model_validate(data, context={"method": list_methods(), "task": tasks})
+    tasks = {**TASKS, "Loaded": TaskConfig, "client.py": ScriptTask}
+    return RunConfig.model_validate(data, context={"task": tasks})
 
 
 PAIRS = [

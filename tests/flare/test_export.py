@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,20 +14,23 @@ from nvflare.job_config.fed_job_config import FedJobConfig
 
 from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.config.schema import RunConfig
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare import aggregator, controller, executor, filters, session, tracking
 from flare_sparse.flare.export import SIGNATURES, export_job, find_outdated_files
+from flare_sparse.flare.job_settings import SITE_SECTIONS, _flatten, check_shown_settings, show_settings
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.site.allow_list import CLASSES, SERVER_CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
 
 COMPONENTS = [
-    controller.FederatedController(task_check_period=0.123),
+    controller.FederatedController("fedavg", "toy", {"method.rounds": 2}, task_check_period=0.123),
     session.ServerSession(),
     session.SiteSession(),
+    session.UserMethod({"path": "my_methods.MyMethod", "args": {"config": {"rounds": 3}}}),
     session.UserTask({"path": "my_tasks.MyTask", "args": {"config": {"width": 3}}}),
     aggregator.StagingAggregator(),
-    executor.SparseExecutor(),
+    executor.SparseExecutor("fedavg", "toy", {"method.rounds": 2}),
     filters.DecodeRequest(),
     filters.EncodeUpdate(),
     filters.DecodeUpdate(),
@@ -71,12 +75,70 @@ def test_job_names_only_allowed_classes_and_some_of_flares_default_list(config: 
     text = "".join((app / "config" / f"config_fed_{side}.json").read_text() for side in ("server", "client"))
     paths = {line.split('"')[3] for line in text.splitlines() if '"path":' in line}
     ours = {path for path in paths if path.startswith("flare_sparse.")}
-    # Only in jobs with a user task, of flare-sparse describe and of nnunet collect.
-    parts = ("UserTask", ".statistics.", ".fingerprints.")
+    # Only in jobs with a user task or method, of flare-sparse describe and of nnunet collect.
+    parts = (".User", ".statistics.", ".fingerprints.")
     rare = {path for path in CLASSES if any(part in path for part in parts)}
     assert ours == {*CLASSES} - rare
     assert paths - ours <= {*DEFAULT_CLASS_ALLOW_LIST}
     assert "simulator" not in text
+
+
+def read_arguments(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of executor and controller in the JSON of a job."""
+    config = folder / "app" / "config"
+    client, server = (json.loads((config / f"config_fed_{side}.json").read_text()) for side in ("client", "server"))
+    return client["executors"][0]["executor"]["args"], server["workflows"][0]["args"]
+
+
+def test_json_of_every_job_in_the_repository_says_what_runs() -> None:
+    """Executor and controller show method, task and every setting of what is computed, sent and committed."""
+    shown = {job.name: read_arguments(job) for job in (CONFIGS.parent / "jobs").iterdir()}
+    assert len({json.dumps(client) for client, _ in shown.values()}) == len(shown) >= 12
+    for name, (client, server) in shown.items():
+        content = yaml.safe_load((CONFIGS.parent / "jobs" / name / "app/config/flare_sparse.yaml").read_text())
+        assert client["method"] == server["method"] == content["method"]["name"]
+        assert client["settings"]["method.rounds"] == content["method"]["rounds"]
+        assert client["settings"]["method.training.lr"] == content["method"]["training"]["lr"]
+        assert client["settings"]["wire.values"] == content["wire"]["values"]
+        federation = {path: value for path, value in server["settings"].items() if path.startswith("federation.")}
+        assert {**client["settings"], **federation} == server["settings"]
+        assert server["settings"]["federation.min_sites"] == content["federation"]["min_sites"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "fedavg"}, "shows 'fedavg' for method, but its flare_sparse.yaml, which runs, has 'neurosfl'"),
+        ({"method.sparsity": 0.5}, "shows 0.5 for method.sparsity, but its flare_sparse.yaml, which runs, has 0.9"),
+        (
+            {"wire.values": None},
+            "shows 'nothing' for wire.values, but its flare_sparse.yaml, which runs, has 'float32'",
+        ),
+        ({"privacy.epsilon": 1}, "shows 1 for privacy.epsilon, but its flare_sparse.yaml, which runs, has 'nothing'"),
+    ],
+)
+def test_arguments_that_do_not_show_what_runs_are_refused(
+    config: RunConfig, change: dict[str, Any], message: str
+) -> None:
+    shown = show_settings(config, SITE_SECTIONS)
+    check_shown_settings(executor.SparseExecutor(**shown), config, SITE_SECTIONS)
+    ((path, value),) = change.items()
+    part = shown if path in shown else shown["settings"]
+    part[path] = value
+    if value is None:
+        del part[path]
+    with pytest.raises(ConfigError, match=f"SparseExecutor: the job's JSON {message}; export the job again"):
+        check_shown_settings(executor.SparseExecutor(**shown), config, SITE_SECTIONS)
+
+
+def test_setting_that_flare_would_take_for_a_component_is_shown_as_text() -> None:
+    content = {"method": {"name": "fedavg", "steps": [{"path": "os.system"}], "path": "a", "empty": {}}}
+    assert dict(_flatten("", content)) == {
+        "method.name": "fedavg",
+        "method.steps": '[{"path": "os.system"}]',
+        "method.path": "a",
+        "method.empty": {},
+    }
 
 
 def test_job_sends_figures_to_mlflow_only_when_asked_and_only_from_the_server(

@@ -11,17 +11,32 @@ import pytest
 import torch
 import yaml
 from nvflare.apis.event_type import EventType
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
 from toy import Toy, ToyBench
 
 from flare_sparse.config.assemble import assemble
-from flare_sparse.config.loading import load_config, serialize_job
+from flare_sparse.config.loading import load_config, parse_job, serialize_job
+from flare_sparse.config.schema import JobConfig
 from flare_sparse.core.errors import ConfigError, PolicyRefusal
 from flare_sparse.flare import session as session_module
-from flare_sparse.flare.session import MODELS_FOLDER, SITE_MODELS_VARIABLE, SiteSession
+from flare_sparse.flare.executor import SparseExecutor
+from flare_sparse.flare.job_settings import SITE_SECTIONS, show_settings
+from flare_sparse.flare.payload import HELLO, SUM, TASK, extract_hello, get_refusal_code
+from flare_sparse.flare.session import (
+    MODELS_FOLDER,
+    SITE_MODELS_VARIABLE,
+    SiteSession,
+    UserMethod,
+    UserTask,
+    read_job,
+)
 from flare_sparse.flare.workspace import JOB_FILE
+from flare_sparse.methods.fedavg import FedAvg
 from flare_sparse.results.runs.model_files import list_site_models
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.training import compute
+from flare_sparse.wire.capabilities import local_capabilities
 
 RUN = "a" * 16
 
@@ -124,3 +139,84 @@ def test_training_counts_where_the_record_of_its_layers_cannot_be_written(tmp_pa
     folder.mkdir()
     session.record_layer_compute(fl_ctx)
     assert json.loads((folder / "layer_compute.json").read_text()) == {"site-1": {"0": "sparse"}}
+
+
+class Own(Toy):
+    """A task of a user's."""
+
+
+class Mine(FedAvg):
+    name = "mine"
+
+
+class Context:
+    """FLARE's context of a participant of a job: with its settings, and the components that FLARE has built."""
+
+    def __init__(self, folder: Path, job: JobConfig, **components: object):
+        (folder / JOB_FILE).write_text(yaml.safe_dump(serialize_job(job)))
+        workspace = SimpleNamespace(get_app_config_dir=lambda job: str(folder), get_run_dir=lambda job: str(folder))
+        self._engine = SimpleNamespace(get_workspace=lambda: workspace, get_component=components.get)
+
+    def get_engine(self) -> Any:
+        return self._engine
+
+    def get_job_id(self) -> str:
+        return "job"
+
+
+def build_own_job(task: str = f"{__name__}.Own", method: str = f"{__name__}.Mine") -> JobConfig:
+    settings = {"name": "job", "method": {"class": method, "rounds": 3}, "task": {"class": task}}
+    return parse_job(settings, Own, Mine)
+
+
+def read_own_job(folder: Path, job: JobConfig, task: object = None, method: object = None) -> JobConfig:
+    context: Any = Context(
+        folder,
+        job,
+        task=UserTask(task or Own({})),
+        # As FLARE builds it from JSON.
+        method=UserMethod(method or Mine(config={"rounds": 3})),  # type: ignore[call-arg]
+    )
+    return read_job(context)
+
+
+def test_site_runs_the_classes_that_flare_has_built_with_the_settings_of_the_job(tmp_path: Path) -> None:
+    job = read_own_job(tmp_path, build_own_job())
+    assert (job.method.entry, job.task.entry, job.method.config.rounds) == (Mine, Own, 3)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"method": Mine(config={"rounds": 4})}, "component 'method': its settings are not those of method in"),  # type: ignore[call-arg]
+        ({"method": FedAvg(config={"rounds": 3})}, "component 'method': it holds FedAvg, but flare_sparse.yaml names"),  # type: ignore[call-arg]
+        ({"method": Own({})}, "component 'method': expected a subclass of flare_sparse.methods.Method, found Own"),
+        ({"task": Own({"split": {"test": 0.4}})}, "component 'task': its settings are not those of task in"),
+        ({"task": Toy({})}, "component 'task': it holds Toy, but flare_sparse.yaml names"),
+    ],
+)
+def test_component_that_the_settings_of_the_job_do_not_name_is_refused(
+    parts: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_own_job(tmp_path, build_own_job(), **parts)
+
+
+def test_method_of_this_package_with_a_component_of_a_class_is_refused(tmp_path: Path) -> None:
+    job = load_config(Path(__file__).parents[2] / "app_configs" / "fedavg_brain_age.yaml").job
+    context: Any = Context(tmp_path, job, method=UserMethod(Mine(config={})))  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="component 'method': its settings are not those of method"):
+        read_job(context)
+
+
+def test_executor_whose_arguments_do_not_show_what_runs_answers_with_its_versions_only(tmp_path: Path) -> None:
+    job = load_config(Path(__file__).parents[2] / "app_configs" / "fedavg_brain_age.yaml").job
+    shown = show_settings(job, SITE_SECTIONS)
+    context: Any = Context(tmp_path, job)
+    executor = SparseExecutor(**{**shown, "method": "neurosfl"})
+    executor.log_error = lambda *line: None  # type: ignore[method-assign]
+    executor.handle_event(EventType.START_RUN, context)
+    assert extract_hello(executor.execute(HELLO, Shareable(), context, Signal())) == local_capabilities().to_message()
+    for task in (TASK, SUM):
+        assert get_refusal_code(executor.execute(task, Shareable(), context, Signal())) == "E_CONFIG"
+    assert "shows 'neurosfl' for method" in (tmp_path / "site_error.txt").read_text()

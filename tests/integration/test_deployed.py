@@ -36,7 +36,6 @@ from flare_sparse.config.assemble import assemble, build_rules, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import build_task
 from flare_sparse.config.study import Study
-from flare_sparse.config.user_tasks import import_task_class
 from flare_sparse.core.params import compute_digest
 from flare_sparse.flare.any_recipe import add_privacy
 from flare_sparse.flare.launch.ending import JobFailed
@@ -210,7 +209,7 @@ def list_leaks(federation: Path) -> list[str]:
 def run_locally_without(file: Path, absent: str) -> str:
     """Return the digest of the model of a local FedAvg run without one site."""
     config = load_config(file, [FEDAVG])
-    assembly = assemble(config, build_task(config, import_task_class(config.task.name, file.parent)))
+    assembly = assemble(config, build_task(config))
     data = {name: SiteData(name, file.parent) for name in SITES if name != absent}
     sites = {name: open_site(assembly, where) for name, where in data.items()}
     rules = replace(build_rules(config), min_sites=len(sites))

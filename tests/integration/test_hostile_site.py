@@ -13,7 +13,6 @@ import yaml
 from flare_sparse.config.assemble import assemble, build_rules, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig, build_task
-from flare_sparse.config.user_tasks import import_task_class
 from flare_sparse.core.params import compute_digest
 from flare_sparse.flare.launch.simulator import simulate
 from flare_sparse.flare.payload import TASK
@@ -56,7 +55,7 @@ def create_sites(folder: Path) -> dict[str, SiteData]:
 
 def run_without_the_hostile_site(config: RunConfig, data: dict[str, SiteData], folder: Path) -> str:
     """Return the digest of the model of a run without the hostile site."""
-    assembly = assemble(config, build_task(config, import_task_class(config.task.name, folder)))
+    assembly = assemble(config, build_task(config))
     sites = {name: open_site(assembly, data[name]) for name in OTHERS}
     metric = assembly.task.metric
     outcome, _ = run_locally(

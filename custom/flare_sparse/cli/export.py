@@ -12,8 +12,8 @@ import typer
 from .options import Overrides
 
 _INSTALLED = (
-    "  {task} is a user task and is not part of the job: install {module} at every site and run there "
-    "flare-sparse site allow KIT --also {task}, or export with --byoc"
+    "  {path} is not part of the job: install {module} at every site and run there "
+    "flare-sparse site allow KIT --also {path}, or export with --byoc"
 )
 
 
@@ -59,10 +59,8 @@ def export(
                 export_job(config, out, "byoc" if byoc else "installed", modules)
         if not check:
             typer.echo(f"{out / config.name}")
-            if config.task.key == "class" and not byoc:
-                typer.echo(
-                    _INSTALLED.format(task=config.task.name, module=config.task.name.rpartition(".")[0]), err=True
-                )
+            for path in [part.name for part in (config.method, config.task) if part.key == "class" and not byoc]:
+                typer.echo(_INSTALLED.format(path=path, module=path.rpartition(".")[0]), err=True)
     if stale:
         typer.echo("job folders are out of date; run: flare-sparse export " + " ".join(map(str, configs)), err=True)
         for line in stale:

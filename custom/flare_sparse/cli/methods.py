@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..core.errors import ConfigError, suggest
 from .console import out as console
 from .settings_table import build_settings_table, get_first_line
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show the settings of this method")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show the settings of this method; module.Class for one of your own")
+    ] = None,
     matrix: Annotated[bool, typer.Option("--matrix", help="Show which method works with which feature")] = False,
 ) -> None:
     """List the methods with their sources, or the settings of one with default, range and meaning.
@@ -29,9 +31,12 @@ def methods(
 
     [dim]flare-sparse methods neurosfl[/]
 
+    [dim]flare-sparse methods my_methods.Mine[/]
+
     [dim]flare-sparse methods --matrix[/]
     """
     from ..config.compatibility import list_columns
+    from ..config.plugins import load_entry
     from ..methods.registry import METHODS
 
     if matrix:
@@ -41,10 +46,25 @@ def methods(
             console.print(f"{number:>2} {feature.name}: {feature.effect}", markup=False, highlight=False)
     elif name is None:
         console.print(_list_methods())
-    elif name in METHODS:
-        console.print(build_settings_table(METHODS[name].Config, "method", find_source(METHODS[name])))
+        print_plugins("method")
     else:
-        raise ConfigError(f"there is no method {name!r}; expected one of {', '.join(METHODS)}.{suggest(name, METHODS)}")
+        method = load_entry("method", name, Path.cwd())
+        console.print(build_settings_table(method.Config, "method", find_source(method)))
+
+
+def print_plugins(section: str) -> None:
+    """Print the methods or tasks of other distributions, which are not imported for it, and how to use one's own."""
+    from ..config.plugins import list_plugins
+
+    plugins = list_plugins(section)
+    if plugins:
+        table = Table("name", "class", "distribution", box=None, pad_edge=False, title=f"installed {section}s")
+        table.title_justify = "left"
+        for plugin in plugins:
+            table.add_row(f"[bold]{escape(plugin.name)}[/]", escape(plugin.path), escape(plugin.distribution))
+        console.print(table)
+    page = {"method": "docs/new-method.md", "task": "docs/own-task.md"}[section]
+    console.print(f"\nA {section} of your own is one class: {page}", markup=False)
 
 
 def find_source(method: type[Method[Any, Any]]) -> str:

@@ -9,8 +9,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..core.errors import ConfigError, suggest
 from .console import out as console
+from .methods import print_plugins
 from .settings_table import build_settings_table, get_first_line
 
 if TYPE_CHECKING:
@@ -30,19 +30,13 @@ def tasks(
 
     [dim]flare-sparse tasks my_tasks.Dose[/]
     """
-    from ..config.user_tasks import import_task_class
-    from ..tasks.registry import TASKS
+    from ..config.plugins import load_entry
 
     if name is None:
         console.print(_list_tasks())
-        console.print("\nA task of your own is one class: docs/own-task.md", markup=False)
+        print_plugins("task")
         return
-    if name not in TASKS and "." not in name:
-        raise ConfigError(
-            f"there is no task {name!r}; expected one of {', '.join(TASKS)}, or module.Class for a task of your "
-            f"own.{suggest(name, TASKS)}"
-        )
-    task_class = TASKS[name] if name in TASKS else import_task_class(name, Path.cwd())
+    task_class = load_entry("task", name, Path.cwd())
     console.print(build_settings_table(task_class.Config, "task", _describe_target(task_class)))
     console.print(f"\nmetric: {_describe_metric(task_class)}", markup=False)
     if task_class.reads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, PlainSerializer, PlainValidator, ValidationError, ValidationInfo
@@ -12,12 +12,18 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from ..core.errors import suggest
 
 C = TypeVar("C", bound=BaseModel)
-Registries = Mapping[str, Mapping[str, type[BaseModel]]]
-"""The settings class of every entry, by section (``method``, ``task``, ``partition``) and name."""
+Registries = Mapping[str, Mapping[str, type[Any]]]
+"""The class of every entry, by section (``method``, ``task``, ``partition``) and name; see :func:`get_settings`."""
 
-KEYS = {"method": ("name",), "task": ("name", "class", "script"), "partition": ("kind",)}
-"""Keys that may hold the name, by section. ``class`` holds the dotted path of a user task, ``script`` the file of a
-training script."""
+KEYS = {"method": ("name", "class"), "task": ("name", "class", "script"), "partition": ("kind",)}
+"""Keys that may hold the name, by section. ``class`` holds the dotted path of the user's own class, ``script`` the file
+of a training script."""
+
+
+def get_settings(entry: type[Any]) -> type[BaseModel]:
+    """Return the settings class of an entry: that of a method or a task is its ``Config``."""
+    settings: type[BaseModel] = entry if issubclass(entry, BaseModel) else entry.Config
+    return settings
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,14 @@ class Choice(Generic[C]):
         name: name of the entry in the registry.
         config: settings, of the entry's own class.
         key: key under which the name was given.
+        entry: the entry itself, such as the class of the method.
     """
 
     name: str
     config: C
     key: str = "name"
+    # A module that is imported again has other, equal classes.
+    entry: type[Any] = field(default=object, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as plain JSON values, with all defaults filled in."""
@@ -52,7 +61,7 @@ def find_conflict(keys: Iterable[str], value: Any) -> str | None:
     return f"found {' and '.join(present)}; expected one of them" if len(present) > 1 else None
 
 
-def build_choice_validator(default: Callable[[], Mapping[str, type[BaseModel]]]) -> PlainValidator:
+def build_choice_validator(default: Callable[[], Mapping[str, type[Any]]]) -> PlainValidator:
     """Return the validator of a field that selects an entry of a registry.
 
     The registry is the validation context's entry under the field's name, or else ``default()``.
@@ -69,12 +78,13 @@ def build_choice_validator(default: Callable[[], Mapping[str, type[BaseModel]]])
         if not isinstance(name, str) or name not in registry:
             raise _build_unknown_error(key, name, registry, value)
         settings = {k: v for k, v in value.items() if k != key}
-        return Choice(name, registry[name].model_validate(settings), key)
+        entry = registry[name]
+        return Choice(name, get_settings(entry).model_validate(settings), key, entry)
 
     return PlainValidator(validate_choice)
 
 
-def _build_unknown_error(key: str, name: Any, registry: Mapping[str, type[BaseModel]], value: Any) -> ValidationError:
+def _build_unknown_error(key: str, name: Any, registry: Mapping[str, type[Any]], value: Any) -> ValidationError:
     """Return the error for a section without a known name."""
     names = ", ".join(sorted(registry))
     if not isinstance(value, Mapping):

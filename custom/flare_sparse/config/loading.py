@@ -6,23 +6,25 @@ dictionary (:func:`serialize_job`), which each site validates again (:func:`pars
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ..core.errors import ConfigError
 from ..core.params import Layout
 from ..methods.method import Method
 from ..methods.registry import METHODS
+from ..tasks.registry import TASKS
 from ..tasks.script import ScriptTask
 from ..tasks.task import Task, TaskConfig
 from .bundles import insert_bundle
-from .choice import Registries, find_name
+from .choice import Registries, find_name, get_settings
+from .plugins import name_plugin_classes
 from .problems import describe_problem
-from .schema import JobConfig, RunConfig, list_methods, list_partitions, list_tasks
-from .user_tasks import import_task_class
+from .schema import JobConfig, RunConfig, list_partitions
+from .user_classes import import_method_class, import_task_class
 from .yaml_files import apply_overrides, find_non_finite_settings, format_yaml, read_yaml
 
 J = TypeVar("J", bound=JobConfig)
@@ -41,32 +43,47 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = Path(path)
     data = _locate_script_data(apply_overrides(_resolve_paths(read_yaml(file), file.parent), overrides), file.parent)
-    task_configs = dict(list_tasks())
-    data = _read_files(insert_bundle(_resolve_paths(data, Path.cwd())), task_configs, file)
-    key, name = find_name("task", data.get("task"))
-    if key == "class" and isinstance(name, str):
-        task_configs[name] = import_task_class(name, file.parent).Config
-    elif key == "script" and isinstance(name, str):
-        task_configs[name] = ScriptTask.Config
-    return _validate(RunConfig, data, task_configs, str(file))
+    data = name_plugin_classes(insert_bundle(_resolve_paths(data, Path.cwd())))
+    registries = _build_registries(data, **import_classes(data, file.parent))
+    return _validate(RunConfig, _read_files(data, registries["task"], file), registries, str(file))
 
 
-def parse_job(data: Mapping[str, Any], task: type[Task] | None = None) -> JobConfig:
+def import_classes(data: Mapping[str, Any], folder: Path) -> dict[str, type[Any]]:
+    """Import the classes of the user's that a configuration names, by section: ``method``, ``task``.
+
+    Args:
+        data: settings whose plugins are named by their classes.
+        folder: folder that may hold the user's modules.
+
+    Raises:
+        ConfigError: a class cannot be imported, or is no complete method or task.
+    """
+    loaders: dict[str, Callable[[str, Path], type[Any]]] = {"method": import_method_class, "task": import_task_class}
+    classes: dict[str, type[Any]] = {}
+    for section, load in loaders.items():
+        key, name = find_name(section, data.get(section))
+        if key == "script":
+            classes[section] = ScriptTask
+        elif key == "class" and isinstance(name, str):
+            classes[section] = load(name, folder)
+    return classes
+
+
+def parse_job(
+    data: Mapping[str, Any], task: type[Task] | None = None, method: type[Method[Any, Any]] | None = None
+) -> JobConfig:
     """Validate the configuration that came with a job.
 
     Args:
         data: dictionary from :func:`serialize_job`.
         task: class of the task if ``task.class`` or ``task.script`` is set. This function never imports a dotted path,
             because the job comes from outside the site.
+        method: class of the method if ``method.class`` is set.
 
     Raises:
         ConfigError: as :func:`load_config`.
     """
-    task_configs = dict(list_tasks())
-    key, name = find_name("task", data.get("task"))
-    if key != "name" and task is not None:
-        task_configs[str(name)] = task.Config
-    return _validate(JobConfig, data, task_configs, "job")
+    return _validate(JobConfig, data, _build_registries(data, task, method), "job")
 
 
 def serialize_job(config: JobConfig) -> dict[str, Any]:
@@ -81,11 +98,24 @@ def dump_config(config: JobConfig) -> str:
 
 def build_method(config: JobConfig, layout: Layout) -> Method[Any, Any]:
     """Build the method of a job for a model of this layout."""
-    return METHODS[config.method.name](config.method.config, layout, config.seed)
+    method: Method[Any, Any] = config.method.entry(config.method.config, layout, config.seed)
+    return method
 
 
-def _validate(model: type[J], data: Mapping[str, Any], task_configs: Mapping[str, type[BaseModel]], source: str) -> J:
-    registries: Registries = {"method": list_methods(), "task": task_configs, "partition": list_partitions()}
+def _build_registries(
+    data: Mapping[str, Any], task: type[Any] | None = None, method: type[Any] | None = None
+) -> Registries:
+    """Return what the sections of a configuration may select: the package's own entries and the user's class."""
+    registries: dict[str, dict[str, type[Any]]] = {"method": {**METHODS}, "task": {**TASKS}}
+    for section, entry in (("task", task), ("method", method)):
+        key, name = find_name(section, data.get(section))
+        if entry is not None and key != "name" and isinstance(name, str):
+            # Alone: a name of the package is no class, nor the other way round.
+            registries[section] = {name: entry}
+    return {**registries, "partition": list_partitions()}
+
+
+def _validate(model: type[J], data: Mapping[str, Any], registries: Registries, source: str) -> J:
     problems = [f"{path}: expected a finite number" for path in find_non_finite_settings(data)]
     try:
         config = model.model_validate(data, context=registries)
@@ -110,19 +140,20 @@ def _locate_script_data(data: dict[str, Any], base: Path) -> dict[str, Any]:
     return {**data, "simulator": {**simulator, "data": shared}}
 
 
-def _read_files(data: dict[str, Any], tasks: Mapping[str, type[BaseModel]], file: Path) -> dict[str, Any]:
+def _read_files(data: dict[str, Any], tasks: Mapping[str, type[Any]], file: Path) -> dict[str, Any]:
     """Replace files that the section ``task`` names by their content, as its task does.
 
     Raises:
         ConfigError: a file cannot be read.
     """
     section = data.get("task")
-    task = tasks.get(str(section.get("name"))) if isinstance(section, dict) else None
-    if not isinstance(section, dict) or task is None or not issubclass(task, TaskConfig):
+    task = tasks.get(str(find_name("task", section)[1]))
+    settings = None if task is None else get_settings(task)
+    if not isinstance(section, dict) or settings is None or not issubclass(settings, TaskConfig):
         return data
     path = _find_data(data)
     try:
-        return {**data, "task": task.read_files(section, path if isinstance(path, str) else None)}
+        return {**data, "task": settings.read_files(section, path if isinstance(path, str) else None)}
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 

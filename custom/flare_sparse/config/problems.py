@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ..core.errors import suggest
-from .choice import KEYS, Choice, Registries, find_name
+from .choice import KEYS, Choice, Registries, find_name, get_settings
 
 _TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
@@ -119,7 +119,8 @@ def _find_fields(
         if model is None:
             return {}
         if key in KEYS and key in registries:
-            model = registries[str(key)].get(str(find_name(str(key), data)[1]))
+            entry = registries[str(key)].get(str(find_name(str(key), data)[1]))
+            model = get_settings(entry) if entry else None
         else:
             field = model.model_fields.get(str(key))
             model = _find_model(field.annotation) if field else None

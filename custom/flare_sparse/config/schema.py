@@ -306,35 +306,25 @@ class SimulatorConfig(Section):
         return self
 
 
-def list_methods() -> dict[str, type[BaseModel]]:
-    """Return the settings class of every method by name."""
-    return {name: method.Config for name, method in METHODS.items()}
-
-
-def list_tasks() -> dict[str, type[BaseModel]]:
-    """Return the settings class of every built-in task by name."""
-    return {name: task.Config for name, task in TASKS.items()}
-
-
-def build_task(config: JobConfig, user_task: type[Task] | None = None) -> Task:
-    """Build the task of a job; ``user_task`` is the user's class if ``task.class`` is set.
+def build_task(config: JobConfig) -> Task:
+    """Build the task of a job.
 
     Raises:
         ConfigError: the job has a training script, whose network must be imported first.
     """
     if config.task.key == "script":
         raise ConfigError(f"task.script: {config.task.name}: the network of a script is built by load_task")
-    task_class = TASKS[config.task.name] if user_task is None else user_task
-    return task_class(config.task.config)
+    task: Task = config.task.entry(config.task.config)
+    return task
 
 
 class JobConfig(Section):
     """The part of a configuration that is sent with a job; it contains no location of data.
 
-    A validation context ``{"task": {name: settings}}`` (likewise ``method``) replaces the registry of the section.
+    A validation context ``{"task": {name: class}}`` (likewise ``method``) replaces the registry of the section.
 
     Attributes:
-        method: a :class:`Choice` from ``METHODS``.
+        method: a :class:`Choice` from ``METHODS``, or a user method.
         task: a :class:`Choice` from ``TASKS``, a user task, or a training script.
     """
 
@@ -342,10 +332,10 @@ class JobConfig(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$", description="name of the job: letters, digits, - and _"
     )
     seed: int = Field(0, ge=0, lt=2**53, description="seed of all randomness of a run")
-    method: Annotated[Choice[MethodConfig], build_choice_validator(list_methods), ChoiceSerializer] = Field(
+    method: Annotated[Choice[MethodConfig], build_choice_validator(lambda: METHODS), ChoiceSerializer] = Field(
         description="what is exchanged and how it is aggregated; see flare-sparse methods"
     )
-    task: Annotated[Choice[TaskConfig], build_choice_validator(list_tasks), ChoiceSerializer] = Field(
+    task: Annotated[Choice[TaskConfig], build_choice_validator(lambda: TASKS), ChoiceSerializer] = Field(
         description="model, data, loss and metric"
     )
     wire: WireConfig = Field(default_factory=WireConfig, description="format of the messages")

@@ -33,6 +33,7 @@ from ..rounds.federation import Connections, Federation, Reply, RoundRecord, Sum
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
 from .feed import STATS, TOPIC, RecordFeed
+from .job_settings import SERVER_SECTIONS, check_shown_settings
 from .payload import (
     ACKNOWLEDGED,
     HELLO,
@@ -72,11 +73,15 @@ class FederatedController(Controller):
     """Runs ``Federation`` over FLARE's tasks, one round after another.
 
     Args:
+        method: name of the job's method.
+        task: name of its task.
+        settings: what decides what is computed, sent and committed; see :mod:`flare_sparse.flare.job_settings`.
         task_check_period: seconds between FLARE's checks of its tasks; short, because every round waits for it.
     """
 
-    def __init__(self, task_check_period: float = 0.02):
+    def __init__(self, method: str, task: str, settings: Mapping[str, Any], task_check_period: float = 0.02):
         super().__init__(task_check_period=task_check_period)
+        self.method, self.task, self.settings = method, task, dict(settings)
         self._lines: list[str] = []
         self._feed: RecordFeed | None = None
         self._invitations: dict[str, Task] = {}
@@ -123,6 +128,7 @@ class FederatedController(Controller):
         session = get_server_session(fl_ctx)
         session.build(fl_ctx)
         job, assembly = session.job, session.assembly
+        check_shown_settings(self, job, SERVER_SECTIONS)
         if session.unarchived is not None and session.store is not None:
             self.logger.warning(UNARCHIVED, session.unarchived, session.store.folder)
         app_dir = Path(get_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
@@ -10,6 +14,8 @@ from nvflare.apis.signal import Signal
 
 from ..core.errors import FlareSparseError, MissingBase, RequestRefused, get_failure_code
 from ..core.exchange import Request
+from ..wire.capabilities import local_capabilities
+from .job_settings import SITE_SECTIONS, check_shown_settings
 from .payload import (
     HELLO,
     MISSING_BASE_HEADER,
@@ -22,12 +28,32 @@ from .payload import (
     sum_to_shareable,
     update_to_dxo,
 )
-from .session import get_site_session
+from .session import get_site_session, read_job
 from .workspace import write_site_error
 
 
 class SparseExecutor(Executor):
-    """Trains, scores or evaluates as requested and returns an ordinary DXO, so that the site's filters see values."""
+    """Trains, scores or evaluates as requested and returns an ordinary DXO, so that the site's filters see values.
+
+    Args:
+        method: name of the job's method.
+        task: name of its task.
+        settings: what decides what this site computes and sends; see :mod:`flare_sparse.flare.job_settings`.
+    """
+
+    def __init__(self, method: str, task: str, settings: Mapping[str, Any]):
+        super().__init__()
+        self.method, self.task, self.settings = method, task, dict(settings)
+        self._error: Exception | None = None
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Check at the start of the job that the arguments show what runs; a difference refuses every task."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.START_RUN:
+            try:
+                check_shown_settings(self, read_job(fl_ctx), SITE_SECTIONS)
+            except Exception as error:  # noqa: BLE001 - settings of another version may raise any exception
+                self._error = error
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Return the update, or a refusal with an error code and without text, which could name paths or subjects.
@@ -35,7 +61,11 @@ class SparseExecutor(Executor):
         Never raises: FLARE would log the error's text, and it streams logs to the server.
         """
         if task_name == HELLO:
-            return hello_to_shareable(get_site_session(fl_ctx).build_hello(fl_ctx))
+            is_valid = self._error is None
+            hello = get_site_session(fl_ctx).build_hello(fl_ctx) if is_valid else local_capabilities().to_message()
+            return hello_to_shareable(hello)
+        if self._error is not None:
+            return self._refuse(self._error, get_failure_code(self._error), fl_ctx)
         if task_name == SUM:
             return self._answer_sum(shareable, fl_ctx)
         request = shareable.get(REQUEST)

@@ -15,7 +15,9 @@ from nvflare.recipe.spec import Recipe
 
 import flare_sparse
 
-from ..config.loading import parse_job, serialize_job
+from ..config.choice import Choice
+from ..config.loading import import_classes, parse_job, serialize_job
+from ..config.plugins import name_plugin_classes
 from ..config.schema import JobConfig
 from ..config.user_tasks import list_user_code, load_task
 from ..config.yaml_files import format_yaml
@@ -25,9 +27,20 @@ from .aggregator import StagingAggregator
 from .controller import FederatedController
 from .executor import SparseExecutor
 from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
+from .job_settings import SERVER_SECTIONS, SITE_SECTIONS, show_settings
 from .networks import NetworkSource, describe_network
 from .payload import HELLO, SUM, TASK
-from .session import AGGREGATOR_ID, SERVER_ID, SITE_ID, TASK_ID, ServerSession, SiteSession, UserTask
+from .session import (
+    AGGREGATOR_ID,
+    METHOD_ID,
+    SERVER_ID,
+    SITE_ID,
+    TASK_ID,
+    ServerSession,
+    SiteSession,
+    UserMethod,
+    UserTask,
+)
 from .tracking import MlflowTracker
 from .workspace import JOB_FILE
 
@@ -45,7 +58,7 @@ def check_packaging(packaging: str) -> None:
 
 
 class SparseRecipe(Recipe):
-    """A FLARE recipe of any method of this package.
+    """A FLARE recipe of any method, of this package or your own.
 
         recipe = SparseRecipe(load_config("app_configs/neurosfl_brain_age.yaml"))
         recipe.execute(SimEnv(num_clients=4))  # or PocEnv, ProdEnv; or recipe.export("jobs")
@@ -54,8 +67,8 @@ class SparseRecipe(Recipe):
         config: a validated configuration; only its job part goes into the job.
         packaging: ``"installed"``: no code travels, every site has installed the wheel and allows its classes;
             ``"byoc"``: the package's source travels in the app's ``custom/`` folder.
-        modules: the user's files and package folders; those of a task travel with ``"byoc"`` only, those of a training
-            script always.
+        modules: the user's files and package folders; those of a task or a method travel with ``"byoc"`` only, those of
+            a training script always.
         tensorboard: add FLARE's TensorBoard receiver to the server, which needs the package ``tensorboard``.
         tracker: component that sends the figures to MLflow; the server needs the package ``mlflow``. None: no MLflow.
 
@@ -83,6 +96,7 @@ class SparseRecipe(Recipe):
         self._staging = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
         weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
         job.set_app_packages(["flare_sparse"])
+        self._config = config
         self._add_server_components(job, tensorboard, tracker)
         self._add_site_components(job, has_sums=config.sum_rules is not None)
         self._add_settings(job, config)
@@ -150,14 +164,15 @@ class SparseRecipe(Recipe):
         task |= {"script": script.name, "model": class_path, "model_args": model_args, "args": train_args}
         data = {"name": "sparse", "method": {**method, "rounds": rounds}, "task": task, **settings}
         data["federation"] = {"min_sites": min_clients, **settings.get("federation", {})}
-        config = parse_job(data, ScriptTask)
+        data = name_plugin_classes(data, ["method"])
+        config = parse_job(data, **import_classes(data, script.parent))
         modules = list_user_code(config, script.parent)
         # Here and not first in the running job: the path may name no class, or the arguments may not fit it.
         load_task(config, script.parent)
         return cls(config, packaging=packaging, modules=modules)
 
     def _add_server_components(self, job: FedJob, tensorboard: bool, tracker: MlflowTracker | None) -> None:
-        job.to_server(FederatedController(), id="controller")
+        job.to_server(FederatedController(**show_settings(self._config, SERVER_SECTIONS)), id="controller")
         job.to_server(ServerSession(), id=SERVER_ID)
         job.to_server(StagingAggregator(), id=AGGREGATOR_ID)
         job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
@@ -170,22 +185,25 @@ class SparseRecipe(Recipe):
             job.to_server(tracker, id="mlflow")
 
     def _add_site_components(self, job: FedJob, *, has_sums: bool) -> None:
-        job.to_clients(SparseExecutor(), tasks=[HELLO, TASK, *([SUM] if has_sums else [])])
+        executor = SparseExecutor(**show_settings(self._config, SITE_SECTIONS))
+        job.to_clients(executor, tasks=[HELLO, TASK, *([SUM] if has_sums else [])])
         job.to_clients(SiteSession(), id=SITE_ID)
         self.add_client_input_filter(DecodeRequest(), tasks=[TASK])
         self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])
 
     def _add_settings(self, job: FedJob, config: JobConfig) -> None:
-        """Add the settings as a YAML file beside FLARE's own configuration, and a user task as a component."""
+        """Add the settings as a YAML file beside FLARE's own configuration, and the user's classes as components."""
         file = self._staging / JOB_FILE
         file.write_text(format_yaml(serialize_job(config)))
         job.add_file_to_server(str(file), app_folder_type="config")
         job.add_file_to_clients(str(file), app_folder_type="config")
+        # FLARE builds both from their paths at each site, so that the site's allow-list decides about them.
         if config.task.key != "name":
-            # FLARE builds the task from this path at each site, so that the site's allow-list decides about it.
-            user_task = describe_user_task(config)
-            job.to_server(UserTask(user_task), id=TASK_ID)
-            job.to_clients(UserTask(user_task), id=TASK_ID)
+            job.to_server(UserTask(describe_user_task(config)), id=TASK_ID)
+            job.to_clients(UserTask(describe_user_task(config)), id=TASK_ID)
+        if config.method.key == "class":
+            job.to_server(UserMethod(describe_user_class(config.method)), id=METHOD_ID)
+            job.to_clients(UserMethod(describe_user_class(config.method)), id=METHOD_ID)
 
     def _add_package(self, job: FedJob) -> None:
         """Copy the whole package into ``custom/``."""
@@ -211,10 +229,15 @@ class SparseRecipe(Recipe):
 def describe_user_task(config: JobConfig) -> dict[str, Any]:
     """Return the component of a user's task or script, from which FLARE builds it."""
     settings = config.task.config
-    args: dict[str, Any] = {"config": settings.model_dump(mode="json")}
     if not isinstance(settings, ScriptConfig):
-        return {"path": config.task.name, "args": args}
+        return describe_user_class(config.task)
     # The network is an argument, so that FLARE builds it, too, and the site's allow-list decides about its class.
     network = {"path": settings.model, "args": dict(settings.model_args)}
     path = f"{ScriptTask.__module__}.{ScriptTask.__qualname__}"
-    return {"path": path, "args": {"script": config.task.name, **args, "model": network}}
+    args = {"script": config.task.name, "config": settings.model_dump(mode="json"), "model": network}
+    return {"path": path, "args": args}
+
+
+def describe_user_class(choice: Choice[Any]) -> dict[str, Any]:
+    """Return the component of a user's task or method."""
+    return {"path": choice.name, "args": {"config": choice.config.model_dump(mode="json")}}

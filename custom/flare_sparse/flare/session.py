@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from nvflare.apis.event_type import EventType
@@ -23,12 +25,13 @@ from ..config.assemble import (
     open_script_trainer,
     open_site,
 )
+from ..config.choice import Choice
 from ..config.loading import parse_job
 from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
 from ..config.schema import JobConfig
 from ..config.yaml_files import read_yaml
 from ..core.errors import ConfigError
-from ..methods.method import describe_site_model
+from ..methods.method import ConfiguredMethod, describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, Budget, PrivacyAccount
 from ..privacy.dp.scripts import PRIVACY_VARIABLE
 from ..results.runs.model_files import save_site_model
@@ -53,13 +56,14 @@ from .he_keys import load_server_cipher, load_site_cipher
 from .kits import load_identity, load_root
 from .script import FlareScript
 from .watchdog import watch_command
-from .workspace import find_job_file, get_workspace
+from .workspace import JOB_FILE, find_job_file, get_workspace
 
 MODELS_FOLDER = "flare_sparse_models"
 """Folder in a startup kit that receives the site's own models, by run id, where tensors stay at the site."""
 REQUESTS_FOLDER = "flare_sparse_requests"
 """Folder in a site's startup kit with the records of the requests that the site answered, a file per run."""
-SITE_ID, SERVER_ID, AGGREGATOR_ID, TASK_ID = "site", "server_session", "aggregator", "task"
+SITE_ID, SERVER_ID, AGGREGATOR_ID = "site", "server_session", "aggregator"
+TASK_ID, METHOD_ID = "task", "method"
 
 
 class UserTask(FLComponent):
@@ -70,15 +74,57 @@ class UserTask(FLComponent):
         self.task = task
 
 
+class UserMethod(FLComponent):
+    """Component of a user method. FLARE builds ``method`` from its class path, as it does a :class:`UserTask`."""
+
+    def __init__(self, method: object):
+        super().__init__()
+        self.method = method
+
+
 def read_job(fl_ctx: FLContext) -> JobConfig:
     """Read this participant's copy of the job's settings.
 
     Raises:
-        ConfigError: the settings are invalid.
+        ConfigError: the settings are invalid, or not those of the user's classes in the job.
     """
-    task = _find_user_task(fl_ctx)
+    task, method = _find_user_task(fl_ctx), _find_user_method(fl_ctx)
     settings = read_yaml(find_job_file(fl_ctx))
-    return parse_job(settings, None if task is None else type(task))
+    job = parse_job(settings, None if task is None else type(task), None if method is None else method.method_class)
+    _check_part("task", job.task, task)
+    _check_part("method", job.method, method)
+    return job
+
+
+def _check_part(section: str, choice: Choice[Any], part: Task | ConfiguredMethod | None) -> None:
+    """Check that FLARE has built what the settings name: a method or a task of the user's if, and only if, they do.
+
+    Raises:
+        ConfigError: it is another class, or has other settings.
+    """
+    if (None if part is None else part.config) != (None if choice.key == "name" else choice.config):
+        raise ConfigError(
+            f"component {section!r}: its settings are not those of {section} in {JOB_FILE}; export the job again"
+        )
+    dotted, built = choice.name, choice.entry
+    if isinstance(part, ScriptTask):
+        if part.script != choice.name:
+            raise ConfigError(f"component 'task': its script is {part.script}, {JOB_FILE} names {choice.name}")
+        dotted, built = part.config.model, part.network_class
+    module, _, name = dotted.rpartition(".")
+    if part is not None and getattr(sys.modules.get(module), name, None) is not built:
+        raise ConfigError(f"component {section!r}: it holds {built.__name__}, but {JOB_FILE} names {dotted}")
+
+
+def _find_user_method(fl_ctx: FLContext) -> ConfiguredMethod | None:
+    user_method = fl_ctx.get_engine().get_component(METHOD_ID)
+    method = user_method.method if isinstance(user_method, UserMethod) else None
+    if method is not None and not isinstance(method, ConfiguredMethod):
+        raise ConfigError(
+            f"component {METHOD_ID!r}: expected a subclass of flare_sparse.methods.Method, found "
+            f"{type(method).__name__}"
+        )
+    return method
 
 
 def _find_user_task(fl_ctx: FLContext) -> Task | None:

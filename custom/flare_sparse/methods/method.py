@@ -159,6 +159,13 @@ class Method(ABC, Generic[ConfigT, StateT]):
     prunes_for_good: ClassVar[bool] = False
     """Whether an entry that no longer trains never trains again; a site counts its return as a new start of the job."""
 
+    def __new__(cls, config: Any = None, layout: Layout | None = None, *_: Any, **__: Any) -> Any:
+        """Return a method; without a network's layout, the class with its settings: see :class:`ConfiguredMethod`."""
+        # FLARE builds a job's components from its JSON, with a check of their classes, before there is a network.
+        if config is None or layout is not None:
+            return super().__new__(cls)
+        return ConfiguredMethod(cls, cls.Config.model_validate(config))
+
     def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
 
@@ -297,6 +304,14 @@ class Method(ABC, Generic[ConfigT, StateT]):
         raise ConfigError(
             f"method {self.name!r} does not adapt its model at a site; train with one that does, such as metagater"
         )
+
+
+@dataclass(frozen=True)
+class ConfiguredMethod:
+    """A class of methods and its settings, which FLARE builds from a job's JSON; no method before it has a layout."""
+
+    method_class: type[Method[Any, Any]]
+    config: MethodConfig
 
 
 def train_locally(

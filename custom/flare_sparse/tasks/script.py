@@ -79,13 +79,13 @@ class ScriptTask(Task):
         if not isinstance(model, nn.Module):
             raise ConfigError(f"task.model: {self.config.model} is {type(model).__name__}; expected a torch nn.Module")
         _check_state_dict(model, self.config.model)
-        self._network = type(model)
+        self.network_class = type(model)
         chosen = self.config.metric
         # The metric of a task is that of its class; here the settings name it. A script may send no metrics at all.
         self.metric = Metric(chosen.name, chosen.unit, chosen.mode, may_be_undefined=True)
 
     def model(self) -> nn.Module:
-        return self._network(**self.config.model_args)
+        return self.network_class(**self.config.model_args)
 
     def load(self, data: SiteData, seed: int) -> Examples:
         raise ConfigError("a training script reads the site's data itself; this command needs a task with load()")

@@ -74,7 +74,7 @@ class Kit:
         request = Request("train", t, Patch.from_vector(weights, full), full)
         message = self.server.encode_requests({"site-1": Assignment(request)}).messages["site-1"]
         shareable = DecodeRequest().process(message_to_shareable(message, {}), self.fl_ctx)
-        reply = SparseExecutor().execute("exchange", shareable, self.fl_ctx, Signal())
+        reply = SparseExecutor("fedavg", "toy", {}).execute("exchange", shareable, self.fl_ctx, Signal())
         scope = SimpleNamespace(task_result_filters={"out": [SiteResultPolicy()]})
         self.fl_ctx.set_prop(FLContextKey.SCOPE_OBJECT, scope, private=True, sticky=False)
         job_filters = {"exchange/out": [EncodeUpdate()]}

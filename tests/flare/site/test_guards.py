@@ -359,7 +359,7 @@ def build_masked_hospital(folder: Path, policy: dict[str, Any] | None = None) ->
 def ask_for_keys(hospital: Hospital, *filters: Callable[[Shareable], Shareable]) -> Shareable:
     """Return what leaves when the server asks for the keys of a sum, after the job's filters."""
     question = pack_message(Step.KEYS, SumId(RUN, "train", 1, 1), b"")
-    reply = SparseExecutor().execute(SUM, sum_to_shareable(question), hospital.fl_ctx, Signal())
+    reply = SparseExecutor("fedavg", "toy", {}).execute(SUM, sum_to_shareable(question), hospital.fl_ctx, Signal())
     for change in filters:
         reply = change(reply)
     hospital.fl_ctx.set_prop(FLContextKey.TASK_RESULT, reply, private=True, sticky=False)
@@ -541,7 +541,7 @@ def test_foreign_payload_leaves_only_if_the_policy_allows_foreign_jobs(tmp_path:
 
 def send_hello(hospital: Hospital, spoil: Callable[[Shareable], Shareable] = lambda reply: reply) -> Shareable:
     """Return what leaves when the server asks a site to introduce itself."""
-    reply = spoil(SparseExecutor().execute(HELLO, Shareable(), hospital.fl_ctx, Signal()))
+    reply = spoil(SparseExecutor("fedavg", "toy", {}).execute(HELLO, Shareable(), hospital.fl_ctx, Signal()))
     hospital.fl_ctx.set_prop(FLContextKey.TASK_RESULT, reply, private=True, sticky=False)
     SiteLastGate().handle_event(EventType.AFTER_TASK_RESULT_FILTER, hospital.fl_ctx)
     return reply

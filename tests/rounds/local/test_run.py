@@ -82,7 +82,7 @@ def refuse(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[str, bool
     monkeypatch.setattr(executor.SparseExecutor, "log_error", lambda *line: None)
     task = Shareable()
     task[REQUEST] = Request("train", 1, None, None)  # type: ignore[arg-type]
-    reply = executor.SparseExecutor().execute("exchange", task, None, Signal())  # type: ignore[arg-type]
+    reply = executor.SparseExecutor("fedavg", "toy", {}).execute("exchange", task, None, Signal())  # type: ignore[arg-type]
     assert SECRET not in str(reply)
     return get_refusal_code(reply), reply.get_header(MISSING_BASE_HEADER)
 

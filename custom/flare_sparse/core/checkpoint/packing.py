@@ -42,6 +42,29 @@ def pack(value: Any, tensors: dict[str, Tensor]) -> Any:
     return packed
 
 
+def check_state(state: Any, owner: str) -> None:
+    """Check that a checkpoint can hold a state and give it back; no file is written.
+
+    Args:
+        state: a dataclass.
+        owner: what has the state, for the message.
+
+    Raises:
+        CheckpointError: it cannot; the text names the field.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        if not dataclasses.is_dataclass(state):
+            raise CheckpointError(f"found {type(state).__name__}")
+        unpack(pack(state, tensors), type(state), tensors)
+    # The declared types are the author's: a name among them may not exist.
+    except (CheckpointError, NameError) as error:
+        raise CheckpointError(
+            f"{owner}: its state cannot be kept in a checkpoint: {error}; expected a frozen dataclass of tensors, "
+            "masks, plain values, tuples, dictionaries by text, and such dataclasses"
+        ) from error
+
+
 class _Packer:
     def __init__(self, tensors: dict[str, Tensor]):
         self._tensors = tensors
@@ -50,7 +73,7 @@ class _Packer:
         # By the id of the packed object, which is held: a later object must not get the id of a deleted one.
         self._packed: dict[int, tuple[Any, Any]] = {}
 
-    def pack(self, value: Any) -> Any:
+    def pack(self, value: Any, path: str = "content") -> Any:
         if value is None or isinstance(value, _PLAIN):
             return value
         if isinstance(value, (Mask, Tensor)):
@@ -59,13 +82,14 @@ class _Packer:
                 self._packed[id(value)] = value, self._pack_entries(value)
             return self._packed[id(value)][1]
         if isinstance(value, Mapping):
-            return {str(key): self.pack(part) for key, part in value.items()}
+            return {str(key): self.pack(part, f"{path}.{key}") for key, part in value.items()}
         if isinstance(value, Sequence):
-            return [self.pack(part) for part in value]
+            return [self.pack(part, path) for part in value]
         if dataclasses.is_dataclass(value):
-            return {field.name: self.pack(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return {name: self.pack(part, f"{path}.{name}") for name, part in fields.items()}
         raise CheckpointError(
-            f"{type(value).__name__} cannot be kept in a checkpoint; use tensors, masks and plain values"
+            f"{path}: {type(value).__name__} cannot be kept in a checkpoint; use tensors, masks and plain values"
         )
 
     def _pack_entries(self, value: Mask | Tensor) -> Any:

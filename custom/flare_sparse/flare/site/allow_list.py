@@ -26,6 +26,7 @@ CLASSES = (
     "flare_sparse.flare.filters.EncodeUpdate",
     "flare_sparse.flare.fingerprints.FingerprintController",
     "flare_sparse.flare.fingerprints.FingerprintExecutor",
+    "flare_sparse.flare.session.UserMethod",
     "flare_sparse.flare.session.UserTask",
     "flare_sparse.flare.session.ServerSession",
     "flare_sparse.flare.session.SiteSession",

@@ -22,6 +22,7 @@ from ...core.exchange import Contribution, EncryptedValues
 from ...core.mask import Mask
 from ...core.params import compute_digest
 from ...core.version import VERSION
+from ...methods.method import describe_site_model
 from ...privacy.dp.config import PrivacyConfig
 from ...rounds.federation import Evaluation, Outcome, RoundRecord
 from ...rounds.federation.events import STEPPED_BACK
@@ -132,8 +133,10 @@ class RecordWriter:
         return {
             "run": self.assembly.run_id,
             "name": config.name,
-            "method": method.name,
+            # A class of the user's may have the name of another method.
+            "method": config.method.name,
             "note": method.describe(),
+            "personal_model": describe_site_model(method.config),
             "seed": config.seed,
             "rounds": method.config.rounds,
             "contributions": {site: asdict(part) for site, part in outcome.count_contributions().items()},

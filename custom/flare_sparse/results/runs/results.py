@@ -11,12 +11,9 @@ from typing import Any
 
 import safetensors
 import yaml
-from pydantic import ValidationError
 
 from ...core.errors import ConfigError
 from ...core.subgroups import split_metric
-from ...methods.method import describe_site_model
-from ...methods.registry import METHODS
 from ...tasks.task import TEST_EXAMPLES, VALIDATION
 from .contributions import Contributions, read_contributions
 from .pictures import PICTURES_FILE, CasePicture, read_pictures
@@ -170,13 +167,7 @@ class RunResult:
     @property
     def personal_model(self) -> str:
         """What each site's own model is, which the final metrics are of; empty where they are of the run's model."""
-        method = METHODS.get(str(self.summary["method"]))
-        try:
-            settings = {key: value for key, value in self.config.get("method", {}).items() if key != "name"}
-            return describe_site_model(method.Config.model_validate(settings)) if method else ""
-        # A run of another version may have settings that this one does not know.
-        except ValidationError:
-            return ""
+        return str(self.summary.get("personal_model", ""))
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...compute.structure.scaling import build_statistics_mask, drop_rests
+from ...core.checkpoint.packing import check_state
 from ...core.checkpoint.store import Store
 from ...core.exchange import EVALUATE, Contribution, EncryptedValues
 from ...methods.method import Method
@@ -89,6 +90,7 @@ class Federation:
         """
         participants = self._admission.admit(Participants(self.method), Roster())
         start = progress = Progress(participants.method.init(weights, participants.sites))
+        check_state(start.state, f"method {self.method.name}")
         if self.store is not None:
             if resume:
                 progress = self._load_progress(self.store, progress)
