@@ -274,8 +274,8 @@ def test_quorum_below_what_a_setting_needs_is_refused(
     load_config(file, [*overrides, f"federation.min_sites={fewest}", f"simulator.sites={fewest}"])
 
 
-PRIVATE = ("privacy={epsilon: 3}", "method={name: fedsparsify}", "task={name: morphometry_age}")
 TABLE = "{name: table, kind: %s, target: y, features: [x], scaling: %s, event: %s}"
+PRIVATE = ("privacy={epsilon: 3}", "method={name: fedsparsify}", "task=" + TABLE % ("regression", "none", "null"))
 MASKED = ("wire.aggregation=masked", "federation.min_sites=3", "method={name: neurosfl}")
 
 

@@ -71,7 +71,8 @@ def attack(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     if not (out / "summary.json").is_file():
         settings = [
             f"method={{name: fedavg, {LEARNING}}}",
-            "task={name: morphometry_age, age_mean: 30, model: {name: mlp, hidden: [256]}}",
+            "task.target_scale=[30, 15]",
+            "task.model={name: mlp, hidden: [256]}",
             "simulator.sites=1",
             "simulator.data.partition={kind: iid, sizes: uniform, seed: 1}",
             f"simulator.data.path={(arguments.data / TABLE).resolve()}",

@@ -85,6 +85,15 @@ def build_brain_arms() -> dict[str, Arm]:
 
 
 CIFAR = {"image": (3, 32, 32), "classes": 10, "model": {"name": "image_cnn", "channels": [32, 64, 128]}}
+BRAIN = {
+    "kind": "regression",
+    "target": "age",
+    "target_scale": (45, 15),
+    "unit": "years",
+    "features": ["destrieux"],
+    "id": "subject",
+    "scaling": "freesurfer",
+}
 SETTINGS = {
     "cifar_small": Setting(
         "image_classification",
@@ -102,5 +111,5 @@ SETTINGS = {
         {"sites": 40, "targets": 10, "min_examples": 221, "max_examples": 2792},
         validation_sites=10,
     ),
-    "brain": Setting("morphometry_age", {}, (), build_brain_arms(), {"targets": 10, "smallest_target": 20}),
+    "brain": Setting("table", BRAIN, (), build_brain_arms(), {"targets": 10, "smallest_target": 20}),
 }

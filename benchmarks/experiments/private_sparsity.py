@@ -62,7 +62,7 @@ COHORTS = {
         20,
         "{epochs: 1, batch_size: 64, optimizer: adam, lr: 5e-3}",
         (
-            "task={name: morphometry_age, age_mean: 30}",
+            "task.target_scale=[30, 15]",
             "simulator.sites=4",
             "simulator.data.partition={kind: iid, sizes: uniform, seed: 1}",
         ),

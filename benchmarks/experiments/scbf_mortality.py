@@ -20,12 +20,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import torch
 from page_tables import move_tables
 from runs import claim
@@ -39,7 +41,7 @@ from flare_sparse.core.exchange import Contribution
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.rounds.federation import RoundRecord
 from flare_sparse.rounds.local.run import Watcher, run_locally
-from flare_sparse.tasks.mortality import compute_risk_metrics
+from flare_sparse.tasks.classes import compute_risk_metrics
 from flare_sparse.tasks.task import VALIDATION, Examples
 from flare_sparse.training import LocalTask, Site, build_site
 from flare_sparse.training.subject_metrics import SilentTrainer
@@ -73,7 +75,8 @@ LOGISTIC = {"logistic_local": "logistic regression, each site alone", "logistic_
 PATIENCE = 20
 """Rounds without a better AUC on the validation stays of all sites after which a run ends."""
 DIABETES = (
-    "{name: mortality, medications: 23, levels: 3, codes: meds, outcome: expired, stay: null, include: first_encounter}"
+    "{name: table, kind: binary, target: expired, features: ['dose_{0..68}'], rows: {first_encounter: 1}, "
+    "scaling: none, model: {name: mlp, hidden: [64, 32]}}"
 )
 
 
@@ -140,12 +143,12 @@ class Run:
     @property
     def best(self) -> int:
         """Index of the round with the highest AUC on validation stays."""
-        return max(range(len(self.curve)), key=lambda t: self.curve[t].get(f"{VALIDATION}auc_roc", 0.0))
+        return max(range(len(self.curve)), key=lambda t: self.curve[t].get(f"{VALIDATION}auc", 0.0))
 
     @property
     def validation(self) -> float:
         """Highest AUC on validation stays."""
-        return self.curve[self.best].get(f"{VALIDATION}auc_roc", 0.0)
+        return self.curve[self.best].get(f"{VALIDATION}auc", 0.0)
 
 
 class EvaluatedMethod:
@@ -180,10 +183,11 @@ class Converged(Exception):
 def open_cohort(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> tuple[Assembly, dict[str, Site]]:
     """Return the parts of a job and the sites with their examples."""
     settings = f"training: {{epochs: {cohort.epochs}, batch_size: {cohort.batch_size}, {training}}}"
+    path = data / cohort.file if cohort.file.startswith("eicu") else write_doses(data / cohort.file)
     config = load_config(
         CONFIG,
         [
-            f"simulator.data={{path: {data / cohort.file}, partition: {{{cohort.partition}}}}}",
+            f"simulator.data={{path: {path}, partition: {{{cohort.partition}}}}}",
             f"method={{{method}, rounds: {cohort.rounds}, {settings}}}",
             f"seed={seed}",
             *cohort.overrides,
@@ -194,6 +198,17 @@ def open_cohort(cohort: Cohort, data: Path, method: str, training: str, seed: in
     with tempfile.TemporaryDirectory() as folder:
         site_data = prepare_site_data(config, assembly.task, Path(folder))
     return assembly, {name: open_site(assembly, own) for name, own in site_data.items()}
+
+
+@cache
+def write_doses(file: Path) -> Path:
+    """Write the data set with one input of 0 or 1 for each dose of each medicine; return the new file."""
+    with np.load(file) as arrays:
+        columns = {name: arrays[name] for name in ("expired", "first_encounter", "age_band")}
+        doses = arrays["meds"][:, :, None] == np.arange(1, 4, dtype=np.uint8)
+    path = Path(tempfile.mkdtemp(prefix="flare-sparse-")) / "doses.npz"
+    np.savez(path, dose=doses.reshape(len(doses), -1).astype(np.uint8), **columns)
+    return path
 
 
 def run(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> Run:
@@ -341,7 +356,7 @@ def format_table(cohort: Cohort, runs: dict[str, tuple[str, list[Run]]], folder:
 
 def format_metrics(figures: Sequence[dict[str, float]]) -> list[str]:
     """Return mean and standard deviation of each metric of the tables."""
-    return [format_spread([one[name] for one in figures]) for name in ("auc_roc", "auc_pr", "calibration_error")]
+    return [format_spread([one[name] for one in figures]) for name in ("auc", "auc_pr", "calibration_error")]
 
 
 def format_spread(values: Sequence[float]) -> str:
@@ -357,7 +372,7 @@ def plot_auc(results: dict[str, dict[str, list[Run]]], path: Path) -> None:
         for number, (label, found) in enumerate(runs.items()):
             # Runs end at different rounds: the mean is over those that all of them have.
             length = min(len(one.curve) for one in found)
-            curves = torch.tensor([[figures["auc_roc"] for figures in one.curve[:length]] for one in found])
+            curves = torch.tensor([[figures["auc"] for figures in one.curve[:length]] for one in found])
             style = "--" if label.startswith("FedAvg") else ":" if label.startswith(("FAwP", "DSSGD")) else "-"
             axis.plot(range(1, curves.shape[1] + 1), curves.mean(0), style, color=f"C{number}", label=label)
         axis.set(title=name, xlabel="round")

@@ -233,7 +233,8 @@ def write_job(folder: Path, label: str, rounds: int, interval_s: float) -> Path:
     file = folder / "job.yaml"
     file.write_text(
         f"name: hosts\nseed: 1\nmethod: {METHODS[label]}, rounds: {rounds}, training: {{lr: 0.01}}}}\n"
-        f"task: {{name: mortality, medications: {MEDICATIONS}, model: {{name: mlp, hidden: [{HIDDEN}]}}}}\n"
+        f"task: {{name: table, kind: binary, target: died, id: stay, features: ['med_{{0..{MEDICATIONS - 1}}}'],"
+        f" scaling: none, model: {{name: mlp, hidden: [{HIDDEN}]}}}}\n"
         f"federation: {{min_sites: 3, task_timeout_s: 300, request_interval_s: {interval_s}}}\n"
     )
     return file

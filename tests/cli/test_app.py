@@ -135,10 +135,10 @@ def test_tasks_shows_every_setting_of_a_task_whole(name: str, columns: int) -> N
 def test_tasks_shows_defaults_of_the_network_and_of_a_task_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = call("tasks", "mortality").output.splitlines()
+    lines = call("tasks", "brain_age").output.splitlines()
     rows = {name: cells.strip() for name, _, cells in (line.partition(" ") for line in lines)}
-    assert rows["task.medications"].split()[0] == "2917"
-    assert rows["task.model.hidden"].startswith("[64, 32]")
+    assert rows["task.age_mean"].split()[0] == "45.0"
+    assert rows["task.model.name"].startswith("brain_age_cnn_3mm")
     (tmp_path / "line_task.py").write_text((ROOT / "tests" / "integration" / "own_task.py").read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "line_task", raising=False)
@@ -148,9 +148,9 @@ def test_tasks_shows_defaults_of_the_network_and_of_a_task_of_the_users(
 
 
 def test_unknown_task_suggests_the_closest_name() -> None:
-    result = call("tasks", "morphometry_aeg")
+    result = call("tasks", "brain_aeg")
     assert result.exit_code == 2
-    assert "Did you mean 'morphometry_age'?" in result.output
+    assert "Did you mean 'brain_age'?" in result.output
 
 
 def test_local_run_locates_an_error_of_the_users_task(config: Path, tmp_path: Path) -> None:

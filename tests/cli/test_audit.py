@@ -40,7 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "job.yaml"
     file.write_text(
         "name: stays\nmethod: {name: fedavg}\n"
-        f"task: {{name: mortality, medications: {COLUMNS}, split: {{test: 0.4}}, model: {{name: mlp, hidden: [32]}}}}\n"
+        f"task: {{name: table, kind: binary, target: died, id: stay, features: ['med_{{0..{COLUMNS - 1}}}'],"
+        " scaling: none, split: {test: 0.4}, model: {name: mlp, hidden: [32]}}\n"
         "simulator: {sites: 3, data: {path: '{site}.csv'}}\n"
     )
     for name, settings in (("leaky", [*LEAKY, "audit.record_updates=true"]), ("idle", IDLE)):

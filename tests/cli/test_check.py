@@ -304,7 +304,9 @@ def test_site_without_test_examples_is_warned_about_and_all_sites_without_them_f
 def test_data_set_without_examples_fails(heart: Path) -> None:
     text = heart.read_text()
     data = "simulator: {data: {path: t.csv, partition: {kind: natural}}}\n"
-    heart.write_text(text[: text.index("task:")] + "task: {name: morphometry_sex}\n" + data)
+    heart.write_text(
+        text[: text.index("task:")] + "task: {name: table, kind: regression, target: age, features: [sex]}\n" + data
+    )
     (heart.parent / "t.csv").write_text("subject,age,sex,site\n")
     result = check(heart)
     assert result.exit_code == 1

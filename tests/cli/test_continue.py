@@ -29,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "stays.csv").write_text(STAYS)
     (folder / "job.yaml").write_text(
         "name: stays\nmethod: {name: topk_ef, fraction: 0.2, rounds: 2}\nwire: {values: bfloat16}\n"
-        "task: {name: mortality, medications: 2, model: {name: mlp, hidden: [3]}}\n"
+        "task: {name: table, kind: binary, target: died, id: stay, "
+        "features: [med_a, med_b], scaling: none, model: {name: mlp, hidden: [3]}}\n"
         "simulator: {sites: 2, data: {path: stays.csv, partition: {kind: iid}}}\n"
     )
     result = call("run", folder / "job.yaml", "--env", "local", "--out", folder / "short")

@@ -17,7 +17,7 @@ from flare_sparse.cli import app
 from flare_sparse.config.study import Study
 from flare_sparse.results.runs.evaluation import bootstrap
 from flare_sparse.results.runs.folder import RunFolder
-from flare_sparse.tasks.mortality import Mortality
+from flare_sparse.tasks.table import TableTask
 
 METHODS = {
     "fedavg": "{name: fedavg, rounds: 2}",
@@ -41,7 +41,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "job.yaml"
     file.write_text(
         "name: stays\nmethod: {name: fedavg}\n"
-        "task: {name: mortality, medications: 2, split: {validation: 0.1}, model: {name: mlp, hidden: [3]}}\n"
+        "task: {name: table, kind: binary, target: died, id: stay, "
+        "features: [med_a, med_b], scaling: none, split: {validation: 0.1}, model: {name: mlp, hidden: [3]}}\n"
         "simulator: {sites: 3, data: {path: '{site}.csv'}}\n"
     )
     for name, method in METHODS.items():
@@ -77,21 +78,21 @@ def test_held_out_hospital_is_evaluated_whole_with_intervals_around_the_values(f
     assert "best model on held-out, 24 examples" in result.output
     record = read_json(finished / "fedavg" / "evaluations" / "held-out-best.json")
     assert (record["examples"], record["split"], record["model"]) == (24, "all", "best")
-    assert record["metrics"]["prevalence"] == 0.5
-    assert {"auc_roc", "brier", "prevalence"} <= record["intervals"].keys()
-    low, high = record["intervals"]["prevalence"]
-    # The interval of a share of 12 in 24 is about 0.5 +- 1.96 * sqrt(0.25 / 24) = 0.5 +- 0.2.
-    assert low == pytest.approx(0.3, abs=0.05)
-    assert high == pytest.approx(0.7, abs=0.05)
+    assert {"auc", "brier", "accuracy"} <= record["intervals"].keys()
+    # The interval of a share p in 24 is about p +- 1.96 * sqrt(p (1 - p) / 24).
+    share = record["metrics"]["accuracy"]
+    half = 1.96 * (share * (1 - share) / 24) ** 0.5
+    assert record["intervals"]["accuracy"] == pytest.approx([share - half, share + half], abs=0.06)
     card = (finished / "fedavg" / "model_card.md").read_text()
-    assert f"| held-out | stays: best model | 24 | {record['metrics']['auc_roc']:.3f} [" in card
+    assert f"| held-out | stays: best model | 24 | {record['metrics']['auc']:.3f} [" in card
 
 
 def test_metric_that_few_resamples_define_has_no_interval() -> None:
+    task = TableTask({"kind": "binary", "target": "died", "features": ["med_a"]})
     predictions, targets = torch.tensor([0.2, 0.6, 0.4])[:, None], torch.tensor([0.0, 1.0, 0.0])[:, None]
-    intervals, notes = bootstrap(Mortality({"medications": 2}), predictions, targets, ["auc_roc", "brier"], 200)
+    intervals, notes = bootstrap(task, predictions, targets, ["auc", "brier"], 200)
     assert intervals.keys() == {"brier"}
-    assert notes[0].startswith("auc_roc: no interval, defined on ")
+    assert notes[0].startswith("auc: no interval, defined on ")
 
 
 def test_finished_evaluation_is_not_overwritten_unasked(finished: Path) -> None:
@@ -144,13 +145,13 @@ def test_sites_own_model_is_evaluated_on_request_and_named_where_it_is_not(finis
         (("--data", "DATA", "--matrix"), 2, "leave --data out"),
         (("--data", "DATA", "--name", "a/b"), 2, "--name 'a/b': expected letters"),
         (("--data", "DATA", "--best", "--site-model", "site-1"), 2, "exclude each other"),
-        (("--data", "OTHER"), 2, "3 medications, but task.medications is 2"),
+        (("--data", "OTHER"), 2, "no column 'med_b'"),
     ],
 )
 def test_unusable_options_and_data_are_refused_with_the_fix(
     options: tuple[str, ...], code: int, message: str, finished: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "other.csv").write_text("stay,died,med_a,med_b,med_c\n1,0,1,0,1\n2,1,0,0,1\n")
+    (tmp_path / "other.csv").write_text("stay,died,med_a,med_c\n1,0,1,1\n2,1,0,1\n")
     paths = {"DATA": str(finished / "held-out.csv"), "OTHER": str(tmp_path / "other.csv")}
     result = call(finished / "fedavg", *(paths.get(option, option) for option in options))
     assert result.exit_code in (1, code)

@@ -30,7 +30,8 @@ def config(tmp_path: Path) -> RunConfig:
     file = tmp_path / "job.yaml"
     file.write_text(
         "name: job\nmethod: {name: scbf, rounds: 1}\n"
-        "task: {name: mortality, medications: 2, model: {name: mlp, hidden: [3]}}\n"
+        "task: {name: table, kind: binary, target: died, id: stay, "
+        "features: [med_a, med_b], scaling: none, model: {name: mlp, hidden: [3]}}\n"
         "simulator: {sites: 2, data: {path: stays.csv, partition: {kind: iid}},"
         " site_settings: {site-2: {scbf: {budget: 0.5}}}}\n"
     )
@@ -119,7 +120,9 @@ def test_saved_mask_trips_and_another_network_raises(tmp_path: Path) -> None:
 
 
 def test_number_of_threads_and_size_of_the_model_are_bounded_before_allocation() -> None:
-    settings = {"name": "job", "method": {"name": "fedavg"}, "task": {"name": "mortality", "medications": 1_000_000}}
+    columns = ["x_{0..999999}"]
+    task = {"name": "table", "kind": "regression", "target": "y", "features": columns, "scaling": "none"}
+    settings = {"name": "job", "method": {"name": "fedavg"}, "task": task}
     with pytest.raises(ConfigError, match=r"federation\.threads"):
         parse_job({**settings, "federation": {"threads": 1025}})
     job = parse_job({**settings, "task": {**settings["task"], "model": {"name": "mlp", "hidden": [100_000]}}})

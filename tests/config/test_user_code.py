@@ -78,13 +78,14 @@ def test_module_of_the_same_name_in_another_folder_is_imported_anew(tmp_path: Pa
     assert (first.name, first.value, second.name, second.value) == ("first", "first", "second", "second")
 
 
+SETTINGS = "kind: binary, target: died, features: [age]"
 TASK = """
 from flare_sparse import Metric
-from flare_sparse.tasks.mortality import Mortality
+from flare_sparse.tasks.table import TableTask
 from .scale import SCALE
 import units
 
-class Heart(Mortality):
+class Heart(TableTask):
     metric = Metric("auc", "", "max")
 """
 
@@ -98,7 +99,13 @@ def test_code_of_a_task_is_its_package_and_what_it_imports(
     folder = base / "mystudy" if in_package else base
     source = TASK if in_package else TASK.replace("from .scale", "from scale")
     write(folder, {"tasks_of_heart.py": source, "scale.py": "SCALE = 2"})
-    write(base, {"units.py": "", "config.yaml": f"name: h\nmethod: {{name: fedavg}}\ntask: {{class: {module}.Heart}}"})
+    write(
+        base,
+        {
+            "units.py": "",
+            "config.yaml": f"name: h\nmethod: {{name: fedavg}}\ntask: {{class: {module}.Heart, {SETTINGS}}}",
+        },
+    )
     monkeypatch.chdir(tmp_path)
     code = list_user_code(load_config(base / "config.yaml"), base)
     expected = ["mystudy", "units.py"] if in_package else ["scale.py", "tasks_of_heart.py", "units.py"]
@@ -106,7 +113,7 @@ def test_code_of_a_task_is_its_package_and_what_it_imports(
 
 
 def test_installed_task_has_no_code_to_send(tmp_path: Path) -> None:
-    write(tmp_path, {"config.yaml": "name: b\nmethod: {name: fedavg}\ntask: {name: mortality}"})
+    write(tmp_path, {"config.yaml": "name: b\nmethod: {name: fedavg}\ntask: {name: brain_age}"})
     assert list_user_code(load_config(tmp_path / "config.yaml"), tmp_path) == ()
 
 

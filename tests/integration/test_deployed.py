@@ -86,7 +86,8 @@ def config(federation: Path, tmp_path: Path) -> Path:
     file.write_text(
         "name: hospitals\nseed: 3\n"
         "method: {name: neurosfl, sparsity: 0.5, rounds: 3, training: {lr: 0.01}}\n"
-        "task: {name: mortality, medications: 3, model: {name: mlp, hidden: [128]}}\n"
+        "task: {name: table, kind: binary, target: died, id: stay, "
+        "features: [med_a, med_b, med_c], scaling: none, model: {name: mlp, hidden: [128]}}\n"
         "federation: {min_sites: 3, task_timeout_s: 300}\n"
         f"simulator: {{sites: 3, data: {{path: '{federation / CANARY / '{site}.csv'}'}}}}\n"
     )

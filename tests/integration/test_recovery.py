@@ -135,7 +135,8 @@ def test_one_command_goes_on_after_ctrl_c_a_dead_job_and_a_dead_server(federatio
     file = tmp_path / "job.yaml"
     file.write_text(
         f"name: recovery\nseed: 3\nmethod: {{name: topk_ef, rounds: {ROUNDS}, training: {{lr: 0.01}}}}\n"
-        "task: {name: mortality, medications: 3, model: {name: mlp, hidden: [128]}}\n"
+        "task: {name: table, kind: binary, target: died, id: stay, "
+        "features: [med_a, med_b, med_c], scaling: none, model: {name: mlp, hidden: [128]}}\n"
         "federation: {min_sites: 3, task_timeout_s: 3600}\n"
         f"simulator: {{sites: 3, data: {{path: '{federation.folder}/{{site}}.csv'}}}}\n"
     )

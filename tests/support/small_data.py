@@ -40,8 +40,6 @@ def list_overrides(file: Path, folder: Path, rounds: int) -> list[str]:
     writers: dict[str, Any] = {
         "image_classification": _write_images,
         "text_classification": _write_texts,
-        "mortality": _write_admissions,
-        "morphometry_age": _write_morphometry,
         "table": _write_table,
     }
     path, partition, settings = writers[config.task.name](config.task.config, folder, sites)
@@ -102,18 +100,16 @@ def _write_texts(settings: Any, folder: Path, sites: int) -> tuple[Path, str, li
     return folder / "texts.csv", "{kind: iid}", []
 
 
-def _write_admissions(settings: Any, folder: Path, _: int) -> tuple[Path, str, list[str]]:
+def _write_admissions(settings: Any, folder: Path) -> tuple[Path, str, list[str]]:
     random, count = np.random.default_rng(0), 60 * len(REGIONS)
+    codes = (random.random((count, len(settings.features))) < 0.03).astype(np.uint8)
     np.savez(
         folder / "mortality.npz",
         stay=np.arange(count),
         patient=np.arange(count),
         region=np.array([REGIONS[i % len(REGIONS)] for i in range(count)]),
         has_medications=np.ones(count, bool),
-        **{
-            settings.outcome: (random.random(count) < 0.3).astype(np.int8),
-            settings.codes: (random.random((count, settings.medications)) < 0.03).astype(np.uint8),
-        },
+        **{settings.target: (random.random(count) < 0.3).astype(np.int8), settings.features[0][:-2]: codes},
     )
     return folder / "mortality.npz", "{kind: natural, column: region}", []
 
@@ -135,7 +131,9 @@ def _write_table(settings: Any, folder: Path, sites: int) -> tuple[Path, str, li
     """Write stays in hospital, or subjects of scanners, as the target says."""
     if settings.kind == "regression":
         path, partition, (features,) = _write_morphometry(settings, folder, sites)
-        return path, partition, [f"{features[:-1]}, sex]"]
+        return path, partition, [f"{features[:-1]}, sex]" if "sex" in settings.features else features]
+    if settings.rows:
+        return _write_admissions(settings, folder)
     return _write_stays(settings, folder, sites)
 
 

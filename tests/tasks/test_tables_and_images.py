@@ -12,10 +12,10 @@ import torch
 from pydantic import ValidationError
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.tasks.classes import compute_binary_metrics, compute_cross_entropy
-from flare_sparse.tasks.data.atlases import ATLASES
+from flare_sparse.tasks.classes import compute_binary_metrics, compute_cross_entropy, compute_risk_metrics
+from flare_sparse.tasks.data.atlases import ATLASES, scale_anatomically
+from flare_sparse.tasks.data.features import encode_features
 from flare_sparse.tasks.data.tables import Table
-from flare_sparse.tasks.morphometry import scale_features
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import SiteData, Task, iterate_minibatches
 
@@ -45,58 +45,24 @@ def test_features_are_scaled_by_constants() -> None:
     columns = {"a_thickness": [2.5, 3.0], "ICV": [1.5e6, 1.7e6], "Left-Hippocampus": [1.5e3 * np.e, 0.0]}
     table = Table(Path("t"), {name: np.array(values) for name, values in columns.items()})
     expected = [[0.0, 0.0, 0.0], [1.0, 1.0, (np.log(1 / 1700) - 1) / 2]]
-    np.testing.assert_allclose(scale_features(table, list(columns)), expected, atol=1e-12)
+    found = scale_anatomically(encode_features(table, list(columns), {}, has_indicators=False)).values
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    empty = Table(Path("t"), {"ICV": np.array([0.0]), "Left-Hippocampus": np.array([1.0])})
+    with pytest.raises(DataError, match=r"column 'ICV' is 0 \(row 1\)"):
+        scale_anatomically(encode_features(empty, list(empty.columns), {}, has_indicators=False))
 
 
 @pytest.mark.slow
 def test_age_is_learned_from_morphometry(shared_data: Path) -> None:
     """The error is below half of the mean predictor's 10.2 years (1,078 pooled subjects of 23 sites)."""
     path = shared_data / "brain_morphometry" / "destrieux_fcon1000.csv.gz"
-    learn = task("morphometry_age")
+    learn = task(
+        "table", kind="regression", target="age", target_scale=(45, 15), features=("destrieux",), scaling="freesurfer"
+    )
     ages = torch.cat([age for _, age in learn.load(SiteData("all", path), seed=0).test])  # type: ignore[attr-defined]
     error_of_mean = (ages - ages.mean()).abs().mean().item()
     assert error_of_mean > 9
     assert train_and_evaluate(learn, SiteData("all", path), epochs=10)["mae"] < 0.5 * error_of_mean
-
-
-@pytest.mark.slow
-def test_sex_is_learned_from_morphometry(shared_data: Path) -> None:
-    path = shared_data / "brain_morphometry" / "desikan_abide1.csv.gz"
-    figures = train_and_evaluate(task("morphometry_sex", features="desikan"), SiteData("all", path), epochs=10)
-    assert set(figures) == {"accuracy", "f1", "auc"}
-    assert figures["auc"] > 0.65
-
-
-def table(path: Path, rows: list[str]) -> Path:
-    path.write_text("\n".join(["subject,age,sex,b_thickness,a_thickness", *rows]) + "\n")
-    return path
-
-
-def test_named_columns_are_used_and_unusable_rows_listed(tmp_path: Path) -> None:
-    file = table(tmp_path / "t.csv", ["s1,30,1,2.5,3.0", "s2,40,0,,2.5", "s3,,1,2.5,2.5", "s4,50,0,2.0,2.5"])
-    named = {"features": ("a_thickness", "b_thickness")}
-    with pytest.raises(DataError) as caught:
-        task("morphometry_age", **named).load(SiteData("a", file, ("s1", "s2", "s3", "s9")), seed=0)
-    assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == [
-        "s2: 1 of 2 features are missing or not finite: b_thickness",
-        "s3: its age is missing, or not 0 to 120 years",
-        "s9: unknown participant: it has no row in t.csv",
-    ]
-    examples = task("morphometry_age", **named, skip_bad_subjects=True).load(SiteData("a", file), seed=0)
-    assert (examples.n_train, examples.n_test, examples.skipped) == (1, 1, 2)
-    pairs = [pair for part in (examples.train, examples.test) for pair in part]  # type: ignore[attr-defined]
-    rows = {age.item(): x.tolist() for x, age in pairs}
-    assert rows == {30.0: [1.0, 0.0], 50.0: [0.0, -1.0]}
-
-
-def write_desikan(path: Path, rename: dict[str, str] | None = None, **columns: list[str]) -> Path:
-    """Write a table of the atlas desikan with two subjects; ``columns`` replace or are added."""
-    values = {"subject": ["s1", "s2"], "age": ["30", "40"], "sex": ["0", "1"]}
-    values |= {name: ["1500000", "1600000"] if name == "ICV" else ["2.5", "2.6"] for name in ATLASES["desikan"]}
-    values = {(rename or {}).get(name, name): column for name, column in {**values, **columns}.items()}
-    rows = [",".join(values), *(",".join(column[row] for column in values.values()) for row in (0, 1))]
-    path.write_text("\n".join(rows) + "\n")
-    return path
 
 
 def test_atlases_have_the_columns_of_freesurfer() -> None:
@@ -104,47 +70,6 @@ def test_atlases_have_the_columns_of_freesurfer() -> None:
     digests = {name: sha256("\n".join(columns).encode()).hexdigest()[:16] for name, columns in ATLASES.items()}
     assert digests == {"destrieux": "371e3d3a31204872", "desikan": "c9cb0f7de658393e"}
     assert {name: len(columns) for name, columns in ATLASES.items()} == {"destrieux": 193, "desikan": 71}
-
-
-@pytest.mark.slow
-def test_table_of_another_atlas_names_the_atlas_of_the_table(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="190 of the 193 columns of atlas 'destrieux' are missing") as caught:
-        task("morphometry_age").load(SiteData("a", write_desikan(tmp_path / "t.csv")), seed=0)
-    assert "set task.features to desikan, the atlas of this table" in str(caught.value)
-
-
-def test_renamed_column_of_an_atlas_is_named_with_the_closest(tmp_path: Path) -> None:
-    file = write_desikan(tmp_path / "t.csv", {"lh_insula_thickness": "lh_insula_thick"})
-    with pytest.raises(DataError) as caught:
-        task("morphometry_age", features="desikan").load(SiteData("a", file), seed=0)
-    assert str(caught.value).splitlines()[:2] == [
-        f"{file}: 1 of the 71 columns of atlas 'desikan' are missing:",
-        "  no column 'lh_insula_thickness'. Did you mean 'lh_insula_thick'?",
-    ]
-
-
-def test_columns_beside_an_atlas_are_ignored_and_text_in_one_of_it_is_named(tmp_path: Path) -> None:
-    learn = task("morphometry_age", features="desikan")
-    extra = learn.load(SiteData("a", write_desikan(tmp_path / "a.csv", bmi=["21", "25"], note=["x", "y"])), seed=0)
-    plain = learn.load(SiteData("a", write_desikan(tmp_path / "b.csv")), seed=0)
-    assert torch.equal(extra.train[0][0], plain.train[0][0])
-    text = write_desikan(tmp_path / "c.csv", rh_insula_thickness=["2.5", "thin"])
-    with pytest.raises(DataError, match=r"column 'rh_insula_thickness' contains text such as 'thin' \(row 2\)"):
-        learn.load(SiteData("a", text), seed=0)
-
-
-@pytest.mark.parametrize(("female", "male"), [("0", "1"), ("F", "M"), ("female", "Male"), ("f", "m")])
-def test_sex_is_coded_1_for_male_in_every_spelling(tmp_path: Path, female: str, male: str) -> None:
-    file = write_desikan(tmp_path / "t.csv", sex=[female, male])
-    examples = task("morphometry_sex", features="desikan").load(SiteData("a", file), seed=0)
-    sexes = {examples.train_ids[0]: examples.train[0][1].item(), examples.test_ids[0]: examples.test[0][1].item()}
-    assert sexes == {"s1": 0.0, "s2": 1.0}
-
-
-def test_other_code_of_sex_is_explained(tmp_path: Path) -> None:
-    file = write_desikan(tmp_path / "t.csv", sex=["1", "2"])
-    with pytest.raises(DataError, match=r"s2: its sex is missing, or not F or 0 \(female\), M or 1 \(male\)"):
-        task("morphometry_sex", features="desikan").load(SiteData("a", file), seed=0)
 
 
 @pytest.mark.long
@@ -214,6 +139,22 @@ def test_metrics_undefined_for_one_class_are_omitted() -> None:
     assert compute_binary_metrics(torch.tensor([0.1, 0.2]), torch.zeros(2)) == {"accuracy": 1.0}
     assert compute_binary_metrics(torch.tensor([0.9, 0.2]), torch.zeros(2)) == {"accuracy": 0.5, "f1": 0.0}
     assert compute_binary_metrics(torch.tensor([0.9]), torch.ones(1)) == {"accuracy": 1.0, "f1": 1.0}
+
+
+def test_risk_metrics_match_hand_computation() -> None:
+    risk, died = torch.tensor([0.95, 0.65, 0.35, 0.05]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    figures = compute_risk_metrics(risk, died)
+    assert figures["auc"] == pytest.approx(0.75)
+    assert figures["auc_pr"] == pytest.approx((1 + 2 / 3) / 2)
+    assert figures["brier"] == pytest.approx((0.05**2 + 0.65**2 + 0.65**2 + 0.05**2) / 4)
+    assert figures["calibration_error"] == pytest.approx((0.05 + 0.65 + 0.65 + 0.05) / 4)
+    assert set(compute_risk_metrics(risk, torch.zeros(4))) == {"accuracy", "f1", "brier", "calibration_error"}
+
+
+def test_calibration_error_is_zero_for_calibrated_risk_and_its_excess_otherwise() -> None:
+    died = torch.tensor([1.0] + [0.0] * 9)
+    assert compute_risk_metrics(torch.full((10,), 0.1), died)["calibration_error"] == pytest.approx(0, abs=1e-7)
+    assert compute_risk_metrics(torch.full((10,), 0.5), died)["calibration_error"] == pytest.approx(0.4)
 
 
 def test_every_task_works_with_its_defaults() -> None:

@@ -91,7 +91,8 @@ def write_job(folder: Path, method: str, rules: str = WAITING, rounds: int = 4) 
         config = folder / f"{name}.yaml"
         config.write_text(
             f"name: {name}\nseed: 3\nmethod: {settings.replace('rounds: 4', f'rounds: {rounds}')}\n"
-            "task: {name: mortality, medications: 3, model: {name: mlp, hidden: [8]}}\n"
+            "task: {name: table, kind: binary, target: died, id: stay, "
+            "features: [med_a, med_b, med_c], scaling: none, model: {name: mlp, hidden: [8]}}\n"
             f"federation: {{{rules}}}\nwire: {{values: {values}{aggregation}}}\n"
         )
         export_job(load_config(config).job, folder)

@@ -26,7 +26,7 @@ def tasks(
 
     [dim]flare-sparse tasks[/]
 
-    [dim]flare-sparse tasks morphometry_age[/]
+    [dim]flare-sparse tasks table[/]
 
     [dim]flare-sparse tasks my_tasks.Dose[/]
     """

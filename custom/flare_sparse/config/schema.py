@@ -194,6 +194,9 @@ class NaturalPartition(Section):
     """Use the sites that the data names."""
 
     column: str = Field("site", description="column that names the site of an example")
+    missing: str | None = Field(
+        None, description="site of the examples whose column is empty, such as unknown; null: they are an error"
+    )
     split: dict[str, int] = Field(
         default_factory=dict, description="split a site at random into this many parts: {IXI-HH: 4}"
     )

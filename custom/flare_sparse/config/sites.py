@@ -72,7 +72,8 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
         # Where the data names the sites, a subject may have been at several.
         divide = PARTITIONERS[kind] if kind == "natural" or not cohort.subjects else partial(_divide_subjects, kind)
         ids = divide(cohort, count, **settings)
-        renamed = list_renamed_sites(cohort, settings.get("column", "site")) if kind == "natural" else {}
+        naming = {key: settings[key] for key in ("column", "missing") if key in settings}
+        renamed = list_renamed_sites(cohort, **naming) if kind == "natural" else {}
     # The partitioners know columns and counts, but not the file that they came from.
     except DataError as error:
         raise DataError(f"{path}: {error}") from error

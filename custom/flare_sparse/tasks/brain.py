@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from .adaptation import AdaptableTask, AdaptedTaskConfig
-from .age import AgeConfig, AgeTask
-from .classes import BinaryTask
+from .classes import compute_binary_metrics
 from .data import bids
 from .data.augmentation import Augmentation
 from .data.screening import screen_subjects
@@ -21,7 +21,7 @@ from .data.volumes import Normalization, VolumeDataset, VolumeExample, build_pre
 from .models import ModelConfig
 from .models.config import require_input
 from .models.fields import Volume
-from .task import Cohort, Examples, SiteData, build_examples
+from .task import Cohort, Examples, Metric, SiteData, build_examples
 
 
 class BrainConfig(AdaptedTaskConfig):
@@ -111,28 +111,73 @@ class BrainTask(AdaptableTask, ABC):
         return self.config.augmentation.apply(volumes, generator, mirrored_axis=0), targets
 
 
-class BrainAgeConfig(BrainConfig, AgeConfig):
-    """Settings of ``brain_age``."""
+class BrainAgeConfig(BrainConfig):
+    """The age is standardised by constants, so that no site has to reveal its own statistics."""
+
+    age_mean: float = Field(45.0, ge=0, le=120, description="age in years that the output 0 stands for")
+    age_scale: float = Field(15.0, gt=0, le=120, description="years per unit of the network's output")
+    loss: Literal["smooth_l1", "mse"] = Field(
+        "smooth_l1", description="loss of the standardised age; FedSparsify uses mse"
+    )
 
 
-class BrainAge(AgeTask, BrainTask):
-    """Age in years from a T1-weighted volume."""
+class BrainAge(BrainTask):
+    """Age in years from a T1-weighted volume; the network's output is the standardised age."""
 
     Config = BrainAgeConfig
     config: BrainAgeConfig
+    metric = Metric("mae", "years", "min")
+    kind = "regression"
 
     @staticmethod
     def get_target(subject: bids.Subject) -> float:
         """Return the age in years."""
         return subject.parse_age()
 
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the smooth L1 or the squared error of the standardised age, a scalar."""
+        inputs, years = batch
+        targets = (years - self.config.age_mean) / self.config.age_scale
+        compute_error = functional.smooth_l1_loss if self.config.loss == "smooth_l1" else functional.mse_loss
+        return compute_error(model(inputs), targets)
 
-class SexClassification(BinaryTask, BrainTask):
-    """Sex (1: male) from a T1-weighted volume."""
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return predicted and true age in years, both ``(B, 1)``."""
+        inputs, years = batch
+        return model(inputs) * self.config.age_scale + self.config.age_mean, years
+
+    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return mean absolute, root mean squared and mean signed error (``bias``: predicted minus true), in years."""
+        error = (predictions - targets).double()
+        return {
+            "mae": error.abs().mean().item(),
+            "rmse": torch.sqrt((error**2).mean()).item(),
+            "bias": error.mean().item(),
+        }
+
+
+class SexClassification(BrainTask):
+    """Sex (1: male) from a T1-weighted volume, by one logit (NeuroSFL, section 4.2)."""
 
     Config = BrainConfig
+    metric = Metric("accuracy", "", "max")
+    kind = "binary"
 
     @staticmethod
     def get_target(subject: bids.Subject) -> float:
         """Return 1 for male, 0 for female."""
         return subject.parse_sex()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the binary cross-entropy, a scalar."""
+        inputs, classes = batch
+        return functional.binary_cross_entropy_with_logits(model(inputs), classes)
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the probability of class 1 and the true class, both ``(B, 1)``."""
+        inputs, classes = batch
+        return torch.sigmoid(model(inputs)), classes
+
+    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return the metrics of :func:`compute_binary_metrics`."""
+        return compute_binary_metrics(predictions.flatten(), targets.flatten())

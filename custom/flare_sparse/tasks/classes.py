@@ -1,39 +1,17 @@
-"""Binary classification with one logit, and the metrics of classifiers."""
+"""Losses and metrics of classifiers."""
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ..core.needs import Need, Needs
-from ..core.ranking import compute_auc
-from .task import Metric, Task
+from ..core.ranking import compute_auc, compute_average_precision
 
-
-class BinaryTask(Task, ABC):
-    """A network with one logit; batches are ``(inputs, class 0 or 1 as float (B, 1))`` (NeuroSFL, section 4.2)."""
-
-    metric = Metric("accuracy", "", "max")
-    kind = "binary"
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the binary cross-entropy, a scalar."""
-        inputs, classes = batch
-        return functional.binary_cross_entropy_with_logits(model(inputs), classes)
-
-    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the probability of class 1 and the true class, both ``(B, 1)``."""
-        inputs, classes = batch
-        return torch.sigmoid(model(inputs)), classes
-
-    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the metrics of :func:`compute_binary_metrics`."""
-        return compute_binary_metrics(predictions.flatten(), targets.flatten())
+_BINS = 10
 
 
 def compute_cross_entropy(logits: Tensor, classes: Tensor, class_weights: Sequence[float] = ()) -> Tensor:
@@ -84,3 +62,29 @@ def compute_binary_metrics(probabilities: Tensor, classes: Tensor) -> dict[str, 
     if 0 < int(positive.sum()) < len(positive):
         metrics["auc"] = compute_auc(probabilities, positive)
     return metrics
+
+
+def compute_risk_metrics(risk: Tensor, classes: Tensor) -> dict[str, float]:
+    """Return :func:`compute_binary_metrics`, and how far the predicted risks are right.
+
+    * ``auc_pr``: average precision; omitted if only one class is present;
+    * ``brier``: mean squared error of the risk;
+    * ``calibration_error``: mean distance between risk and share of class 1 over ten bins of equal width, weighted by
+      the number of examples.
+
+    Args:
+        risk: predicted probability of class 1, ``(n,)``.
+        classes: true class, 0 or 1, ``(n,)``.
+    """
+    metrics, risk, classes = compute_binary_metrics(risk, classes), risk.double(), classes.double()
+    metrics["brier"] = (risk - classes).square().mean().item()
+    metrics["calibration_error"] = _compute_calibration_error(risk, classes)
+    if "auc" in metrics:
+        metrics["auc_pr"] = compute_average_precision(risk, classes)
+    return metrics
+
+
+def _compute_calibration_error(risk: Tensor, classes: Tensor) -> float:
+    bin_of = (risk * _BINS).long().clamp(0, _BINS - 1)
+    gaps = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bin_of, risk - classes)
+    return float(gaps.abs().sum() / len(risk))

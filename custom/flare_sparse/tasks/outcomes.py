@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.errors import DataError
-from .classes import compute_binary_metrics, compute_cross_entropy
+from .classes import compute_cross_entropy, compute_risk_metrics
 from .data.features import Labels, format_labels, name_labels, number_labels, read_labels
 from .data.tables import Table
 from .task import Kind, Metric
@@ -150,9 +150,9 @@ class ClassOutcome(TableOutcome):
         return torch.sigmoid(outputs) if self._is_binary else torch.softmax(outputs, dim=1)
 
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return accuracy, F1 and AUC of two classes; the accuracy of more, overall and balanced over the classes."""
+        """Return the metrics of risks for two classes; the accuracy of more, overall and balanced over the classes."""
         if self._is_binary:
-            return compute_binary_metrics(predictions.flatten(), targets.flatten())
+            return compute_risk_metrics(predictions.flatten(), targets.flatten())
         hits = (predictions.argmax(dim=1) == targets[:, 0]).double()
         recalls = [hits[targets[:, 0] == label].mean().item() for label in targets[:, 0].unique()]
         return {"accuracy": hits.mean().item(), "balanced_accuracy": sum(recalls) / len(recalls)}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from .brain import BrainAge, SexClassification
 from .bundles.task import BundleTask
 from .images import ImageClassification
-from .morphometry import MorphometryAge, MorphometrySex
-from .mortality import Mortality
 from .nnunet.task import Nnunet
 from .segmentation import Segmentation
 from .table import TableTask
@@ -18,10 +16,7 @@ __all__ = ["TASKS"]
 TASKS: dict[str, type[Task]] = {
     "brain_age": BrainAge,
     "sex_classification": SexClassification,
-    "morphometry_age": MorphometryAge,
-    "morphometry_sex": MorphometrySex,
     "image_classification": ImageClassification,
-    "mortality": Mortality,
     "segmentation": Segmentation,
     "bundle": BundleTask,
     "nnunet": Nnunet,

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from ..compute.structure.scaling import TargetScaler
 from ..core.errors import DataError
 from ..core.split import Split
+from .data.atlases import scale_anatomically
 from .data.features import Features, compute_scale, encode_features, name_labels, number_labels, read_labels
 from .data.screening import screen_subjects
 from .data.tables import Table, read_table
@@ -68,21 +69,23 @@ class TableTask(Task):
     def cohort(self, path: Path) -> Cohort:
         """Return the rows with all columns of the table."""
         table = _read_file(path)
-        ids = self._get_ids(table)
-        subjects = self._get_subjects(table, {name: row for row, name in enumerate(ids)}) if self.config.group else {}
-        return Cohort(ids, table.columns, tuple(subjects.values()))
+        row_of = self._number_rows(table)
+        subjects = self._get_subjects(table, row_of) if self.config.group else {}
+        chosen = list(row_of.values())
+        columns = {name: values[chosen] for name, values in table.columns.items()}
+        return Cohort(tuple(row_of), columns, tuple(subjects.values()))
 
     def _read(self, path: Path) -> Table:
         """Return the table at ``path`` without the values that stand for missing ones."""
         config = self.config
         codes = tuple((column, frozenset(values)) for column, values in config.codes_by_column.items())
-        named = (config.target, config.event, config.group, config.id)
+        named = (config.target, config.event, config.group, config.id, *config.rows)
         return _read_file(path, codes, frozenset({*config.features, *(name for name in named if name is not None)}))
 
     def describe_columns(self, data: SiteData) -> list[Column]:
         """Return what the columns of the settings contain in the rows of a site; a column that it lacks is left out."""
         config, table = self.config, self._read(data.path)
-        row_of = {name: row for row, name in enumerate(self._get_ids(table))}
+        row_of = self._number_rows(table)
         rows = [row_of[name] for name in self._select(data, table, row_of) if name in row_of]
         kinds = {config.target: "target", config.event: "event", config.group: "subject"}
         kinds |= {name: "category" if name in config.categories else "number" for name in config.features}
@@ -107,14 +110,13 @@ class TableTask(Task):
         config, table = self.config, self._read(data.path)
         has_indicators = config.missing == "impute"
         features = encode_features(table, config.features, config.categories, has_indicators=has_indicators)
-        targets, ids = self._outcome.read(table), self._get_ids(table)
-        row_of = {name: row for row, name in enumerate(ids)}
-        has_classes = config.kind in ("binary", "classes")
-        texts = table.get_texts(config.target) if has_classes else [""] * len(ids)
+        targets, row_of = self._outcome.read(table), self._number_rows(table)
+        texts = table.get_texts(config.target) if config.kind in ("binary", "classes") else [""] * len(targets)
 
         def find_row(name: str) -> int:
             if name not in row_of:
-                raise DataError(f"it has no row in {data.path.name}")
+                among = f" among those with {config.describe_rows()}" if config.rows else ""
+                raise DataError(f"it has no row in {data.path.name}{among}")
             row = row_of[name]
             if not np.isfinite(targets[row]).all():
                 column = config.event if np.isfinite(targets[row, 0]) else config.target
@@ -156,6 +158,15 @@ class TableTask(Task):
         )
         return replace(examples, train_subjects=train, test_subjects=test, validation_subjects=validation)
 
+    def _number_rows(self, table: Table) -> dict[str, int]:
+        """Return the rows that are examples, by identifier."""
+        ids, chosen = self._get_ids(table), np.ones(len(next(iter(table.columns.values()))), bool)
+        for name, values in self.config.rows.items():
+            chosen &= np.isin(read_labels(table, name, values), values)
+        if not chosen.any():
+            raise DataError(f"{table.source}: no row has {self.config.describe_rows()} (task.rows)")
+        return {ids[row]: int(row) for row in np.flatnonzero(chosen)}
+
     def _get_ids(self, table: Table) -> tuple[str, ...]:
         """Return the identifier of each row.
 
@@ -196,6 +207,8 @@ class TableTask(Task):
 
     def _scale(self, features: Features, train: Sequence[int]) -> Features:
         scaling = self.config.scaling
+        if scaling == "freesurfer":
+            return scale_anatomically(features)
         if scaling == "site":
             return features.scale(*compute_scale(features, train))
         constants = scaling if isinstance(scaling, dict) else {}

@@ -27,6 +27,8 @@ from .task import Kind, TaskConfig
 
 BINARY_LABELS = ("0", "1")
 """Labels of kind binary without classes."""
+MOST_COLUMNS = 1_000_000
+"""Most columns that a range such as ``code_{0..419}`` stands for."""
 MOST_SPREADS = 5
 """Distance of targets from the center of ``target_scale``, in its spreads, that takes many rounds to learn."""
 
@@ -69,15 +71,26 @@ def _read_codes(value: Any) -> Any:
 
 LabelList = Annotated[Labels, BeforeValidator(_read_labels)]
 Codes = Annotated[tuple[str, ...], BeforeValidator(_read_codes)]
+Constants = dict[str, tuple[float, Annotated[float, Field(gt=0)]]]
+Scaling = Literal["site", "federated", "combat", "freesurfer", "none"] | Constants
 
 
-def _expand_atlases(value: Any) -> Any:
-    """Return names of columns, with the columns of an atlas in place of its name."""
+def _expand_names(value: Any) -> Any:
+    """Return names of columns, with those of an atlas in place of its name, and ``x_0``, ``x_1`` for ``x_{0..1}``."""
     if isinstance(value, dict) or any("*" in str(name) for name in value if isinstance(value, (list, tuple))):
         raise ValueError("the columns are not known here; set task.header to a table of a site, or to its first line")
     if not isinstance(value, (list, tuple)):
         return value
-    return [column for name in value for column in (ATLASES.get(name, (name,)) if isinstance(name, str) else (name,))]
+    return [column for name in value for column in (_list_columns(name) if isinstance(name, str) else (name,))]
+
+
+def _list_columns(name: str) -> Sequence[str]:
+    if (found := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", name)) is None:
+        return ATLASES.get(name, (name,))
+    start, first, last, end = found.groups()
+    if not int(first) <= int(last) < int(first) + MOST_COLUMNS:
+        raise ValueError(f"{name!r}: expected ascending numbers, such as code_{{0..419}}, at most {MOST_COLUMNS:,}")
+    return [f"{start}{number}{end}" for number in range(int(first), int(last) + 1)]
 
 
 def select_columns(features: Any, header: Sequence[str], others: Collection[str]) -> Any:
@@ -125,10 +138,15 @@ class TableConfig(TaskConfig):
         "or the time of an event (survival)"
     )
     target: str = Field(description="column to predict; for survival, the time of the event or of the last visit")
-    features: Annotated[tuple[str, ...], BeforeValidator(_expand_atlases)] = Field(
+    features: Annotated[tuple[str, ...], BeforeValidator(_expand_names)] = Field(
         min_length=1,
         description="columns of the inputs, in order: names and patterns such as thick_*, or {all_but: [id, site]}; "
-        "destrieux and desikan stand for the columns of these FreeSurfer atlases",
+        "code_{0..419} stands for 420 columns, destrieux and desikan for those of these FreeSurfer atlases",
+    )
+    rows: dict[str, Codes] = Field(
+        default_factory=dict,
+        description="rows that are examples: those whose columns have one of these values, {has_medications: 1}; "
+        "empty: all",
     )
     header: str | None = Field(
         None,
@@ -167,13 +185,12 @@ class TableConfig(TaskConfig):
         default_factory=dict,
         description="values that stand for a missing one, by column or pattern: {chol: 0, 'lab_*': [-9, '?']}",
     )
-    scaling: Literal["site", "federated", "combat", "none"] | dict[str, tuple[float, Annotated[float, Field(gt=0)]]] = (
-        Field(
-            "site",
-            description="scaling of numbers: by mean and standard deviation of the site's own training rows (site), of "
-            "those of all sites (federated), of those of all sites without shift and scale of each site (combat, with "
-            "method.personal: site), none, or by constants, {age: [50, 15]}: center and spread of a column",
-        )
+    scaling: Scaling = Field(
+        "site",
+        description="scaling of numbers: by mean and standard deviation of the site's own training rows (site), of "
+        "those of all sites (federated), of those of all sites without shift and scale of each site (combat, with "
+        "method.personal: site), none, or by constants, {age: [50, 15]}: center and spread of a column; freesurfer: "
+        "constants of anatomy for columns *_thickness in mm, ICV and other volumes in mm3",
     )
     covariates: tuple[str, ...] = Field(
         (), description="scaling combat: features whose effects on the others are kept, such as sex"
@@ -288,6 +305,10 @@ class TableConfig(TaskConfig):
                 f"missing: impute imputes the center of a column, and scaling gives {uncentered[0]!r} none; add "
                 f"{uncentered[0]}: [center, spread] to scaling, or set scaling: site or federated"
             )
+        numbers = [name for name in self.features if name not in self.categories]
+        has_volumes = any(not name.endswith("_thickness") for name in numbers)
+        if self.scaling == "freesurfer" and has_volumes and "ICV" not in numbers:
+            raise ValueError("scaling freesurfer divides volumes by the column ICV; add ICV to the features")
         for name in ("target_scaling", "target_transform"):
             if self.kind != "regression" and getattr(self, name) != "none":
                 raise ValueError(f"{name} is for kind regression, not for {self.kind}; remove it")
@@ -353,6 +374,10 @@ class TableConfig(TaskConfig):
             f"rounds to get there. Set task.target_scale: [{mean:.{digits}f}, {unit:.{digits}f}], the same "
             "at all sites, or task.target_scaling: site with method.personal: site"
         )
+
+    def describe_rows(self) -> str:
+        """Return which rows are examples, as display text."""
+        return " and ".join(f"{name} {' or '.join(values)}" for name, values in self.rows.items())
 
     def build_scaler(self) -> StatisticsLayer:
         """Return the first layer of a network that scales its inputs."""

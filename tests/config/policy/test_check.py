@@ -123,7 +123,8 @@ def test_unencrypted_full_model_conflicts_with_terms_that_forbid_it(
 def test_job_without_privacy_conflicts_with_a_budget(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     settings = (
-        "name: job\nmethod: {name: fedavg, rounds: 2, training: {batch_size: 64}}\ntask: {name: morphometry_age}\n"
+        "name: job\nmethod: {name: fedavg, rounds: 2, training: {batch_size: 64}}\n"
+        "task: {name: table, kind: regression, target: age, features: [destrieux], scaling: freesurfer}\n"
     )
     file.write_text(settings)
     config = load_config(file)

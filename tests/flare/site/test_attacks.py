@@ -42,7 +42,7 @@ from flare_sparse.rounds.endpoints.model_change import ChangeLimit
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
-from flare_sparse.tasks.mortality import Mortality, MortalityConfig
+from flare_sparse.tasks.table import TableTask
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import LocalTask, SitePrivacy, build_site
 from flare_sparse.wire.ledger import Ledger
@@ -73,7 +73,16 @@ class Victim:
         generator = np.random.default_rng(3)
         codes = (generator.random((120, MEDICATIONS)) < 0.05).astype(np.uint8)
         np.savez(folder / "stays.npz", med=codes, died=generator.integers(0, 2, 120), stay=np.arange(120))
-        task = Mortality(MortalityConfig(medications=MEDICATIONS, model={"name": "mlp", "hidden": (units, 32)}))
+        task = TableTask(
+            {
+                "kind": "binary",
+                "target": "died",
+                "features": [f"med_{{0..{MEDICATIONS - 1}}}"],
+                "id": "stay",
+                "scaling": "none",
+                "model": {"name": "mlp", "hidden": (units, 32)},
+            }
+        )
         examples = task.load(SiteData("site-1", folder / "stays.npz"), 1)
         self.train_rows = {tuple(row.tolist()) for row in examples.train.tensors[0]}
         self.test_rows = {tuple(row.tolist()) for row in examples.test.tensors[0]}

@@ -88,16 +88,22 @@ def test_data_is_read_as_the_job_would_read_it(kit: Path, tmp_path: Path) -> Non
     allow_classes(kit)
     assert check(kit)["data"].verdict == "WARN"
     job = tmp_path / "job.yaml"
-    job.write_text("name: job\nmethod: {name: fedavg}\ntask: {name: mortality, medications: 2}\n")
+    job.write_text(
+        "name: job\nmethod: {name: fedavg}\ntask: {name: table, kind: binary, target: died, id: stay, "
+        "features: [med_a, med_b], scaling: none}\n"
+    )
     findings = check(kit, job)
     assert findings["allow-list"].verdict == "PASS"
     assert findings["data"].verdict == "PASS"
-    assert findings["data"].detail.endswith("16 training examples, as read by task mortality")
+    assert findings["data"].detail.endswith("16 training examples, as read by task table")
     (kit / "local" / WITHDRAWN_FILE).write_text("7\n8\nno such stay\n")
     assert "3 withdrawn subjects leaves out 2 examples" in check(kit, job)["data"].detail
-    job.write_text("name: job\nmethod: {name: fedavg}\ntask: {name: mortality, medications: 5}\n")
+    job.write_text(
+        "name: job\nmethod: {name: fedavg}\ntask: {name: table, kind: binary, target: died, id: stay, "
+        "features: [med_a, med_z], scaling: none}\n"
+    )
     assert check(kit, job)["data"].verdict == "FAIL"
-    assert "task.medications is 5" in check(kit, job)["data"].detail
+    assert "no column 'med_z'" in check(kit, job)["data"].detail
 
 
 def test_kernels_that_a_job_demands_and_the_site_lacks_are_reported(
@@ -108,7 +114,9 @@ def test_kernels_that_a_job_demands_and_the_site_lacks_are_reported(
     (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path / 'stays.csv'}\n")
     job = tmp_path / "job.yaml"
     job.write_text(
-        "name: job\nmethod: {name: fedavg, training: {compute: sparse}}\ntask: {name: mortality, medications: 2}\n"
+        "name: job\nmethod: {name: fedavg, training: {compute: sparse}}\n"
+        "task: {name: table, kind: binary, target: died, id: stay, "
+        "features: [med_a, med_b], scaling: none}\n"
     )
     assert check(kit, job)["data"].verdict == "PASS"
     monkeypatch.setattr(compute, "find_spec", lambda name: None)
@@ -194,7 +202,9 @@ def test_job_is_checked_against_the_policy_and_the_data_of_the_site(kit: Path, t
     (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path / 'stays.csv'}\n")
     policy, job = tmp_path / "policy.yaml", tmp_path / "job.yaml"
     job.write_text(
-        "name: study\nmethod: {name: neurosfl, saliency_batches: null}\ntask: {name: mortality, medications: 2}\n"
+        "name: study\nmethod: {name: neurosfl, saliency_batches: null}\n"
+        "task: {name: table, kind: binary, target: died, id: stay, "
+        "features: [med_a, med_b], scaling: none}\n"
     )
     assert "job" not in check(kit)
     for terms, verdict, detail in (

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from flare_sparse.core.params import Layout
-from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.table import TableTask
 from flare_sparse.tasks.task import Examples, Metric
 
 FOLDER = str(Path(__file__).resolve().parents[3] / "benchmarks" / "experiments")
@@ -33,8 +33,11 @@ def test_metagater_takes_the_steps_with_the_best_metric_on_validation_examples(l
     assert choose_steps(figures, Metric("x", "", "max")) == ("lr 0.2", 0.1)
 
 
+BRAIN = {"kind": "regression", "target": "age", "features": ["destrieux"], "scaling": "freesurfer"}
+
+
 def test_targets_of_metagater_neither_train_nor_choose(load_script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    metagater, task = load_script("metagater"), TASKS["morphometry_age"]()
+    metagater, task = load_script("metagater"), TableTask(BRAIN)
     rows = TensorDataset(torch.zeros(4, 2), torch.zeros(4, 1))
     examples = {name: Examples(rows, rows) for name in ("a", "b", "c")} | {
         "d": Examples(rows, TensorDataset(rows[:0][0]))

@@ -80,10 +80,10 @@ def test_malformed_table_is_explained(tmp_path: Path, name: str, content: bytes,
 
 
 def test_npz_arrays_that_form_no_table_are_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", x=np.zeros((2, 2)))
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 2, 2)))
     np.savez(tmp_path / "b.npz", x=np.zeros(2), y=np.zeros(3))
     np.savez(tmp_path / "c.npz", x=np.array([{}], dtype=object))
-    for name, message in (("a", "'x' has 2 dimensions"), ("b", "columns differ in length"), ("c", "allow_pickle")):
+    for name, message in (("a", "'x' has 3 dimensions"), ("b", "arrays have 2 and 3 rows"), ("c", "allow_pickle")):
         with pytest.raises(DataError, match=message):
             read_table(tmp_path / f"{name}.npz")
 

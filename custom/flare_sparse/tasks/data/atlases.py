@@ -1,6 +1,21 @@
-"""Columns of the FreeSurfer tables that the morphometry tasks know, named as FreeSurfer names them."""
+"""Columns of FreeSurfer tables, named as FreeSurfer names them, and constants of anatomy that scale them.
+
+With constants, no site has to reveal its own statistics:
+
+* thickness in mm (columns ending in ``_thickness``): ``(t - 2.5) / 0.5``; the human cortex is 1 to 4.5 mm thick, 2.5 mm
+  on average (Fischl and Dale 2000, PNAS 97:11050);
+* intracranial volume (column ``ICV``): ``(litres - 1.5) / 0.2``;
+* volume in mm3 (every other number): ``(ln(per mille of ICV) - 1) / 2``.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ...core.errors import DataError
+from .features import Features
 
 DESIKAN_REGIONS = """
 MeanThickness bankssts caudalanteriorcingulate caudalmiddlefrontal cuneus entorhinal frontalpole fusiform
@@ -49,3 +64,24 @@ ATLASES: dict[str, tuple[str, ...]] = {
     "desikan": tuple(sorted(["ICV", *_name_thickness(DESIKAN_REGIONS)])),
 }
 """Feature columns by atlas, in name order, which is their order in the network's input."""
+
+
+def scale_anatomically(features: Features) -> Features:
+    """Return the features with numbers scaled by the constants in the module's docstring.
+
+    Raises:
+        DataError: an intracranial volume is not above 0.
+    """
+    litre, values = 1e6, features.values.copy()
+    icv = features.values[:, features.names.index("ICV")] if "ICV" in features.names else np.array(np.nan)
+    if len(rows := np.flatnonzero(icv <= 0)):
+        raise DataError(f"column 'ICV' is {icv[rows[0]]:g} (row {rows[0] + 1}); expected volumes in mm3, above 0")
+    for position in np.flatnonzero(features.numbers):
+        name, column = features.names[position], features.values[:, position]
+        if name.endswith("_thickness"):
+            values[:, position] = (column - 2.5) / 0.5
+        elif name == "ICV":
+            values[:, position] = (column / litre - 1.5) / 0.2
+        else:
+            values[:, position] = (np.log(np.maximum(column, 1.0) / icv * 1000) - 1) / 2
+    return replace(features, values=values)

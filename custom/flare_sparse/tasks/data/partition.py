@@ -33,6 +33,7 @@ def partition_by_site(
     *,
     column: str = "site",
     split: Mapping[str, int] | None = None,
+    missing: str | None = None,
     seed: int = 0,
 ) -> Partition:
     """Use the sites that the data names; optionally split some of them further at random.
@@ -41,6 +42,7 @@ def partition_by_site(
         cohort: the examples.
         sites: keep only this many sites, the largest; None: keep all.
         column: column that names the site of each example.
+        missing: site of the examples without a value in the column; None: an error.
         split: number of parts by site, such as ``{"IXI-HH": 4}``; they are named ``IXI-HH-1`` to ``IXI-HH-4``.
         seed: seed of the random split.
 
@@ -48,7 +50,7 @@ def partition_by_site(
         DataError: there is no such column or site, an example has no site, there are fewer sites than requested, or
             two sites have the same name.
     """
-    labels = _get_labels(cohort, column)
+    labels = _get_labels(cohort, column, missing)
     members = {str(name): np.flatnonzero(labels == name) for name in np.unique(labels)}
     parts: list[tuple[str, np.ndarray]] = []
     for name in [*members, *(set(split or {}) - set(members))]:
@@ -270,13 +272,13 @@ def format_site_name(name: str) -> str:
     return f"site-{safe}" if safe.lower() in RESERVED else safe
 
 
-def list_renamed_sites(cohort: Cohort, column: str = "site") -> dict[str, str]:
+def list_renamed_sites(cohort: Cohort, column: str = "site", missing: str | None = None) -> dict[str, str]:
     """Return the sites of a column whose FLARE name differs from the one in the data: FLARE name by name.
 
     Raises:
         DataError: as :func:`partition_by_site`.
     """
-    names = {str(name): format_site_name(str(name)) for name in np.unique(_get_labels(cohort, column))}
+    names = {str(name): format_site_name(str(name)) for name in np.unique(_get_labels(cohort, column, missing))}
     return {name: flare_name for name, flare_name in names.items() if name != flare_name}
 
 
@@ -290,10 +292,12 @@ def _get_column(cohort: Cohort, column: str) -> np.ndarray:
     return np.asarray(cohort.columns[column])
 
 
-def _get_labels(cohort: Cohort, column: str) -> np.ndarray:
-    """Return a column as text; every example must have a value."""
+def _get_labels(cohort: Cohort, column: str, missing_label: str | None = None) -> np.ndarray:
+    """Return a column as text; an example without a value has ``missing_label``, where that is given."""
     values = _get_column(cohort, column)
     labels = np.array([f"{v:g}" if isinstance(v, float) else str(v) for v in values.tolist()])
+    if missing_label is not None:
+        return np.where(np.isin(labels, ["", "nan", "n/a"]), missing_label, labels)
     if missing := int(np.count_nonzero(np.isin(labels, ["", "nan", "n/a"]))):
         first = cohort.ids[int(np.flatnonzero(np.isin(labels, ["", "nan", "n/a"]))[0])]
         raise DataError(

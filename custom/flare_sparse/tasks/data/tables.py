@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -165,8 +166,7 @@ def read_header(path: Path) -> list[str]:
     """
     try:
         if path.name.endswith(".npz"):
-            with np.load(path, allow_pickle=False) as arrays:
-                return list(arrays.files)
+            return list(_read_npz(path))
         if path.name.endswith(".parquet"):
             return list(_import_parquet(path).read_schema(path).names)
         with (gzip.open if path.name.endswith(".gz") else open)(path, "rt", newline="", encoding="utf-8-sig") as file:
@@ -228,11 +228,22 @@ def _import_parquet(path: Path) -> Any:
 
 
 def _read_npz(path: Path) -> Values:
-    with np.load(path, allow_pickle=False) as arrays:
-        columns = {name: arrays[name] for name in arrays.files}
-    if tensors := [name for name, values in columns.items() if values.ndim != 1]:
-        raise ValueError(f"array {tensors[0]!r} has {columns[tensors[0]].ndim} dimensions; expected one per column")
-    return {name: values.tolist() for name, values in columns.items()}
+    """Return the arrays with one value per row, and the columns ``codes_0``, ``codes_1``, ... of wider ones.
+
+    Arrays of another length than most, such as the names of codes, are no columns.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    if tensors := [name for name, values in arrays.items() if values.ndim not in (1, 2)]:
+        raise ValueError(f"array {tensors[0]!r} has {arrays[tensors[0]].ndim} dimensions; expected 1 or 2")
+    (rows, count), *others = Counter(len(values) for values in arrays.values()).most_common(2) or [(0, 0)]
+    if others and others[0][1] == count:
+        raise ValueError(f"arrays have {rows} and {others[0][0]} rows; expected the same number in most of them")
+    columns: dict[str, np.ndarray] = {}
+    for name, values in arrays.items():
+        if len(values) == rows:
+            columns |= {name: values} if values.ndim == 1 else {f"{name}_{i}": own for i, own in enumerate(values.T)}
+    return {name: v.astype(np.float64) if v.dtype.kind in "biuf" else v.tolist() for name, v in columns.items()}
 
 
 _READERS: dict[str, Callable[[Path], Values]] = {
