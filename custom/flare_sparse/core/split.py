@@ -90,7 +90,7 @@ class SplitConfig(BaseModel):
 
     def _assign_each(self, ids: Iterable[str], seed: int) -> Split:
         """Split by each identifier's hash alone, as a number from 0 to 1 in place of its rank."""
-        positions = {name: _place(f"{seed}:{name}") for name in ids}
+        positions = {name: place(f"{seed}:{name}") for name in ids}
         start = (self.fold - 1) / self.folds if self.folds else 0.0
         width = 1 / self.folds if self.folds else self.test
         parts: tuple[list[str], ...] = ([], [], [])
@@ -108,7 +108,7 @@ class SplitConfig(BaseModel):
         return round((self.fold - 1) * count / self.folds), round(self.fold * count / self.folds)
 
 
-def _place(text: str) -> float:
+def place(text: str) -> float:
     """Return the SHA-256 of a text as a number from 0, inclusive, to 1, exclusive."""
     # 53 bits are exact in a float, and less than 1 after the division.
     return (int.from_bytes(sha256(text.encode()).digest()[:8], "big") >> 11) / 2**53

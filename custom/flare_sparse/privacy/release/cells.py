@@ -1,0 +1,121 @@
+"""Declared columns with groups of values, the cells of their cross table, and conditions decided on them alone.
+
+A job's condition on rows is never decided by looking at rows: a cell meets it, does not, or it cannot be told.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ...core.split import place
+
+FOLD = "fold"
+"""Name of the column of folds, which the site's secret assigns."""
+Groups = tuple[tuple[str, ...], ...] | tuple[float, ...]
+"""Groups of a column: lists of texts, of which the last also holds every other value; or the edges between intervals of
+numbers, of which the last also holds what is no number. So every possible value is in a group."""
+Columns = Mapping[str, Groups]
+Cell = Mapping[str, int]
+"""Number of a cell's group by column."""
+Values = Mapping[str, str]
+"""Raw texts of a person by column."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A condition on one column: its value is among some texts, or is not.
+
+    Attributes:
+        column: name of the column.
+        values: texts, such as codes of missing values.
+        keeps: whether rows with these values are meant, or all others.
+    """
+
+    column: str
+    values: frozenset[str]
+    keeps: bool = False
+
+
+def count_groups(groups: Groups) -> int:
+    """Return the number of groups of a column."""
+    return len(groups) + (not is_listed(groups))
+
+
+def is_listed(groups: Groups) -> bool:
+    """Return whether groups are lists of texts, and not intervals."""
+    return bool(groups) and isinstance(groups[0], tuple)
+
+
+def find_group(groups: Groups, value: str) -> int:
+    """Return the number of the group of a raw text; see :data:`Groups`.
+
+    >>> find_group((("F",), ("M",)), "x"), find_group((50.0, 65.0), "50"), find_group((50.0, 65.0), "")
+    (1, 1, 2)
+    """
+    if is_listed(groups):
+        return next((number for number, texts in enumerate(groups) if value in texts), len(groups) - 1)  # type: ignore[operator]
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    return len(groups) if math.isnan(number) else bisect_right(groups, number)  # type: ignore[type-var]
+
+
+def label_group(groups: Groups, number: int) -> str:
+    """Return the label of a group.
+
+    >>> label_group((("F",), ("M", "X")), 1), label_group((50.0, 65.0), 1), label_group((50.0,), 0)
+    ('M or X', '50 to 65', 'below 50')
+    """
+    if is_listed(groups):
+        return " or ".join(map(str, groups[number]))  # type: ignore[arg-type]
+    if number == 0:
+        return f"below {groups[0]:g}" if groups else "all"
+    return f"{groups[number - 1]:g} to {groups[number]:g}" if number < len(groups) else f"from {groups[-1]:g}"
+
+
+def judge(terms: Sequence[Term], cell: Cell, columns: Columns) -> bool | None:
+    """Return whether all people of a cell meet all terms, none does (False), or it cannot be told (None)."""
+    found = [_judge_term(term, cell, columns) for term in terms]
+    return False if False in found else None if None in found else True
+
+
+def _judge_term(term: Term, cell: Cell, columns: Columns) -> bool | None:
+    if term.column not in columns:
+        return None
+    groups, number = columns[term.column], cell[term.column]
+    if not any(find_group(groups, value) == number for value in term.values):
+        return not term.keeps
+    # Intervals, and the last list, hold values that nobody has named.
+    is_closed = is_listed(groups) and number < len(groups) - 1
+    return term.keeps if is_closed and term.values.issuperset(groups[number]) else None  # type: ignore[arg-type]
+
+
+def iterate_cells(columns: Columns) -> Iterator[dict[str, int]]:
+    """Yield all cells of the complete cross table, empty ones included."""
+    for numbers in product(*(range(count_groups(groups)) for groups in columns.values())):
+        yield dict(zip(columns, numbers, strict=True))
+
+
+def name_cell(cell: Cell) -> str:
+    """Return the key of a cell in a record."""
+    return "/".join(f"{column}={number}" for column, number in sorted(cell.items()))
+
+
+def find_cell(columns: Columns, values: Values) -> dict[str, int]:
+    """Return the cell of a person."""
+    return {column: find_group(groups, values.get(column, "")) for column, groups in columns.items()}
+
+
+def build_folds(folds: int) -> Groups:
+    """Return the groups of the column of folds."""
+    return tuple((str(number),) for number in range(1, folds + 1))
+
+
+def assign_fold(seed: int, name: str, folds: int) -> str:
+    """Return a person's fold, 1 to ``folds``: that of a stable split with this seed (core/split.py)."""
+    return str(int(place(f"{seed}:{name}") * folds) + 1)
