@@ -88,8 +88,9 @@ def test_metric_that_is_undefined_in_many_resamples_is_left_out() -> None:
 
 def test_labels_are_values_or_bins_and_have_no_markup() -> None:
     assert label_values(np.array([59.9, 60.0, -0.5, np.inf]), 10.0) == ["50 to 60", "60 to 70", "-10 to 0", "missing"]
-    assert label_values(np.array([3.0, 1.0]), None) == ["3", "1"]
-    assert label_values(np.array(["<b>GE</b>", "n/a", "Siemens 3T"]), None) == ["_b_GE__b_", "missing", "Siemens 3T"]
+    assert label_values(np.array([260100023.0, 1.5]), None) == ["260100023", "1.5"]
+    assert label_values(np.array(["007", "7", "NA"]), None) == ["007", "7", "NA"]
+    assert label_values(np.array(["<b>GE</b>", "", "Siemens 3T"]), None) == ["_b_GE__b_", "missing", "Siemens 3T"]
     with pytest.raises(ValueError, match="bins need numbers"):
         label_values(np.array(["F"]), 10.0)
     for wrong in ("", "age:", "age:0", "age:ten", "age:10:5"):

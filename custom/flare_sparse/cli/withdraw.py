@@ -56,12 +56,12 @@ def withdraw(options: WithdrawOptions) -> None:
     from ..api.run import Run
     from ..api.withdraw import trace_withdrawal
     from ..api.withdraw import withdraw as make_again
-    from ..tasks.data.source import read_identifiers
+    from ..core.names import read_names
 
     if (options.subjects is None) == (options.site is None):
         raise ConfigError("give either --subjects FILE or --site NAME")
     gone = Withdrawals(
-        read_identifiers(options.subjects) if options.subjects else frozenset(),
+        read_names(options.subjects) if options.subjects else frozenset(),
         frozenset({options.site}) if options.site else frozenset(),
     )
     if not gone.subjects and not gone.sites:

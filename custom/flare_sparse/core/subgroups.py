@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from .names import clean_name, format_names, parse_numbers
+
 SUBJECTS = "subjects"
 """Metric of a subgroup that counts its subjects."""
 ERROR = "error of "
@@ -40,7 +42,7 @@ def parse_subgroup(text: str) -> tuple[str, float | None]:
     column, _, width = text.partition(":")
     if width and float(width) == 0:
         raise ValueError(f"{text!r}: the width of the bins is 0")
-    return column, float(width) if width else None
+    return clean_name(column), float(width) if width else None
 
 
 def label_values(values: np.ndarray, width: float | None) -> list[str]:
@@ -52,9 +54,12 @@ def label_values(values: np.ndarray, width: float | None) -> list[str]:
     Raises:
         ValueError: bins are asked for, and the values are text.
     """
-    if width is not None and values.dtype.kind not in "fiu":
-        raise ValueError("bins need numbers, and the column contains text")
-    return [_label(value, width) for value in values.tolist()]
+    if width is None:
+        return [_label_name(name) for name in format_names(values)]
+    try:
+        return [_label_number(value, width) for value in parse_numbers(values).tolist()]
+    except ValueError as error:
+        raise ValueError(f"{error}; bins need numbers") from error
 
 
 def name_metric(metric: str, column: str, label: str) -> str:
@@ -127,15 +132,14 @@ def measure_subgroups(
     return shown | estimates
 
 
-def _label(value: float | str, width: float | None) -> str:
-    if isinstance(value, str):
-        # Names of metrics have no markup.
-        plain = re.sub(r"[^\w .:+-]", "_", value.strip())[:_LONGEST_LABEL]
-        return MISSING if plain.lower() in ("", "nan", "n_a", "na") else plain
+def _label_name(name: str) -> str:
+    # Names of metrics have no markup.
+    return re.sub(r"[^\w .:+-]", "_", name)[:_LONGEST_LABEL] or MISSING
+
+
+def _label_number(value: float, width: float) -> str:
     if not math.isfinite(value):
         return MISSING
-    if width is None:
-        return f"{value:g}"
     start = math.floor(value / width) * width
     return f"{start:g} to {start + width:g}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, RootModel
 
+from ..core.names import format_names, parse_numbers
 from ..core.subgroups import MISSING, SUBJECTS, label_values, name_metric, suppress_small
 from .task import Column, SiteData, Task
 
@@ -150,12 +152,24 @@ def compute_figures(values: np.ndarray, least: int) -> Figures:
 
 def _read_column(name: str, values: np.ndarray) -> Column | None:
     """Return a column of a cohort; None for text with very many labels."""
-    if values.dtype.kind in "fiub":
-        present = values[np.isfinite(values)].astype(np.float64)
+    if (numbers := _find_numbers(values)) is not None:
+        present = numbers[np.isfinite(numbers)]
         return _label_marks(Column(name, "number", len(values) - len(present), present))
     labels = Counter(label_values(values, None))
     missing = labels.pop(MISSING, 0)
     return Column(name, "category", missing, np.zeros(0), labels) if len(labels) <= _MOST_LABELS else None
+
+
+def _find_numbers(values: np.ndarray) -> np.ndarray | None:
+    """Return a column as numbers; None: a cell is none, or has the leading zeros of a code."""
+    if values.dtype.kind in "fiub":
+        return values.astype(np.float64)
+    if any(re.match("0[0-9]", text) for text in format_names(values)):
+        return None
+    try:
+        return parse_numbers(values)
+    except ValueError:
+        return None
 
 
 def _label_marks(column: Column) -> Column:

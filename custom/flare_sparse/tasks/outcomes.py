@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.errors import DataError
+from ..core.names import find_similar
 from .classes import compute_cross_entropy, compute_risk_metrics
 from .data.features import Labels, format_labels, name_labels, number_labels, read_labels
 from .data.tables import Table
@@ -131,8 +132,11 @@ class ClassOutcome(TableOutcome):
             remedy = f"{{{classes}}}" if is_merged else format_labels(found)
             if self._is_binary and not is_merged and len(found) > 2:
                 remedy = "{no: [...], yes: [...]}, or task.kind: classes,"
+            unknown = next(label for label in found if label not in position)
+            similar = find_similar(unknown, position)
+            both = f" ({unknown!r} is not {similar!r}: names are compared character by character)" if similar else ""
             raise DataError(
-                f"{table.source}: column {self._target!r} has the labels {shown}, but the job knows "
+                f"{table.source}: column {self._target!r} has the labels {shown}{both}, but the job knows "
                 f"{', '.join(position)}. Set task.classes: {remedy} with the labels of all sites, in the same order "
                 "at every site; of two, the second is class 1"
             )

@@ -18,6 +18,7 @@ from ..compute.structure.scaling import TargetScaler
 from ..core.errors import DataError
 from ..core.split import Split
 from .data.atlases import scale_anatomically
+from .data.cells import PLAIN, Spelling
 from .data.features import Features, compute_scale, encode_features, name_labels, number_labels, read_labels
 from .data.screening import screen_subjects
 from .data.tables import Table, read_table
@@ -36,12 +37,13 @@ class TableTask(Task):
     config: TableConfig
     # Of the most frequent kind; the settings decide.
     metric = Metric("auc", "", "max", may_be_undefined=True)
-    reads = "a table (CSV, Parquet or npz) with one row per example and the columns that the settings name"
+    reads = "a table (CSV, xlsx, Parquet, ...) with one row per example and the columns that the settings name"
 
     def __init__(self, config: TaskConfig | Mapping[str, Any] | None = None):
         super().__init__(config)
         self._outcome = self.config.build_outcome()
         self.metric, self.kind = self._outcome.metric, self._outcome.kind
+        self._has_classes = self.config.kind in ("binary", "classes")
 
     def model(self) -> nn.Module:
         """Return the configured network."""
@@ -80,7 +82,8 @@ class TableTask(Task):
         config = self.config
         codes = tuple((column, frozenset(values)) for column, values in config.codes_by_column.items())
         named = (config.target, config.event, config.group, config.id, *config.rows)
-        return _read_file(path, codes, frozenset({*config.features, *(name for name in named if name is not None)}))
+        columns = frozenset({*config.features, *(name for name in named if name is not None)})
+        return _read_file(path, codes, Spelling(config.decimal, config.censored), columns)
 
     def describe_columns(self, data: SiteData) -> list[Column]:
         """Return what the columns of the settings contain in the rows of a site; a column that it lacks is left out."""
@@ -92,9 +95,10 @@ class TableTask(Task):
         described = []
         for name in [name for name in kinds if name is not None and name in table.columns]:
             labelled = {config.target: config.classes, **config.categories}.get(name, ())
-            column, empty = table.columns[name][rows], np.zeros(0)
-            if column.dtype.kind == "f" and not labelled and name != config.group:
-                present = column[np.isfinite(column)]
+            has_numbers = kinds[name] in ("number", "event") or (name == config.target and not self._has_classes)
+            if has_numbers and not table.is_text(name):
+                values = table.get_numbers(name)[rows]
+                present = values[np.isfinite(values)]
                 described.append(Column(name, kinds[name], len(rows) - len(present), present))
                 continue
             position, titles = number_labels(labelled), name_labels(labelled)
@@ -102,7 +106,7 @@ class TableTask(Task):
             present_labels = [every[row] for row in rows if every[row]]
             labels = Counter(titles[position[label]] if label in position else label for label in present_labels)
             kind = "text" if kinds[name] == "number" else kinds[name]
-            described.append(Column(name, kind, len(rows) - sum(labels.values()), empty, labels))
+            described.append(Column(name, kind, len(rows) - sum(labels.values()), np.zeros(0), labels))
         return described
 
     def load(self, data: SiteData, seed: int) -> Examples:
@@ -111,7 +115,7 @@ class TableTask(Task):
         has_indicators = config.missing == "impute"
         features = encode_features(table, config.features, config.categories, has_indicators=has_indicators)
         targets, row_of = self._outcome.read(table), self._number_rows(table)
-        texts = table.get_texts(config.target) if config.kind in ("binary", "classes") else [""] * len(targets)
+        texts = table.get_names(config.target) if self._has_classes else [""] * len(targets)
 
         def find_row(name: str) -> int:
             if name not in row_of:
@@ -121,9 +125,7 @@ class TableTask(Task):
             if not np.isfinite(targets[row]).all():
                 column = config.event if np.isfinite(targets[row, 0]) else config.target
                 text = texts[row] if column == config.target else ""
-                # A column of numbers spells an empty cell nan.
-                is_word = text not in ("", "nan")
-                note = f": {text!r} counts as missing, unless task.classes names it" if is_word else ""
+                note = f": {text!r} counts as missing, unless task.classes names it" if text else ""
                 raise DataError(f"its {column} is missing{note}")
             if not has_indicators and (columns := features.describe_missing(row)):
                 raise DataError(f"features are missing: {columns}; task.missing: impute fills them in")
@@ -160,7 +162,7 @@ class TableTask(Task):
 
     def _number_rows(self, table: Table) -> dict[str, int]:
         """Return the rows that are examples, by identifier."""
-        ids, chosen = self._get_ids(table), np.ones(len(next(iter(table.columns.values()))), bool)
+        ids, chosen = self._get_ids(table), np.ones(table.rows, bool)
         for name, values in self.config.rows.items():
             chosen &= np.isin(read_labels(table, name, values), values)
         if not chosen.any():
@@ -174,8 +176,8 @@ class TableTask(Task):
             DataError: an identifier occurs twice or is missing.
         """
         if self.config.id is None:
-            return tuple(str(row) for row in range(1, len(next(iter(table.columns.values()))) + 1))
-        ids = read_labels(table, self.config.id)
+            return tuple(str(row) for row in range(1, table.rows + 1))
+        ids = table.get_names(self.config.id)
         if repeated := [name for name, count in Counter(ids).items() if count > 1]:
             raise DataError(
                 f"{table.source}: {len(repeated)} identifiers in column {self.config.id!r} occur more than once or are "
@@ -201,7 +203,7 @@ class TableTask(Task):
     def _get_subjects(self, table: Table, rows: Mapping[str, int]) -> dict[str, str]:
         """Return the subject of each row, by the row's identifier."""
         assert self.config.group is not None, "rows without a group are subjects of their own"
-        labels = read_labels(table, self.config.group)
+        labels = table.get_names(self.config.group)
         # A row without a subject is a subject of its own.
         return {name: labels[row] or f"row {name}" for name, row in rows.items()}
 
@@ -245,19 +247,22 @@ Codes = tuple[tuple[str, frozenset[str]], ...]
 """Values that stand for missing ones, by column."""
 
 
-def _read_file(path: Path, codes: Codes = (), columns: frozenset[str] = frozenset()) -> Table:
+def _read_file(
+    path: Path, codes: Codes = (), spelling: Spelling = PLAIN, columns: frozenset[str] = frozenset()
+) -> Table:
     """Return the table at ``path``; values among the codes of their column are missing.
 
     Of a Parquet file, only ``columns`` are read; an empty set means all.
     """
     needed = columns if path.suffix == ".parquet" else frozenset()
-    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0, codes, needed)
+    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0, codes, spelling, needed)
 
 
-# As it is in the file for the partition, and with missing values for the sites.
+# As it is in the file for the partition, and with the job's rules for the sites.
 @lru_cache(maxsize=2)
-def _read_cached(path: Path, version: int, codes: Codes, columns: frozenset[str]) -> Table:
+def _read_cached(path: Path, version: int, codes: Codes, spelling: Spelling, columns: frozenset[str]) -> Table:
     """Read a table, and keep it while its file is unchanged: the sites of a simulated federation share one file."""
-    if not codes:
+    if not codes and spelling == PLAIN:
         return read_table(path, columns)
-    return _read_cached(path, version, (), columns).mark_missing(dict(codes))
+    table = _read_cached(path, version, (), PLAIN, columns)
+    return Table(path, table.columns, dict(codes), spelling)

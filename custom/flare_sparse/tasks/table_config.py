@@ -14,11 +14,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..compute.structure.harmonization import Harmonizer
 from ..compute.structure.scaling import InputScaler, StatisticsLayer
 from ..core.errors import ConfigError, DataError, list_first, suggest
+from ..core.names import clean_names
 from ..core.needs import Need, Needs
 from .classes import check_class_weights, list_weight_needs
 from .data.atlases import ATLASES
+from .data.cells import Censored
 from .data.features import Labels, count_inputs, name_labels, number_labels
-from .data.tables import read_header
+from .data.table_files import read_header
 from .models import ModelConfig
 from .models.config import require_input
 from .outcomes import ClassOutcome, NumberOutcome, TableOutcome
@@ -211,6 +213,17 @@ class TableConfig(TaskConfig):
     clip: float | None = Field(
         None, gt=0, description="largest absolute value of a scaled number, against outliers; null: no bound"
     )
+    decimal: Literal[".", ","] = Field(
+        ".",
+        exclude_if=lambda value: value == ".",
+        description="decimal mark of numbers; with ',' a column may have commas or points, but not both",
+    )
+    censored: Censored = Field(
+        "refuse",
+        exclude_if=lambda value: value == "refuse",
+        description="numbers such as <90 and >200: refuse them, use the limit, or half of a lower limit and an upper "
+        "limit (half)",
+    )
     unit: str = Field("", description="regression: unit of the target in tables and plots")
     id: str | None = Field(None, description="column of unique identifiers; null: row numbers, from 1")
     group: str | None = Field(
@@ -231,7 +244,8 @@ class TableConfig(TaskConfig):
             ConfigError: the header cannot be read, or a pattern selects nothing.
         """
         # The job carries names alone, and no path of this machine.
-        names, features = {key: value for key, value in settings.items() if key != "header"}, settings.get("features")
+        names = {key: value for key, value in settings.items() if key != "header"}
+        features = clean_names(settings.get("features"))
         has_patterns = isinstance(features, list) and any("*" in name for name in features if isinstance(name, str))
         path = settings.get("header") or data
         if not isinstance(path, str) or not (has_patterns or isinstance(features, dict)):
@@ -242,6 +256,11 @@ class TableConfig(TaskConfig):
         except (ValueError, DataError) as error:
             raise ConfigError(f"task.features: {error}") from error
         return {**names, "features": selected}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clean_names(cls, settings: Any) -> Any:
+        return clean_names(settings)
 
     @model_validator(mode="after")
     def _check_columns(self) -> TableConfig:

@@ -66,7 +66,7 @@ class TextClassification(AdaptableTask):
     config: TextConfig
     metric = Metric("accuracy", "", "max")
     kind = "classes"
-    reads = "a table (CSV, Parquet or npz) with a column of texts and a column of classes, whole numbers from 0"
+    reads = "a table (CSV, xlsx, Parquet, ...) with a column of texts and a column of classes, whole numbers from 0"
 
     def build_network(self) -> nn.Module:
         """Return the encoder with a new head; the encoder is pre-trained if ``base`` is set."""

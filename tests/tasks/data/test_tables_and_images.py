@@ -4,54 +4,173 @@ from __future__ import annotations
 
 import gzip
 import io
+import sqlite3
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from openpyxl import Workbook
 
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.data import images
+from flare_sparse.tasks.data.cells import Spelling
+from flare_sparse.tasks.data.partition import partition_by_site
+from flare_sparse.tasks.data.table_files import read_header
 from flare_sparse.tasks.data.tables import Table, read_table
 
-CSV = "subject,site,age,icv\n7,A,30.5,1.5\n8,B,,2\n"
+CSV = "subject,site,age,icv\n007,A,30.5,1.5\n8,B,,2\n"
 
 
 def write(path: Path, suffix: str) -> Path:
     """The table ``CSV`` in each format."""
     file = path / f"table{suffix}"
-    frame = pd.read_csv(io.StringIO(CSV))
-    if suffix == ".csv":
-        file.write_text(CSV)
-    elif suffix == ".csv.gz":
-        file.write_bytes(gzip.compress(CSV.encode()))
+    frame = pd.read_csv(io.StringIO(CSV), dtype={"subject": str})
+    if suffix.startswith((".csv", ".tsv")):
+        text = CSV.replace(",", "\t") if suffix.startswith(".tsv") else CSV
+        file.write_bytes(gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode())
     elif suffix == ".npz":
-        np.savez(file, **{name: frame[name].to_numpy(dtype=None if name != "site" else str) for name in frame})
+        texts = {"subject", "site"}
+        np.savez(file, **{name: frame[name].to_numpy(dtype=str if name in texts else None) for name in frame})
+    elif suffix == ".sqlite":
+        with closing(sqlite3.connect(file)) as database:
+            frame.to_sql("patients", database, index=False)
     else:
-        frame.to_parquet(file)
+        (frame.to_parquet if suffix == ".parquet" else partial(frame.to_excel, index=False))(file)
     return file
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".npz", ".parquet"])
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".tsv", ".npz", ".parquet", ".xlsx", ".sqlite"])
 def test_every_table_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
     table = read_table(write(tmp_path, suffix))
-    assert list(table.columns) == ["subject", "site", "age", "icv"]
-    assert table.get_ids("subject") == ("7", "8")
-    assert table.columns["site"].tolist() == ["A", "B"]
+    assert list(table.columns) == read_header(table.source) == ["subject", "site", "age", "icv"]
+    assert table.get_ids("subject") == ("007", "8")
+    assert table.get_names("site") == ["A", "B"]
     np.testing.assert_array_equal(table.get_numbers("age"), [30.5, np.nan])
-    assert table.to_cohort("subject").columns["icv"].tolist() == [1.5, 2.0]
+    np.testing.assert_array_equal(table.get_numbers("icv"), [1.5, 2.0])
+    assert partition_by_site(table.to_cohort("subject")) == {"A": ("007",), "B": ("8",)}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        CSV.replace(",", ";").encode(),
+        CSV.replace(",", "|").encode(),
+        CSV.encode("utf-8-sig"),
+        CSV.encode("utf-16"),
+        b"\xfe\xff" + CSV.replace(",", "\t").encode("utf-16-be"),
+        CSV.replace("\n", "\r\n").encode(),
+        CSV.replace("A", '"A"').encode() + b",,,\n\n",
+        CSV.replace("\n", ",\n").encode(),
+    ],
+    ids=["semicolons", "bars", "mark", "UTF-16", "tabs in UTF-16", "CRLF", "quotes, an empty row", "an empty column"],
+)
+def test_a_table_reads_the_same_as_each_spreadsheet_writes_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    table = read_table(tmp_path / "a.csv")
+    assert list(table.columns) == ["subject", "site", "age", "icv"]
+    assert (table.get_ids("subject"), table.get_names("site")) == (("007", "8"), ["A", "B"])
+    np.testing.assert_array_equal(table.get_numbers("age"), [30.5, np.nan])
 
 
 def test_empty_lines_at_the_end_of_a_file_are_no_rows(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1,2\n\n\r\n")
-    assert read_table(tmp_path / "a.csv").columns["y"].tolist() == [2]
+    assert read_table(tmp_path / "a.csv").get_numbers("y").tolist() == [2]
+
+
+def test_names_keep_the_characters_of_a_workbook(tmp_path: Path) -> None:
+    """Also the leading zeros that a format of a cell shows, and not more than Excel's 15 digits."""
+    book = Workbook()
+    sheet = book.active
+    for row in (["id", "long", "code", "truth"], [7, 123456789012345, "4E1", True], [42, 12.5, "40", False]):
+        sheet.append(row)
+    for cell in sheet["A"]:
+        cell.number_format = "00000"
+    book.save(tmp_path / "a.xlsx")
+    table = read_table(tmp_path / "a.xlsx")
+    assert table.get_names("id") == ["00007", "00042"]
+    assert table.get_names("long") == ["123456789012345", "12.5"]
+    assert (table.get_names("code"), table.get_names("truth")) == (["4E1", "40"], ["TRUE", "FALSE"])
+    sheet["B2"] = 1.2e18
+    book.save(tmp_path / "a.xlsx")
+    with pytest.raises(DataError, match="cannot be told from its neighbours; store names as text"):
+        read_table(tmp_path / "a.xlsx")
+    sheet["B2"] = "=A2"
+    book.save(tmp_path / "a.xlsx")
+    with pytest.raises(DataError, match="cell B2 has a formula without a stored result"):
+        read_table(tmp_path / "a.xlsx")
+    book.create_sheet("more")
+    book.save(tmp_path / "a.xlsx")
+    with pytest.raises(DataError, match="the workbook has 2 sheets; expected one"):
+        read_table(tmp_path / "a.xlsx")
+
+
+@pytest.mark.parametrize(
+    ("cell", "spelling", "value"),
+    [
+        ("<90", Spelling(censored="half"), 45.0),
+        ("< 90", Spelling(censored="limit"), 90.0),
+        (">200", Spelling(censored="half"), 200.0),
+        ("≤0,5", Spelling(",", "half"), 0.25),
+        ("120,5", Spelling(","), 120.5),
+        ("1e-3", Spelling(","), 0.001),
+        ("n/a", Spelling(","), np.nan),
+    ],
+)
+def test_cells_of_other_conventions_are_numbers_where_the_job_says_so(
+    cell: str, spelling: Spelling, value: float
+) -> None:
+    table = Table(Path("t.csv"), {"x": np.array(["7", cell])}, spelling=spelling)
+    np.testing.assert_array_equal(table.get_numbers("x"), [7, value])
+
+
+@pytest.mark.parametrize(
+    ("cell", "remedy"),
+    [
+        ("<90", "Set task.censored: half or limit, to compute with 90"),
+        ("120,5", "Set task.decimal: ','"),
+        ("1,234.5", "Remove the marks of thousands"),
+        ("1'234", "Remove the marks of thousands"),
+        ("132 mmHg", "Remove 'mmHg' from the cells"),
+        ("#DIV/0!", "It is an error of a spreadsheet"),
+        ("inf", "It is no finite number"),
+        ("neg", "If it stands for a missing value, set task.missing_codes: {x: 'neg'}"),
+        (".", "set task.missing_codes: {x: '.'}"),
+        ("1_000", "Remove the marks of thousands"),
+        ("two\nlines", "correct the cell"),
+        ("{}", "correct the cell"),
+    ],
+)
+def test_one_bad_cell_is_shown_with_its_row_and_remedy(cell: str, remedy: str) -> None:
+    table = Table(Path("t.csv"), {"x": np.array(["7", "8", cell, "9"])})
+    assert not table.is_text("x")
+    with pytest.raises(DataError) as caught:
+        table.get_numbers("x")
+    text = str(caught.value)
+    assert f"t.csv: column 'x' contains text such as {cell!r} (row 3; the only such cell)" in text
+    assert remedy in text
+    assert "'7'" not in text
+
+
+def test_a_column_with_both_decimal_marks_is_refused() -> None:
+    table = Table(Path("t.csv"), {"x": np.array(["1,5", "1.234"])}, spelling=Spelling(","))
+    with pytest.raises(DataError, match=r"'1\.234' \(row 2; the only such cell\).*write all cells of the column alike"):
+        table.get_numbers("x")
+
+
+def test_codes_of_missing_values_are_texts_of_names_and_numbers_of_numbers() -> None:
+    table = Table(Path("t.csv"), {"x": np.array(["9", "9.0", "09"])}, {"x": {"9"}})
+    assert table.get_names("x") == ["", "9.0", "09"]
+    assert np.isnan(table.get_numbers("x")).all()
 
 
 def test_numbers_that_only_python_reads_are_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y,z\n1_000,\uff11\uff12,1e3\n", encoding="utf-8")
     table = read_table(tmp_path / "a.csv")
-    assert (table.get_texts("x"), table.get_texts("y")) == (["1_000"], ["\uff11\uff12"])
+    assert (table.get_names("x"), table.get_names("y")) == (["1_000"], ["\uff11\uff12"])
     assert table.get_numbers("z").tolist() == [1000]
     with pytest.raises(DataError, match="column 'x' contains text such as '1_000'"):
         table.get_numbers("x")
@@ -64,11 +183,19 @@ def test_numbers_that_only_python_reads_are_text(tmp_path: Path) -> None:
         ("a.csv", b"x,x\n1,2\n", "expected a first line with a different name for each column"),
         ("a.csv", b"x,y\n\n1,2\n", "line 2 has 0 fields, the first line 2"),
         ("a.csv", b"x,y\n1\n", "line 2 has 1 fields, the first line 2"),
-        ("a.csv", b"x\n\xff\n", "cannot be read as a table"),
+        (
+            "a.csv",
+            b"x\n\xe4\n",
+            "line 2 is not in UTF-8 (invalid continuation byte: byte 0xe4); save the file as UTF-8",
+        ),
+        ("a.csv", b'x,y\n1,"2\n3,4\n', "unexpected end of data"),
+        ("a.csv", b'x,y\n1,"2\n3,"4\n', "',' expected after '\"'"),
         ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:40], "cannot be read as a table"),
         ("a.npz", b"PK", "cannot be read as a table"),
         ("a.parquet", b"PAR1", "cannot be read as a table"),
-        ("a.xlsx", b"", "expected a file that ends with one of .csv, .csv.gz, .parquet, .npz"),
+        ("a.xlsx", b"PK", "cannot be read as a table"),
+        ("a.sqlite", b"", "the database has 0 tables"),
+        ("a.xls", b"", "expected a file that ends with one of .csv, .csv.gz, .tsv, .tsv.gz, .xlsx, .parquet"),
     ],
 )
 def test_malformed_table_is_explained(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -111,11 +238,11 @@ def test_unusable_column_is_explained() -> None:
     for call, message in (
         (lambda: table.get_numbers("aeg"), "no column 'aeg'. Did you mean 'age'?"),
         (
-            lambda: Table(Path("t.csv"), {"a;age": np.array(["1;2,5"])}).get_numbers("age"),
-            "one column, 'a;age': the fields are separated by ';'. Save the file with commas between the fields",
+            lambda: Table(Path("t.csv"), {"age [years]": np.array(["1"])}).get_numbers("age"),
+            "no column 'age'. Did you mean 'age [years]'?",
         ),
-        (lambda: table.get_numbers("subject"), "column 'subject' contains text such as 'a' (row 1)"),
-        (lambda: table.get_numbers("dose"), "column 'dose' contains text such as '<5' (row 2)"),
+        (lambda: table.get_numbers("subject"), "column 'subject' contains text such as 'a' (row 1; 2 of 2 cells)"),
+        (lambda: table.get_numbers("dose"), "column 'dose' contains text such as '<5' (row 2; the only such cell)"),
         (lambda: table.get_ids("subject"), "subject 'a' occurs twice"),
     ):
         with pytest.raises(DataError) as caught:
@@ -125,7 +252,7 @@ def test_unusable_column_is_explained() -> None:
 
 def test_real_morphometry_table_has_the_expected_size(shared_data: Path) -> None:
     table = read_table(shared_data / "brain_morphometry" / "destrieux_fcon1000.csv.gz")
-    assert (len(table.get_ids("subject")), len(table.columns), len(set(table.columns["site"]))) == (1078, 197, 23)
+    assert (len(table.get_ids("subject")), len(table.columns), len(set(table.get_names("site")))) == (1078, 197, 23)
 
 
 PIXELS = np.random.default_rng(1).integers(0, 255, (5, 4, 3), dtype=np.uint8)
@@ -192,7 +319,8 @@ def test_needed_columns_of_parquet_are_read_as_those_of_csv(tmp_path: Path) -> N
     table = read_table(tmp_path / "a.parquet", needed)
     assert list(table.columns) == ["whole", "short", "truth", "text"]
     np.testing.assert_array_equal(table.get_numbers("whole"), [float(2**53 + 1), np.nan, -3])
+    assert table.get_names("whole") == [str(2**53 + 1), "", "-3"]
     np.testing.assert_array_equal(table.get_numbers("short"), [float(np.float32(0.1)), np.nan, 2])
-    assert (table.get_texts("truth"), table.get_texts("text")) == (["True", "False", "True"], ["A", "", "7"])
+    assert (table.get_names("truth"), table.get_names("text")) == (["True", "False", "True"], ["A", "", "7"])
     with pytest.raises(DataError, match=r"no column 'txt'\. Did you mean 'text'"):
         read_table(tmp_path / "a.parquet", ["txt"]).get_column("txt")

@@ -8,7 +8,8 @@ from pathlib import Path
 from nvflare.apis.workspace import Workspace
 
 from ...core.errors import ConfigError
-from ...tasks.data.source import WITHDRAWN_FILE, read_identifiers, read_withdrawn
+from ...core.names import read_names
+from ...tasks.data.source import WITHDRAWN_FILE, read_withdrawn
 from ..checkpoints import delete_old, find_checkpoint_folder
 from .allow_list import find_local_folder
 from .kit_files import write_text
@@ -45,7 +46,7 @@ def withdraw_at_site(kit: Path, file: Path) -> SiteWithdrawal:
         DataError: the file cannot be read.
     """
     local = find_local_folder(kit).absolute()
-    known, given = read_withdrawn(local), read_identifiers(file)
+    known, given = read_withdrawn(local), read_names(file)
     write_text(local / WITHDRAWN_FILE, "".join(f"{name}\n" for name in sorted(known | given)))
     name = read_site_name(local.parent)
     root, deleted = find_checkpoint_folder(Workspace(str(local.parent), name), name), []

@@ -11,14 +11,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 
 from ...core.errors import DataError, suggest
+from ...core.names import clean_name, decode_text, find_number
 from ..task import Cohort
 from .screening import SEX_VALUES, parse_sex
-from .tables import parse_number
 
 TABLE = "participants.tsv"
 MISSING = ("", "n/a", "na", "nan")
@@ -48,7 +49,7 @@ class Subject:
         if column not in self.row:
             hint = suggest(column, self.row)
             raise DataError(f"{TABLE} has no column {column!r}.{hint} Found: {', '.join(self.row)}")
-        value = self.row[column].strip()
+        value = self.row[column]
         if value.lower() in MISSING:
             raise DataError(f"{column} is missing in {TABLE}")
         return value
@@ -60,11 +61,8 @@ class Subject:
             DataError: the age is missing, not a number, or outside 0 to 120.
         """
         text = self.get_text("age")
-        try:
-            years = parse_number(text)
-        except ValueError:
-            years = math.nan
-        if not 0 <= years <= 120:
+        years = find_number(text)
+        if years is None or not 0 <= years <= 120:
             raise DataError(f"age {text!r} in {TABLE}; expected years, 0 to 120")
         return years
 
@@ -125,15 +123,9 @@ def read_cohort(path: Path) -> Cohort:
     names = dict.fromkeys(column for row in rows.values() for column in row)
     columns = {name: np.array([row.get(name, "") for row in rows.values()]) for name in names}
     if "age" in columns:
-        columns["age"] = np.array([_parse_age(text) for text in columns["age"]])
+        ages = [find_number(text) for text in columns["age"].tolist()]
+        columns["age"] = np.array([math.nan if age is None else age for age in ages])
     return Cohort(tuple(rows), columns)
-
-
-def _parse_age(text: str) -> float:
-    try:
-        return parse_number(text)
-    except ValueError:
-        return math.nan
 
 
 def _read_dataset(folder: Path) -> dict[str, Subject]:
@@ -156,13 +148,14 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def read_rows(table: Path) -> dict[str, dict[str, str]]:
-    """Return the rows of ``participants.tsv`` by participant; refuse ids that are not plain BIDS labels.
+    """Return the rows of ``participants.tsv`` by participant, with empty texts for ``n/a``.
 
-    Labels become folder names below the data set, so ``../x`` must not pass.
+    Labels become folder names below the data set, so ``../x`` must not pass: ids that are not plain BIDS labels are
+    refused.
     """
     try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE, restval=""))
+        text = StringIO(decode_text(table.read_bytes()), newline="")
+        lines = list(csv.DictReader(text, delimiter="\t", quoting=csv.QUOTE_NONE, restval=""))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{table}: cannot be read: {error}. Expected UTF-8 text, tab-separated columns") from error
     if lines and "participant_id" not in lines[0]:
@@ -176,5 +169,6 @@ def read_rows(table: Path) -> dict[str, dict[str, str]]:
             raise DataError(f"{table}, line {number}: {name} occurs twice; remove one row")
         if None in line:
             raise DataError(f"{table}, line {number}: more fields than columns")
-        rows[name] = line
+        cells = {clean_name(column): clean_name(cell) for column, cell in line.items()}
+        rows[name] = {column: "" if cell == "n/a" else cell for column, cell in cells.items()}
     return rows

@@ -10,7 +10,9 @@ import numpy as np
 import yaml
 
 from ...core.errors import DataError
-from .tables import DATES, MISSING, Table, is_number
+from ...core.names import find_similar
+from .cells import DATES, MISSING, is_number
+from .tables import Table
 
 Labels = tuple[str | tuple[str, tuple[str, ...]], ...]
 """Labels in order; one that stands for several of the table is a pair: ``("disease", ("1", "2"))``."""
@@ -94,14 +96,14 @@ def encode_features(
         try:
             if name in categories:
                 values, absent = _encode_categories(table, name, categories[name])
-            elif (column := _get_column(table, name)).dtype.kind == "f":
-                absent = ~np.isfinite(column)
-                values = np.where(absent, np.nan, column)[:, None]
+            else:
+                values = _read_numbers(table, name)[:, None]
+                absent = np.isnan(values[:, 0])
+        except DataError as error:
+            if name in categories or name not in table.columns or table.find_date(name) or not table.is_text(name):
+                problems.append(str(error))
             else:
                 texts.append(name)
-                continue
-        except DataError as error:
-            problems.append(str(error))
             continue
         names += [f"{name}={category}" for category in name_labels(categories[name])] if name in categories else [name]
         parts.append(values)
@@ -135,11 +137,11 @@ def compute_scale(features: Features, rows: Sequence[int]) -> tuple[np.ndarray, 
 
 
 def read_labels(table: Table, name: str, declared: Collection[str] = ()) -> list[str]:
-    """Return a column as text, whole numbers without a decimal point; empty where a value is missing.
+    """Return a column as names; empty where a value is missing.
 
     A text such as ``None`` marks a missing value, unless it is among the ``declared`` labels.
     """
-    return [text if text in declared or text.lower() not in MISSING else "" for text in table.get_texts(name)]
+    return [text if text in declared or text.lower() not in MISSING else "" for text in table.get_names(name)]
 
 
 def format_labels(labels: Sequence[str]) -> str:
@@ -160,24 +162,26 @@ def _encode_categories(table: Table, name: str, categories: Labels) -> tuple[np.
     position = number_labels(categories)
     labels = read_labels(table, name, position)
     if unknown := sorted({label for label in labels if label} - set(position)):
+        similar = find_similar(unknown[0], position)
+        hint = f", but {similar!r} is; names are compared character by character" if similar else ""
         raise DataError(
             f"{table.source}: column {name!r} has {unknown[0]!r} (row {labels.index(unknown[0]) + 1}), which is none "
-            f"of its categories {', '.join(position)}; add it to task.categories.{name} for all sites, or correct "
-            "the data"
+            f"of its categories {', '.join(position)}{hint}; add it to task.categories.{name} for all sites, or "
+            "correct the data"
         )
     numbers = np.array([position.get(label, -1) for label in labels])
     return (numbers[:, None] == np.arange(len(categories))).astype(np.float64), numbers < 0
 
 
-def _get_column(table: Table, name: str) -> np.ndarray:
-    """Return a column of numbers or of text.
+def _read_numbers(table: Table, name: str) -> np.ndarray:
+    """Return a column of numbers, NaN where one is missing.
 
     Raises:
-        DataError: it is missing, or has dates.
+        DataError: it is missing, or has text or dates.
     """
     if date := table.find_date(name):
         raise DataError(f"{table.source}: column {name!r} is among task.features, but {DATES.format(date=date)}")
-    return table.get_column(name)
+    return table.get_numbers(name)
 
 
 def _describe_texts(table: Table, names: Sequence[str]) -> str:
@@ -185,7 +189,8 @@ def _describe_texts(table: Table, names: Sequence[str]) -> str:
     found = {name: sorted({label for label in read_labels(table, name) if label}) for name in names}
     categories = ", ".join(f"{_format_label(name)}: {format_labels(labels)}" for name, labels in found.items())
     first, labels = next(iter(found.items()))
+    row = table.get_names(first).index(labels[0]) + 1
     return (
-        f"{table.source}: column {first!r} contains text such as {labels[0]!r}; expected numbers. If it is a "
-        f"category, set task.categories: {{{categories}}} with the categories of all sites"
+        f"{table.source}: column {first!r} contains text such as {labels[0]!r} (row {row}); expected numbers. If it is "
+        f"a category, set task.categories: {{{categories}}} with the categories of all sites"
     )

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from ...core.errors import DataError, suggest
+from ...core.names import clean_name, describe_unknown, format_names, parse_numbers
 from ..task import Cohort
 
 Partition = dict[str, tuple[str, ...]]
@@ -55,7 +56,7 @@ def partition_by_site(
     parts: list[tuple[str, np.ndarray]] = []
     for name in [*members, *(set(split or {}) - set(members))]:
         if name not in members:
-            raise DataError(f"split: there is no site {name!r} in column {column!r}.{suggest(name, members)}")
+            raise DataError(f"split: {describe_unknown(name, members, f'column {column!r}')}")
         pieces = (split or {}).get(name, 1)
         order = np.random.default_rng([seed, len(parts)]).permutation(members[name]) if pieces > 1 else members[name]
         chunks = np.split(order, np.cumsum(compute_sizes(len(order), pieces))[:-1])
@@ -93,9 +94,10 @@ def partition_by_range(cohort: Cohort, sites: int, *, column: str = "age", sizes
     Raises:
         DataError: there is no such numeric column, or there are fewer examples than sites.
     """
-    values = _get_column(cohort, column)
-    if values.dtype.kind not in "fiu":
-        raise DataError(f"column {column!r} contains text such as {str(values[0])!r}; sorting by range needs numbers")
+    try:
+        values = parse_numbers(_get_column(cohort, column))
+    except ValueError as error:
+        raise DataError(f"column {column!r}: {error}; sorting by range needs numbers") from error
     return _split_in_order(cohort, np.argsort(values, kind="stable"), sites, sizes)
 
 
@@ -283,6 +285,7 @@ def list_renamed_sites(cohort: Cohort, column: str = "site", missing: str | None
 
 
 def _get_column(cohort: Cohort, column: str) -> np.ndarray:
+    column = clean_name(column)
     if column not in cohort.columns:
         known = ", ".join(cohort.columns) or "none"
         raise DataError(
@@ -293,14 +296,16 @@ def _get_column(cohort: Cohort, column: str) -> np.ndarray:
 
 
 def _get_labels(cohort: Cohort, column: str, missing_label: str | None = None) -> np.ndarray:
-    """Return a column as text; an example without a value has ``missing_label``, where that is given."""
-    values = _get_column(cohort, column)
-    labels = np.array([f"{v:g}" if isinstance(v, float) else str(v) for v in values.tolist()])
+    """Return a column as names; an example without one has ``missing_label``, where that is given."""
+    try:
+        labels = format_names(_get_column(cohort, column))
+    except ValueError as error:
+        raise DataError(f"column {column!r}: {error}") from error
     if missing_label is not None:
-        return np.where(np.isin(labels, ["", "nan", "n/a"]), missing_label, labels)
-    if missing := int(np.count_nonzero(np.isin(labels, ["", "nan", "n/a"]))):
-        first = cohort.ids[int(np.flatnonzero(np.isin(labels, ["", "nan", "n/a"]))[0])]
+        return np.array([label or missing_label for label in labels])
+    if missing := labels.count(""):
         raise DataError(
-            f"column {column!r} has no value for {missing} of {len(labels)} examples (first: {first}); fill it in"
+            f"column {column!r} has no value for {missing} of {len(labels)} examples (first: "
+            f"{cohort.ids[labels.index('')]}); fill it in"
         )
-    return labels
+    return np.array(labels)

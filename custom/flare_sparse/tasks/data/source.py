@@ -17,12 +17,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ...core.errors import DataError, suggest
+from ...core.names import clean_name, read_names
 from ..task import SiteData
 from .dicom import DicomRules, convert_dicom
 
@@ -33,17 +34,27 @@ WITHDRAWN_FILE = "flare_sparse_withdrawn.txt"
 """List of withdrawn subjects in the local folder of a site's startup kit, one identifier a line."""
 
 
+def _read_name(value: object) -> str:
+    """Return an identifier; YAML reads ``007``, ``1_000`` and ``yes`` as numbers and as true."""
+    if not isinstance(value, str):
+        raise ValueError(f"found {value!r}; expected text: write identifiers in quotes, ['007']")
+    return clean_name(value)
+
+
+Name = Annotated[str, BeforeValidator(_read_name)]
+
+
 class SiteFile(BaseModel):
     """Content of a site file; an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     data: Path = Field(description="folder or file of the site's data, relative to the site file")
-    subset: tuple[str, ...] | None = Field(None, description="identifiers of the site's examples; default: all")
+    subset: tuple[Name, ...] | None = Field(None, description="identifiers of the site's examples; default: all")
     methods: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="settings by method, for those that a method leaves to the site"
     )
-    withdrawn: tuple[str, ...] = Field((), description="identifiers of subjects that must not be used")
+    withdrawn: tuple[Name, ...] = Field((), description="identifiers of subjects that must not be used")
     checkpoints: Path | Literal[False] | None = Field(
         None, description="folder of the site's checkpoints, from which it resumes after a crash; off: keep none"
     )
@@ -81,19 +92,7 @@ def read_withdrawn(local_dir: Path) -> frozenset[str]:
     Raises:
         DataError: the list cannot be read. A list that is not read would let data back in.
     """
-    return read_identifiers(local_dir / WITHDRAWN_FILE) if (local_dir / WITHDRAWN_FILE).exists() else frozenset()
-
-
-def read_identifiers(file: Path) -> frozenset[str]:
-    """Return the identifiers in a file, one a line; blank lines are ignored.
-
-    Raises:
-        DataError: the file cannot be read as UTF-8 text.
-    """
-    try:
-        return frozenset(line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read: {error}. Expected one identifier of a subject a line") from error
+    return read_names(local_dir / WITHDRAWN_FILE) if (local_dir / WITHDRAWN_FILE).exists() else frozenset()
 
 
 def _locate(site: str, local_dir: Path | None, environment: Mapping[str, str]) -> SiteData:

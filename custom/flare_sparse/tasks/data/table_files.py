@@ -1,0 +1,261 @@
+"""Files of tables: CSV and TSV, xlsx, Parquet, SQLite and npz, each as columns of text or of stored numbers."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import DataError, list_first, suggest
+from ...core.names import clean_name, decode_text, format_names
+
+DELIMITERS = ",;\t|"
+Columns = dict[str, np.ndarray]
+"""Columns as a file has them: text, or numbers where it stores them as numbers."""
+_TEXT = np.dtypes.StringDType()
+
+
+def read_columns(path: Path, columns: Collection[str] = ()) -> Columns:
+    """Read the columns of a table; the end of the file's name selects the format.
+
+    Args:
+        path: the file.
+        columns: columns that are needed: of Parquet no others are read, if it has them all. Empty: all.
+
+    Raises:
+        DataError: the file is missing, of another format, or malformed.
+    """
+    reader = _find_reader(path)
+    if not path.is_file():
+        neighbours = [file.name for file in path.parent.glob("*")]
+        raise DataError(f"{path}: there is no such file.{suggest(path.name, neighbours)}")
+    try:
+        values = _read_parquet(path, columns) if reader is _read_parquet else reader(path)
+    except DataError:
+        raise
+    # Whatever a damaged file makes the readers raise, from zlib.error to MemoryError for a damaged shape.
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read as a table: {error}") from error
+    if len({len(column) for column in values.values()}) > 1:
+        raise DataError(f"{path}: columns differ in length; expected one value per subject in each")
+    if not any(len(column) for column in values.values()):
+        raise DataError(f"{path}: the table has no rows; expected one row per subject below the names of the columns")
+    return values
+
+
+def read_header(path: Path) -> list[str]:
+    """Return the names of a table's columns, in order; of Parquet and npz, no row is read.
+
+    Raises:
+        DataError: the file is missing, of another format, or malformed.
+    """
+    reader = _find_reader(path)
+    try:
+        if reader is _read_npz:
+            return list(_read_npz(path))
+        if reader is _read_parquet:
+            return list(_import_parquet(path).read_schema(path).names)
+        if reader is _read_csv:
+            return [clean_name(name) for name in next(_split_lines(_read_text(path)), [])]
+        return list(reader(path))
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path}: the names of its columns cannot be read: {error}") from error
+
+
+def _find_reader(path: Path) -> Callable[[Path], Columns]:
+    reader = next((read for suffix, read in _READERS.items() if path.name.lower().endswith(suffix)), None)
+    if reader is None:
+        raise DataError(f"{path}: expected a file that ends with one of {', '.join(_READERS)}")
+    return reader
+
+
+def _read_csv(path: Path) -> Columns:
+    """Read fields separated by the mark that divides the first two lines alike: ``,``, ``;``, a tab or ``|``."""
+    return _build_columns(list(_split_lines(_read_text(path))))
+
+
+def _read_text(path: Path) -> str:
+    content = gzip.decompress(path.read_bytes()) if path.name.lower().endswith(".gz") else path.read_bytes()
+    try:
+        return decode_text(content)
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ValueError(
+            f"line {line} is not in UTF-8 ({error.reason}: byte {content[error.start]:#x}); save the file as UTF-8, in "
+            "a spreadsheet as 'CSV UTF-8'"
+        ) from error
+
+
+def _split_lines(text: str) -> Iterator[list[str]]:
+    # strict: a quote without its partner would take the lines up to the next one into its field.
+    return csv.reader(StringIO(text, newline=""), delimiter=_find_delimiter(text), strict=True)
+
+
+def _find_delimiter(text: str) -> str:
+    """Return the mark that divides the first two lines into the most fields, the same number of each."""
+    counts = {}
+    for mark in DELIMITERS:
+        try:
+            lines = [
+                line for line, _ in zip(csv.reader(StringIO(text, newline=""), delimiter=mark), "12", strict=False)
+            ]
+        except csv.Error:
+            continue
+        counts[mark] = min(map(len, lines), default=0) if len({len(line) for line in lines}) == 1 else 0
+    best = max(counts, key=counts.__getitem__, default=",")
+    return best if counts.get(best, 0) > 1 else ","
+
+
+def _build_columns(lines: Sequence[Sequence[Any]]) -> Columns:
+    """Return the columns of rows of cells, of which the first has the names.
+
+    Rows without a value at the end of a file, and columns without name and value, are what spreadsheets leave behind.
+
+    Raises:
+        ValueError: the names are not different, or rows differ in length.
+    """
+    header, rows = [clean_name(_format_cell(name)) for name in lines[0]] if lines else [], list(lines[1:])
+    while rows and not any(map(_format_cell, rows[-1])):
+        rows.pop()
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise ValueError(f"line {number} has {len(row)} fields, the first line {len(header)}")
+    columns = [np.array([_format_cell(row[i]) for row in rows], dtype=_TEXT) for i in range(len(header))]
+    used = [(name, column) for name, column in zip(header, columns, strict=True) if name or np.any(column != "")]
+    if not used or len({name for name, _ in used}) < len(used):
+        raise ValueError("expected a first line with a different name for each column")
+    return dict(used)
+
+
+def _format_cell(value: object) -> str:
+    """Return the text of a cell; whole numbers have no decimal point."""
+    if isinstance(value, float):
+        return format_names(np.array([value]))[0]
+    return "" if value is None else clean_name(str(value))
+
+
+def _read_parquet(path: Path, columns: Collection[str] = ()) -> Columns:
+    parquet = _import_parquet(path)
+    from pyarrow import types
+
+    known = parquet.read_schema(path).names
+    # An error about a missing column names those that the table has.
+    wanted = sorted(columns, key=known.index) if columns and set(columns) <= set(known) else None
+    table = parquet.read_table(path, columns=wanted)
+    values: Columns = {}
+    for name in table.column_names:
+        column = table.column(name)
+        # Whole numbers with missing ones would become float64, in which long identifiers are not exact.
+        if types.is_floating(column.type) or (types.is_integer(column.type) and not column.null_count):
+            values[clean_name(name)] = _to_column(column.to_numpy())
+        else:
+            values[clean_name(name)] = _to_column(column.to_pylist())
+    return values
+
+
+def _import_parquet(path: Path) -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(
+            f"{path}: Parquet needs pyarrow; pip install 'flare-sparse[parquet]', or convert the file to CSV"
+        ) from error
+    return parquet
+
+
+def _read_excel(path: Path) -> Columns:
+    """Read the only sheet of a workbook: numbers as Excel stores them, with the leading zeros that a format shows."""
+    try:
+        from openpyxl import load_workbook
+    except ImportError as error:
+        raise DataError(
+            f"{path}: xlsx needs openpyxl; pip install 'flare-sparse[excel]', or save the sheet as CSV UTF-8"
+        ) from error
+    sheets: dict[bool, list[list[Any]]] = {}
+    for has_values in (True, False):
+        with closing(load_workbook(path, read_only=True, data_only=has_values)) as book:
+            if len(book.worksheets) != 1:
+                raise ValueError(f"the workbook has {len(book.worksheets)} sheets; expected one: save one in a file")
+            sheet = book.worksheets[0]
+            # The size that a file states may be wrong.
+            sheet.reset_dimensions()
+            sheets[has_values] = [list(row) for row in sheet.iter_rows()]
+    width = max(map(len, sheets[True]), default=0)
+    for cells, formulas in zip(sheets[True], sheets[False], strict=True):
+        for cell, formula in zip(cells, formulas, strict=True):
+            if cell.value is None and formula.value is not None:
+                raise ValueError(
+                    f"cell {formula.coordinate} has a formula without a stored result; open and save the workbook"
+                )
+    return _build_columns([[*map(_show_cell, row), *[None] * (width - len(row))] for row in sheets[True]])
+
+
+def _show_cell(cell: Any) -> object:
+    value = cell.value
+    if isinstance(value, bool):
+        return str(value).upper()
+    is_padded = isinstance(value, int) and re.fullmatch("0+", str(cell.number_format))
+    return str(value).zfill(len(cell.number_format)) if is_padded else value
+
+
+def _read_sqlite(path: Path) -> Columns:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        found = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view') ORDER BY type DESC, 1")
+        names = [name for (name,) in found if not name.startswith("sqlite_")]
+        if len(names) != 1:
+            raise ValueError(f"the database has {len(names)} tables ({list_first(names)}); expected one table or view")
+        rows = database.execute('SELECT * FROM "{}"'.format(names[0].replace('"', '""')))  # noqa: S608 - its own name
+        return _build_columns([[column[0] for column in rows.description], *rows])
+
+
+def _read_npz(path: Path) -> Columns:
+    """Return the arrays with one value per row, and the columns ``codes_0``, ``codes_1``, ... of wider ones.
+
+    Arrays of another length than most, such as the names of codes, are no columns.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    if tensors := [name for name, values in arrays.items() if values.ndim not in (1, 2)]:
+        raise ValueError(f"array {tensors[0]!r} has {arrays[tensors[0]].ndim} dimensions; expected 1 or 2")
+    (rows, count), *others = Counter(len(values) for values in arrays.values()).most_common(2) or [(0, 0)]
+    if others and others[0][1] == count:
+        raise ValueError(f"arrays have {rows} and {others[0][0]} rows; expected the same number in most of them")
+    columns: Columns = {}
+    for name, values in arrays.items():
+        if len(values) == rows:
+            columns |= {name: values} if values.ndim == 1 else {f"{name}_{i}": own for i, own in enumerate(values.T)}
+    return {
+        clean_name(name): _to_column(values.astype(np.int64) if values.dtype == bool else values)
+        for name, values in columns.items()
+    }
+
+
+_READERS: dict[str, Callable[[Path], Columns]] = {
+    ".csv": _read_csv,
+    ".csv.gz": _read_csv,
+    ".tsv": _read_csv,
+    ".tsv.gz": _read_csv,
+    ".xlsx": _read_excel,
+    ".parquet": _read_parquet,
+    ".sqlite": _read_sqlite,
+    ".npz": _read_npz,
+}
+
+
+def _to_column(values: Sequence[object] | np.ndarray) -> np.ndarray:
+    """Return numbers as they are stored, and anything else as text."""
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
+        is_unsigned = values.dtype == np.uint64
+        return values if is_unsigned else values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
+    return np.array(["" if value is None else clean_name(str(value)) for value in values], dtype=_TEXT)
