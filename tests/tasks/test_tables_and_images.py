@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from hashlib import sha256
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from flare_sparse.config.bundles import insert_bundle
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.classes import compute_binary_metrics, compute_cross_entropy, compute_risk_metrics
 from flare_sparse.tasks.data.atlases import ATLASES, scale_anatomically
@@ -19,7 +19,7 @@ from flare_sparse.tasks.data.tables import Table
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import SiteData, Task, iterate_minibatches
 
-BUNDLE = Path(__file__).parents[2] / "app_configs/unet_bundle/configs/train.json"
+BUNDLE = Path(__file__).parents[2] / "app_configs/unet_bundle"
 
 
 def task(name: str, **settings: object) -> Task:
@@ -161,7 +161,7 @@ def test_every_task_works_with_its_defaults() -> None:
     required = {
         "table": {"kind": "binary", "target": "y", "features": ["x"]},
         "segmentation": {"classes": {"tumour": 1, "oedema": [2, 4]}},
-        "bundle": {"configs": {"train.json": json.loads(BUNDLE.read_text())}},
+        "bundle": {"declaration": insert_bundle({"task": {"bundle": str(BUNDLE)}})["task"]["declaration"]},
     }
     # A plan of nnU-Net has no example without nnU-Net: tests/tasks/nnunet.
     for name, kind in [(name, kind) for name, kind in TASKS.items() if name != "nnunet"]:

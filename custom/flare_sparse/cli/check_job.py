@@ -108,7 +108,7 @@ def _check_settings(report: Report, settings: RunConfig, file: Path, site_policy
     task = report.attempt("task", lambda: load_task(settings, file.parent), lambda task: type(task).__name__)
     if task is None:
         return
-    if settings.task.key != "name" or settings.method.key != "name":
+    if settings.task.has_own_code or settings.method.has_own_code:
         report.attempt("own code", lambda: list_user_code(settings, file.parent), _describe_code)
     layout = report.attempt("model", lambda: _build_layout(task), lambda layout: f"{layout.size:,} scalars")
     if layout is not None and isinstance(task, AdaptableTask) and (base := task.describe_base()):

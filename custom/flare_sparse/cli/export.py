@@ -16,6 +16,11 @@ _INSTALLED = (
     "flare-sparse site allow KIT --also {path}, or export with --byoc"
 )
 
+_BUNDLE = (
+    "  {classes}: code of the bundle's own, which is not part of the job: sites that allow code take it with "
+    "export --byoc; every other site refuses the job"
+)
+
 
 def export(
     configs: Annotated[list[Path], typer.Argument(help="Configuration files", show_default=False)],
@@ -59,6 +64,8 @@ def export(
                 export_job(config, out, "byoc" if byoc else "installed", modules)
         if not check:
             typer.echo(f"{out / config.name}")
+            if (code := getattr(config.task.config, "code", ())) and not byoc:
+                typer.echo(_BUNDLE.format(classes=", ".join(code)), err=True)
             for path in [part.name for part in (config.method, config.task) if part.key == "class" and not byoc]:
                 typer.echo(_INSTALLED.format(path=path, module=path.rpartition(".")[0]), err=True)
     if stale:

@@ -1,28 +1,65 @@
-"""``task: {bundle: DIR}``: the configurations of a MONAI bundle become the settings of the task ``bundle``.
+"""``task: {bundle: DIR}``: the lead resolves a MONAI bundle to plain settings of the task ``bundle``.
 
-A job thus carries all of a bundle that its sites need, as plain settings: no file and no code. ``task.override``
-replaces items of the training configuration by their ids, as ``--override`` of ``monai.bundle run`` does.
+MONAI's own ``ConfigParser`` reads ``configs/train.json`` and evaluates its ``$`` expressions, as ``monai.bundle run``
+does: who names a bundle runs its code, here and nowhere else. Each ``_target_`` is recorded instead of built, so that
+what comes out is a tree of classes and plain values. A job carries this tree, and a site evaluates nothing
+(:mod:`flare_sparse.tasks.bundles.declaration`); ``eval()`` at a site is MONAI's advisory GHSA-x6pr-233j-x5cw.
+
+``task.override`` replaces items by their ids, as ``--override`` of ``monai.bundle run`` does.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import yaml
+import numpy as np
+import torch
 
-from ..core.errors import ConfigError, suggest
-from ..tasks.bundles.declaration import TRAIN, encode_json, find_training_file, read_declaration
-from ..tasks.bundles.task import FILE_NAME
+from ..core.errors import ConfigError, abbreviate, describe_exception, suggest
+from ..tasks.bundles.components import OPTIMIZERS, is_known, iterate_components, shorten
+from ..tasks.bundles.declaration import SCORES, find_purpose, get_target, read_declaration
+from ..tasks.bundles.refusals import Refusals
 from .choice import KEYS, find_conflict
-from .yaml_files import parse_yaml, read_settings
+from .user_code import find_module, import_user_module
+
+ITEMS = {
+    "network": ("network_def", "network", "net"),
+    "loss": ("loss", "loss_function", "lossfn", "train::trainer::loss_function", "trainer::loss_function"),
+    "metric": ("validate::key_metric", "validate::evaluator::key_val_metric", "evaluator::key_val_metric"),
+    "preprocessing": ("train::preprocessing", "train::dataset::transform", "train_dataset::transform"),
+    "evaluation": (
+        "validate::preprocessing", "validate::dataset::transform", "val_dataset::transform", "eval_dataset::transform",
+    ),
+    "inferer": ("validate::inferer", "validate::evaluator::inferer", "evaluator::inferer"),
+    "postprocessing": ("validate::postprocessing", "validate::evaluator::postprocessing", "evaluator::postprocessing"),
+    "optimizer": ("optimizer", "train::trainer::optimizer", "trainer::optimizer"),
+    "batch_size": ("train::dataloader::batch_size", "train_dataloader::batch_size"),
+    "trainer": ("train::trainer", "trainer"),
+}  # fmt: skip
+"""Ids of each part: those of most bundles, then those of the template in MONAI's model zoo. The first one counts."""
+DROPPED = ("device", "sw_device", "output_transform", "params")
+"""Arguments that are left out unread: the site chooses where it computes, and the package connects the parts."""
+LEFT_OUT = ("Invertd",)
+"""Transforms without effect here: predictions are compared on the grid that the deterministic transforms give."""
+_SETTINGS = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "momentum", "amsgrad": "amsgrad"}
+_DEFAULTS = {
+    "betas": ([0.9, 0.999], [0.9, 0.98]), "eps": (1e-8,), "grad_averaging": (False,), "nesterov": (False,),
+    "dampening": (0,), "maximize": (False,),
+}  # fmt: skip
+"""Arguments of optimisers that a bundle may write down, if they have the value that they have anyway."""
+_INTERACTIONS = ("iteration_update", "prepare_batch")
+"""Arguments with which a trainer does something else with a minibatch than to train on it."""
+_REMEDY = "write its value with task.override, or use a task of your own (docs/bundles.md)"
 
 
 def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ``task.bundle`` by the content of the bundle; return settings without it as they are.
+    """Replace ``task.bundle`` by what the bundle declares; return settings without it as they are.
 
     Optimiser, learning rate and batch size of the bundle become ``method.training``, where that does not set them.
 
@@ -37,21 +74,192 @@ def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
         return dict(data)
     if conflict := find_conflict(("bundle", *KEYS["task"]), task):
         raise ConfigError(f"task: {conflict}")
-    folder = Path(str(task["bundle"]))
-    configs = _read_folder(folder)
-    name = find_training_file(configs)
-    override_items(configs[name], task.get("override", {}))
-    settings = {key: value for key, value in task.items() if key not in ("bundle", "override")}
-    result = {**data, "task": {"name": "bundle", **settings, "configs": configs}}
+    bundle = _Bundle(Path(str(task["bundle"])), task.get("override", {}))
     method = data.get("method")
     training = method.get("training", {}) if isinstance(method, Mapping) else None
     # Malformed sections are left to the schema.
-    is_method = isinstance(method, Mapping) and isinstance(training, Mapping)
-    wanted = {"batch_size", "optimizer"} - set(training or ()) if is_method else ()
-    _, declared = read_declaration(configs[name], str(folder / "configs" / name), training=wanted)
+    given = training if isinstance(training, Mapping) else {"batch_size": 0, "optimizer": ""}
+    parts, declared = bundle.resolve({"batch_size", "optimizer"} - set(given))
+    settings = {key: value for key, value in task.items() if key not in ("bundle", "override")}
+    settings |= {"name": "bundle", "declaration": parts}
+    if code := bundle.list_code(parts):
+        settings |= {"code": code, "folder": bundle.folder}
+    read_declaration(parts, bundle.refusals, dict.fromkeys(code))
+    result = {**data, "task": settings}
     if isinstance(method, Mapping) and isinstance(training, Mapping):
         result["method"] = {**method, "training": {**declared, **training}}
     return result
+
+
+class _Declared:
+    """A component as the bundle declares it, in the place of the object that MONAI would build."""
+
+    def __init__(self, target: str, args: dict[str, Any]):
+        self.target, self.args = target, args
+
+    def to(self, *_: Any, **__: Any) -> _Declared:
+        """Return itself: ``$@network_def.to(@device)`` leaves the device to the site."""
+        return self
+
+
+class _Bundle:
+    """A bundle in a folder at the lead.
+
+    Args:
+        folder: the folder, with ``configs/train.json`` or the same in YAML.
+        override: items that replace its own, by id.
+
+    Raises:
+        ConfigError: there is no such file, it is malformed, or it has no such item.
+    """
+
+    def __init__(self, folder: Path, override: Any):
+        from monai.bundle import ConfigParser
+
+        file = _find_training_file(folder)
+        try:
+            content = ConfigParser.load_config_file(file)
+        # JSON and YAML raise errors of many classes.
+        except Exception as error:
+            raise ConfigError(f"{file}: cannot be read as {file.suffix[1:].upper()}: {error}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file}: expected a section of items, found {type(content).__name__}")
+        content = {**content, "bundle_root": str(folder)}
+        override_items(content, override)
+        self.folder, self._content = folder, content
+        self._ids = {part: find_item(content, ids) for part, ids in ITEMS.items()}
+        self.refusals = Refusals(str(file), {part: name for part, name in self._ids.items() if name})
+        _import_code(folder, file.read_text(encoding="utf-8"))
+        self._parser = ConfigParser(_record(content))
+        if (metadata := folder / "configs" / "metadata.json").is_file():
+            self._parser.read_meta(metadata)
+
+    def resolve(self, wanted: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the parts of the bundle as plain values, and settings of ``method.training`` that it declares.
+
+        Args:
+            wanted: which of the settings ``batch_size`` and ``optimizer``.
+
+        Raises:
+            ConfigError: the bundle is for something else. What cannot be resolved is left out, and refused in the end.
+        """
+        parts: dict[str, Any] = {}
+        self._resolve_into(parts, "loss", "metric")
+        loss, metric = (self._name_class(parts, part) for part in ("loss", "metric"))
+        purpose = find_purpose(self.refusals.source, loss, metric)
+        with self.refusals.collect():
+            self._check_trainer()
+        self._resolve_into(parts, "network", "preprocessing", "evaluation", "inferer")
+        if purpose == "segmentation":
+            self._resolve_into(parts, "postprocessing")
+        settings: dict[str, Any] = {}
+        self._resolve_into(settings, *wanted)
+        with self.refusals.collect():
+            settings |= self._read_optimizer(settings.pop("optimizer", None))
+        return parts, settings
+
+    def list_code(self, parts: Any) -> list[str]:
+        """Return the classes off the allow list that the bundle's folder has a module for, in the order of names."""
+        found: set[str] = set()
+        for target in map(get_target, iterate_components(parts)):
+            known = is_known(target) or shorten(target).rpartition(".")[2] in SCORES
+            if not known and find_module(self.folder, target.partition(".")[0]) is not None:
+                found.add(target)
+        return sorted(found)
+
+    def _resolve_into(self, parts: dict[str, Any], *names: str) -> None:
+        for part in names:
+            with self.refusals.collect():
+                if (name := self._ids[part]) is not None:
+                    parts[part] = self._resolve(part, name)
+
+    def _resolve(self, part: str, name: str) -> Any:
+        """Return a part as plain values: lists of transforms without ``Compose``, and the first metric alone.
+
+        Raises:
+            Refusal: MONAI cannot resolve it, or it is no plain value.
+        """
+        try:
+            value = self._parser.get_parsed_content(name)
+        # What an expression raises is up to the bundle; exit() is among it.
+        except (Exception, SystemExit) as error:
+            # MONAI wraps what an expression raises in a RuntimeError.
+            cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+            text = f"MONAI cannot resolve it: {describe_exception(cause).splitlines()[0]}; {_REMEDY}"
+            raise self.refusals.refuse(part, text) from error
+        if part in ("preprocessing", "evaluation", "postprocessing"):
+            value = list(self._flatten(value, part))
+        elif part == "metric" and isinstance(value, Mapping):
+            value = dict(list(value.items())[:1])
+        return _make_plain(value, partial(self._refuse, part))
+
+    def _refuse(self, part: str, path: str, problem: str) -> NoReturn:
+        raise self.refusals.refuse(f"{part}{path}", f"{problem}; {_REMEDY}")
+
+    def _flatten(self, value: Any, part: str) -> Iterator[Any]:
+        """Yield the transforms of a list or a ``Compose``, which may stand in each other."""
+        if isinstance(value, _Declared) and shorten(value.target) == "Compose":
+            yield from self._flatten(value.args.get("transforms", []), part)
+            return
+        if isinstance(value, _Declared):
+            if shorten(value.target) not in LEFT_OUT:
+                yield value
+            return
+        if not isinstance(value, (list, tuple)):
+            raise self.refusals.refuse(part, "expected Compose with a list of transforms")
+        for item in value:
+            yield from self._flatten(item, part)
+
+    def _name_class(self, parts: Mapping[str, Any], part: str) -> str:
+        """Return the class of the loss or the first metric; of one that cannot be resolved, what is written."""
+        value = parts.get(part)
+        if part == "metric" and isinstance(value, Mapping):
+            value = next(iter(value.values()), None)
+        if value is None and (name := self._ids[part]):
+            return abbreviate(str(look_up(self._content, name)))
+        return get_target(value)
+
+    def _check_trainer(self) -> None:
+        """Check that the bundle trains in the way that this package does.
+
+        Raises:
+            Refusal: the trainer does something else than to train on minibatches.
+        """
+        name = self._ids["trainer"]
+        trainer = look_up(self._content, name) if name else None
+        if not isinstance(trainer, Mapping):
+            return
+        target = get_target(trainer)
+        if target.rpartition(".")[2] != "SupervisedTrainer":
+            item, problem = "trainer", f"found {target!r}; expected SupervisedTrainer: no other way of training is read"
+        elif keys := [key for key in _INTERACTIONS if key in trainer]:
+            item, problem = f"trainer::{keys[0]}", "the trainer does more than to train on a minibatch"
+        else:
+            return
+        raise self.refusals.refuse(item, f"{problem}; use a task of your own (docs/bundles.md)")
+
+    def _read_optimizer(self, value: Any) -> dict[str, Any]:
+        """Return settings of ``method.training`` for an optimiser; none for None.
+
+        Raises:
+            Refusal: it is none of the package's; arguments that are not supported are collected.
+        """
+        if value is None:
+            return {}
+        target = get_target(value)
+        kind = OPTIMIZERS.get(target.rpartition(".")[2])
+        if kind is None:
+            choice = f"expected one of {', '.join(OPTIMIZERS)}, or set method.training.optimizer"
+            raise self.refusals.refuse("optimizer", f"found {target!r}; {choice}")
+        settings = {"optimizer": kind}
+        for key, part in value.items():
+            if key in _SETTINGS:
+                settings[_SETTINGS[key]] = part
+            elif key != "_target_" and part not in _DEFAULTS.get(key, ()):
+                with self.refusals.collect():
+                    problem = "not supported; remove it, or set method.training.optimizer"
+                    raise self.refusals.refuse(f"optimizer::{key}", problem)
+        return settings
 
 
 def override_items(content: dict[str, Any], items: Any) -> None:
@@ -75,11 +283,23 @@ def override_items(content: dict[str, Any], items: Any) -> None:
             ) from error
 
 
-def _read_folder(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the content of the JSON and YAML files in ``configs/``, by name; any other file stays where it is.
+def look_up(content: Any, name: str) -> Any:
+    """Return the item of an id as it is written; None if there is none."""
+    for part in name.split("::"):
+        content = content.get(part) if isinstance(content, Mapping) else None
+    return content
+
+
+def find_item(content: Mapping[str, Any], ids: Collection[str]) -> str | None:
+    """Return the first of some ids that a configuration has; None if it has none."""
+    return next((name for name in ids if look_up(content, name) is not None), None)
+
+
+def _find_training_file(folder: Path) -> Path:
+    """Return the training configuration of a bundle.
 
     Raises:
-        ConfigError: there is no such folder, or a file is malformed.
+        ConfigError: there is no such folder, or not exactly one such file.
     """
     configs = folder / "configs"
     if not configs.is_dir():
@@ -88,20 +308,73 @@ def _read_folder(folder: Path) -> dict[str, dict[str, Any]]:
             f"task.bundle: {folder}: expected the folder of a MONAI bundle, with configs/train.json."
             f"{suggest(folder.name, siblings)}"
         )
-    files = sorted(path for path in configs.iterdir() if re.fullmatch(FILE_NAME, path.name) and path.is_file())
-    contents = {file.name: _read_file(file) for file in files}
-    # Lists, such as those of cases, declare nothing.
-    return {name: content for name, content in contents.items() if isinstance(content, dict)}
+    names = sorted(path.name for path in configs.iterdir())
+    files = [name for name in names if name in ("train.json", "train.yaml", "train.yml")]
+    if len(files) == 1:
+        return configs / files[0]
+    found = f"{len(files)} files {', '.join(files)}" if files else ", ".join(names) or "nothing"
+    raise ConfigError(f"{configs}: expected one of train.json, train.yaml and train.yml, found {found}")
 
 
-def _read_file(file: Path) -> dict[str, Any] | list[Any]:
-    try:
-        text = read_settings(file)
-        content = json.loads(text) if file.suffix == ".json" else parse_yaml(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: cannot be read as {file.suffix[1:].upper()}: {error}") from error
-    if not isinstance(content, dict) and (file.stem == TRAIN or not isinstance(content, list)):
-        raise ConfigError(f"{file}: expected a section of items, found {type(content).__name__}")
-    if isinstance(content, dict):
-        encode_json(content, str(file))
-    return content
+def _import_code(folder: Path, text: str) -> None:
+    """Import the packages of a bundle that its configuration names, so that MONAI finds these and not another's."""
+    for name in sorted(path.stem for path in folder.iterdir()):
+        if f"{name}." in text and find_module(folder, name) is not None:
+            # An item that needs a package raises the package's error once more.
+            with suppress(Exception):
+                import_user_module(name, [folder])
+
+
+def _record(value: Any) -> Any:
+    """Return a configuration whose components MONAI records instead of building them, without :data:`DROPPED`."""
+    if isinstance(value, list):
+        return [_record(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    target = value.get("_target_")
+    if not isinstance(target, str):
+        return {key: _record(part) for key, part in value.items()}
+    section = {key: _record(part) for key, part in value.items() if key not in DROPPED}
+    # MONAI starts a debugger for it.
+    if section.get("_mode_") == "debug":
+        del section["_mode_"]
+    return {**section, "_target_": partial(_declare, target)}
+
+
+def _declare(target: str, /, **args: Any) -> _Declared:
+    return _Declared(target, args)
+
+
+def _make_plain(value: Any, refuse: Any, path: str = "") -> Any:
+    """Return a resolved value as plain ones, components as sections with ``_target_``.
+
+    Args:
+        value: the value.
+        refuse: raises the error of an item, of its path and its problem.
+        path: its item below the part.
+    """
+    if isinstance(value, _Declared):
+        args = {key: _make_plain(part, refuse, f"{path}::{key}") for key, part in value.args.items()}
+        return {"_target_": value.target, **args}
+    if isinstance(value, Mapping):
+        return {str(key): _make_plain(part, refuse, f"{path}::{key}") for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_make_plain(part, refuse, f"{path}::{index}") for index, part in enumerate(value)]
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return {"_target_": "numpy.array", "object": value.tolist()}
+    plain = _convert_scalar(value)
+    if not isinstance(plain, (str, int, float, type(None))):
+        refuse(path, f"its value is of the class {type(value).__name__}, and a job carries numbers, text and lists")
+    return plain
+
+
+def _convert_scalar(value: Any) -> Any:
+    """Return a number of NumPy, an enumerated value or a number format as a plain value; anything else as it is."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.dtype):
+        return str(value)
+    is_format = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, (np.generic, float, int)))
+    return f"numpy.{np.dtype(value).name}" if is_format else value

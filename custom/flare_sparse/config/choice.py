@@ -43,6 +43,11 @@ class Choice(Generic[C]):
     # A module that is imported again has other, equal classes.
     entry: type[Any] = field(default=object, compare=False, repr=False)
 
+    @property
+    def has_own_code(self) -> bool:
+        """Whether a job with this section needs code of the user's, or classes of a bundle's own."""
+        return self.key != "name" or bool(getattr(self.config, "code", ()))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the section as plain JSON values, with all defaults filled in."""
         return {self.key: self.name, **self.config.model_dump(mode="json")}

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from ..core.errors import ConfigError, describe_exception
+from ..tasks.bundles.task import BundleConfig, BundleTask
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..tasks.task import Task
 from .schema import JobConfig, build_task
@@ -21,7 +22,14 @@ def load_task(config: JobConfig, folder: Path) -> Task:
     Raises:
         ConfigError: the network of a training script cannot be built.
     """
-    return _load_script_task(config, folder) if config.task.key == "script" else build_task(config)
+    if config.task.key == "script":
+        return _load_script_task(config, folder)
+    settings = config.task.config
+    if isinstance(settings, BundleConfig) and settings.code:
+        folders = [*_list_bundle_folders(config), *list_code_folders(folder)]
+        classes = [import_user_class("task.bundle", name, folders) for name in settings.code]
+        return BundleTask(settings, **{f"class_{index}": kind for index, kind in enumerate(classes)})
+    return build_task(config)
 
 
 def find_script(config: JobConfig, folder: Path) -> Path:
@@ -56,6 +64,9 @@ def list_user_code(config: JobConfig, folder: Path) -> tuple[Path, ...]:
         files = [find_script(config, folder)]
         assert isinstance(config.task.config, ScriptConfig), "the schema gave these settings to a script"
         folders, modules = [files[0].parent, *folders], [*modules, config.task.config.model.rpartition(".")[0]]
+    if isinstance(config.task.config, BundleConfig):
+        folders = [*_list_bundle_folders(config), *folders]
+        modules += [name.rpartition(".")[0] for name in config.task.config.code]
     further = [found for module in modules for found in _find_further_folder(module, folders)]
     code = collect_user_code([*folders, *further], modules=modules, files=files)
     return (*files, *(path for path in code.values() if path.resolve() not in files))
@@ -71,6 +82,12 @@ def _find_further_folder(module: str, folders: list[Path]) -> list[Path]:
     if source is None or is_installed(source) or source in [folder.resolve() for folder in folders]:
         return []
     return [source]
+
+
+def _list_bundle_folders(config: JobConfig) -> list[Path]:
+    """Return the folder of a bundle's own code as a list of one; empty where the lead's folder is not at hand."""
+    settings = config.task.config
+    return [settings.folder] if isinstance(settings, BundleConfig) and settings.folder is not None else []
 
 
 def _load_script_task(config: JobConfig, folder: Path) -> ScriptTask:

@@ -22,6 +22,8 @@ from ..config.schema import JobConfig
 from ..config.user_tasks import list_user_code, load_task
 from ..config.yaml_files import format_yaml
 from ..core.errors import ConfigError
+from ..tasks.bundles.components import iterate_components
+from ..tasks.bundles.task import BundleConfig, BundleTask
 from ..tasks.script import ScriptConfig, ScriptTask
 from .aggregator import StagingAggregator
 from .controller import FederatedController
@@ -198,7 +200,7 @@ class SparseRecipe(Recipe):
         job.add_file_to_server(str(file), app_folder_type="config")
         job.add_file_to_clients(str(file), app_folder_type="config")
         # FLARE builds both from their paths at each site, so that the site's allow-list decides about them.
-        if config.task.key != "name":
+        if config.task.has_own_code:
             job.to_server(UserTask(describe_user_task(config)), id=TASK_ID)
             job.to_clients(UserTask(describe_user_task(config)), id=TASK_ID)
         if config.method.key == "class":
@@ -229,6 +231,15 @@ class SparseRecipe(Recipe):
 def describe_user_task(config: JobConfig) -> dict[str, Any]:
     """Return the component of a user's task or script, from which FLARE builds it."""
     settings = config.task.config
+    if isinstance(settings, BundleConfig):
+        # FLARE builds an object of each class of the bundle's own; its declaration has the arguments.
+        parts = {part["_target_"]: {**part} for part in iterate_components(settings.declaration)}
+        own = {
+            f"class_{i}": {"path": parts[name].pop("_target_"), "args": parts[name]}
+            for i, name in enumerate(settings.code)
+        }
+        path = f"{BundleTask.__module__}.{BundleTask.__qualname__}"
+        return {"path": path, "args": {"config": settings.model_dump(mode="json"), **own}}
     if not isinstance(settings, ScriptConfig):
         return describe_user_class(config.task)
     # The network is an argument, so that FLARE builds it, too, and the site's allow-list decides about its class.

@@ -44,6 +44,7 @@ from ..rounds.endpoints.server_sums import ServerSums
 from ..rounds.endpoints.site import RequestLimits, SiteEndpoint
 from ..rounds.endpoints.site_sums import SiteSums
 from ..rounds.endpoints.update_store import UpdateStore
+from ..tasks.bundles.task import BundleTask
 from ..tasks.data.source import find_site_data, has_site_data
 from ..tasks.script import ScriptTask
 from ..tasks.task import SiteData, Task
@@ -102,18 +103,21 @@ def _check_part(section: str, choice: Choice[Any], part: Task | ConfiguredMethod
     Raises:
         ConfigError: it is another class, or has other settings.
     """
-    if (None if part is None else part.config) != (None if choice.key == "name" else choice.config):
+    if (None if part is None else part.config) != (choice.config if choice.has_own_code else None):
         raise ConfigError(
             f"component {section!r}: its settings are not those of {section} in {JOB_FILE}; export the job again"
         )
-    dotted, built = choice.name, choice.entry
+    classes: Mapping[str, type] = {choice.name: choice.entry}
     if isinstance(part, ScriptTask):
         if part.script != choice.name:
             raise ConfigError(f"component 'task': its script is {part.script}, {JOB_FILE} names {choice.name}")
-        dotted, built = part.config.model, part.network_class
-    module, _, name = dotted.rpartition(".")
-    if part is not None and getattr(sys.modules.get(module), name, None) is not built:
-        raise ConfigError(f"component {section!r}: it holds {built.__name__}, but {JOB_FILE} names {dotted}")
+        classes = {part.config.model: part.network_class}
+    elif isinstance(part, BundleTask):
+        classes = part.code
+    for dotted, built in classes.items() if part is not None else ():
+        module, _, name = dotted.rpartition(".")
+        if getattr(sys.modules.get(module), name, None) is not built:
+            raise ConfigError(f"component {section!r}: it holds {built.__name__}, but {JOB_FILE} names {dotted}")
 
 
 def _find_user_method(fl_ctx: FLContext) -> ConfiguredMethod | None:

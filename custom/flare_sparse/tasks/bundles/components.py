@@ -1,7 +1,7 @@
-"""Components that a MONAI bundle may declare: an allow list of classes, and the construction of one of them.
+"""Components that a job may declare for a MONAI bundle: an allow list of classes, and the construction of one of them.
 
 None of the classes runs code that it is given, reads a file other than the site's own cases, or writes one. A name is
-looked up in these tables and never imported as it was written.
+looked up in these tables and never imported as it was written; classes of the bundle's own code come in as classes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...core.errors import ConfigError, describe_exception, suggest
-from .references import References
+import numpy as np
+import torch
 
-Kind = Literal["network", "loss", "metric", "classifier", "classification loss", "transform", "inferer"]
+from ...core.errors import ConfigError, abbreviate, describe_exception, suggest
+from .refusals import Refusals
+
+Kind = Literal["network", "loss", "metric", "classifier", "classification loss", "transform", "inferer", "part"]
 
 
 def _list_classes(module: str, names: str) -> dict[str, str]:
@@ -26,7 +29,8 @@ def _list_classes(module: str, names: str) -> dict[str, str]:
 CLASSES: dict[Kind, dict[str, str]] = {
     "network": _list_classes(
         "monai.networks.nets",
-        "AttentionUnet BasicUNet BasicUNetPlusPlus DynUNet FlexibleUNet MedNeXt SegResNet SwinUNETR UNETR UNet VNet",
+        "AttentionUnet BasicUNet BasicUNetPlusPlus DiNTS DynUNet FlexibleUNet MedNeXt SegResNet SwinUNETR UNETR UNet "
+        "VNet",
     ),
     "loss": {
         **_list_classes(
@@ -56,6 +60,8 @@ CLASSES: dict[Kind, dict[str, str]] = {
         "RandSmoothDeformd RandSmoothFieldAdjustContrastd RandSmoothFieldAdjustIntensityd",
     ),
     "inferer": _list_classes("monai.inferers", "SimpleInferer SlidingWindowInferer"),
+    # Arguments of a network: the space of DiNTS, and the arrays that fix its architecture.
+    "part": {"TopologyInstance": "monai.networks.nets.TopologyInstance", "numpy.array": "numpy.array"},
     # Handlers of MONAI's engines, by the metric that they compute.
     "metric": {
         "MeanDice": "monai.metrics.DiceMetric",
@@ -69,6 +75,16 @@ CLASSES: dict[Kind, dict[str, str]] = {
 LOWER_IS_BETTER = ("monai.metrics.HausdorffDistanceMetric", "monai.metrics.SurfaceDistanceMetric")
 OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Novograd": "novograd"}
 """Optimiser of the package for each that a bundle may name."""
+MAX_NUMBER = 1_000_000
+"""Largest size, count or kernel; the networks of the package have the same limit."""
+MAX_DEPTH = 16
+"""Most levels of nested values."""
+DTYPES: dict[str, Any] = {
+    f"{module.__name__}.{name}": getattr(module, "bool_" if module is np and name == "bool" else name)
+    for module in (np, torch)
+    for name in ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
+}
+"""Number formats by the text that stands for them in a declaration."""
 _READERS = (None, "NibabelReader", "ITKReader")
 """Readers of LoadImaged, all of them nibabel here; MONAI imports any other name, and NumPy's reader unpickles."""
 _READER_ARGUMENTS = ("as_closest_canonical", "squeeze_non_spatial_dims")
@@ -78,19 +94,14 @@ _FUNCTIONS = ("func", "select_fn", "other", "other_act", "norm_layer")
 _PACKAGES = ("", "monai", "torch")
 _RETIRED = {("SwinUNETR", "img_size"), ("UNETR", "proj_type")}
 """Arguments without effect that only older releases of MONAI take."""
-_REASONS = {
-    "DiNTS": "its architecture is read from a checkpoint by an expression with code ($torch.load); ",
-    "Lambdad": "it calls a function of the bundle; ",
-}
 
 
 def is_known(target: str) -> bool:
-    """Return whether a bundle may name a class, whatever for."""
-    short = _shorten(target)
-    return short in ("Compose", *OPTIMIZERS) or any(short in classes for classes in CLASSES.values())
+    """Return whether a bundle may name a class without any code of its own, whatever for."""
+    return any(shorten(target) in classes for classes in CLASSES.values())
 
 
-def _shorten(target: str) -> str:
+def shorten(target: str) -> str:
     """Return the name of a class without MONAI's or torch's package; of another package, the text as it is."""
     package, _, short = target.rpartition(".")
     return short if package.partition(".")[0] in _PACKAGES else target
@@ -101,14 +112,16 @@ class Component:
     """One declared object.
 
     Attributes:
-        path: import path of its class, from :data:`CLASSES`.
-        args: arguments by name: numbers, text, lists and sections.
+        path: import path of its class, from :data:`CLASSES` or of the bundle's own code.
+        args: arguments by name: numbers, text, lists, sections, and for networks further components.
         location: file and item, for errors.
+        own: class of the bundle's own code; None: the class is that at ``path``.
     """
 
     path: str
     args: Mapping[str, Any]
     location: str
+    own: Any = field(default=None, compare=False)
 
     def build(self) -> Any:
         """Build the object.
@@ -116,13 +129,14 @@ class Component:
         Raises:
             ConfigError: the class refuses an argument.
         """
+        args = {name: _build_value(value) for name, value in self.args.items()}
         try:
             # MONAI warns of changed defaults, also where its own value is the default.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 # Where pydicom is installed, LoadImaged warns of a decoder of DICOM on GPUs.
                 warnings.filterwarnings("ignore", "NvImgCodecPydicomReader", UserWarning)
-                return import_class(self.path)(**self.args)
+                return (self.own or import_class(self.path))(**args)
         # Which errors a constructor raises for a wrong value differs from class to class.
         except Exception as error:
             name = self.path.rpartition(".")[2]
@@ -130,10 +144,34 @@ class Component:
 
     def find_argument(self, name: str) -> Any:
         """Return an argument as it is declared, or else its default; None where the class has neither."""
-        if name in self.args:
-            return self.args[name]
+        if name in self.args or self.path not in _PATHS:
+            return self.args.get(name)
         parameter = list_parameters(self.path).get(name)
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
+
+
+_PATHS = {path for classes in CLASSES.values() for path in classes.values()}
+
+
+def _build_value(value: Any) -> Any:
+    """Return an argument with its components built and its number formats found."""
+    if isinstance(value, Component):
+        return value.build()
+    if isinstance(value, str):
+        return DTYPES.get(value, value)
+    if isinstance(value, list):
+        return [_build_value(part) for part in value]
+    return {key: _build_value(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def iterate_components(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the sections of plain values that name a class, at any depth."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("_target_"), str):
+            yield value
+        value = list(value.values())
+    for part in value if isinstance(value, list) else ():
+        yield from iterate_components(part)
 
 
 def build_all(components: Sequence[Component]) -> list[Any]:
@@ -149,6 +187,8 @@ def import_class(path: str) -> Any:
 
 def list_parameters(path: str) -> dict[str, inspect.Parameter]:
     """Return the named parameters of a class, with those of its bases as far as it passes ``**kwargs`` on."""
+    if path == CLASSES["part"]["numpy.array"]:
+        return {"object": inspect.Parameter("object", inspect.Parameter.POSITIONAL_OR_KEYWORD)}
     found: dict[str, inspect.Parameter] = {}
     for owner in inspect.getmro(import_class(path)):
         own = inspect.signature(owner).parameters.values()
@@ -159,93 +199,103 @@ def list_parameters(path: str) -> dict[str, inspect.Parameter]:
     return found
 
 
-def read_component(references: References, name: str, kind: Kind) -> Component:
-    """Return the component at an item of a bundle.
+def parse_component(
+    refusals: Refusals, value: Any, name: str, kind: Kind, own: Mapping[str, Any], depth: int = 0
+) -> Component:
+    """Return the component of a section with ``_target_``.
+
+    Args:
+        refusals: receives the arguments that cannot be used.
+        value: the section: plain values.
+        name: its item, for errors.
+        kind: what it has to be.
+        own: classes of the bundle's own code by their names; None instead of a class that is not there yet.
+        depth: levels above it.
 
     Raises:
-        ConfigError: the item is no component, or its class is not on the allow list; the text names file and item.
-    """
-    return parse_component(references, references.resolve(name), name, kind)
-
-
-def read_transforms(references: References, name: str) -> tuple[Component, ...]:
-    """Return the transforms of an item, a ``Compose`` or a list, in order; those that are refused are left out.
-
-    Raises:
-        ConfigError: the item is no list of transforms.
-    """
-    return tuple(_parse_transforms(references, references.resolve(name), name))
-
-
-def _parse_transforms(references: References, value: Any, name: str) -> Iterator[Component]:
-    """Yield the transforms of a resolved value, a list or a ``Compose``, which may stand in each other."""
-    while _is_compose(value):
-        name, value = f"{name}::transforms", value.get("transforms")
-    if not isinstance(value, list):
-        raise references.refuse(name, "expected Compose with a list of transforms")
-    for index, part in enumerate(value):
-        with references.collect():
-            if _is_compose(part):
-                yield from _parse_transforms(references, part, f"{name}::{index}")
-            else:
-                yield parse_component(references, part, f"{name}::{index}", "transform")
-
-
-def _is_compose(value: Any) -> bool:
-    return isinstance(value, Mapping) and _shorten(str(value.get("_target_"))) == "Compose"
-
-
-def parse_component(references: References, value: Any, name: str, kind: Kind) -> Component:
-    """Return the component of a resolved value; ``name`` is its item, for errors.
-
-    Raises:
-        ConfigError: as :func:`read_component`, or the class takes no such argument.
+        Refusal: it is no component, or its class is neither on the allow list nor the bundle's own.
     """
     target = value.get("_target_") if isinstance(value, Mapping) else None
     if not isinstance(target, str):
-        raise references.refuse(name, f"expected a {kind} with _target_, such as {next(iter(CLASSES[kind]))}")
-    short = _shorten(target)
+        raise refusals.refuse(name, f"expected a {kind} with _target_, such as {next(iter(CLASSES[kind]))}")
+    short = shorten(target)
+    args: dict[str, Any] = {}
+    for key, part in value.items():
+        if key != "_target_" and (short, key) not in _RETIRED:
+            with refusals.collect():
+                args[key] = _parse_value(refusals, part, f"{name}::{key}", kind, own, depth + 1)
+    if target in own:
+        return Component(target, args, f"{refusals.source}: {name}", own[target])
     if short not in CLASSES[kind]:
-        raise references.refuse(f"{name}::_target_", _explain_target(target, short, kind))
-    path = CLASSES[kind][short]
-    args = {key: part for key, part in value.items() if not key.startswith("_") and (short, key) not in _RETIRED}
+        raise refusals.refuse(f"{name}::_target_", _explain_target(target, short, kind))
+    _check_arguments(refusals, CLASSES[kind][short], short, args, name)
+    return Component(CLASSES[kind][short], args, f"{refusals.source}: {name}")
+
+
+def _check_arguments(refusals: Refusals, path: str, short: str, args: dict[str, Any], name: str) -> None:
+    """Check the arguments of a class on the allow list, and choose the reader of ``LoadImaged`` among them.
+
+    Raises:
+        Refusal: its reader is none that is allowed; other problems are collected.
+    """
     known = list(list_parameters(path))
     # What else RandZoomd is given goes to NumPy's padding; the readers of LoadImaged open files.
     is_open = short == "RandZoomd"
     known += _READER_ARGUMENTS if short == "LoadImaged" else ()
     for key, part in args.items():
-        with references.collect():
-            if _has_component(part):
-                raise references.refuse(f"{name}::{key}", f"{short} takes no component here; give plain values")
+        with refusals.collect():
             if key in _FUNCTIONS and part is not None:
-                raise references.refuse(f"{name}::{key}", "a function cannot be given; remove it")
+                raise refusals.refuse(f"{name}::{key}", "a function cannot be given; remove it")
             if key not in known and not is_open:
                 near = suggest(key, known)
-                raise references.refuse(f"{name}::{key}", f"{short} has no such argument.{near} It has: {known}")
+                raise refusals.refuse(f"{name}::{key}", f"{short} has no such argument.{near} It has: {known}")
             if key == "pretrained" and part:
-                raise references.refuse(f"{name}::{key}", "weights cannot be downloaded; set it to false")
+                raise refusals.refuse(f"{name}::{key}", "weights cannot be downloaded; set it to false")
     reader = args.pop("reader", None)
-    if _shorten(str(reader)) not in map(str, _READERS):
-        raise references.refuse(f"{name}::reader", f"found {reader!r}; expected NibabelReader, or leave it out")
+    if shorten(str(reader)) not in map(str, _READERS):
+        raise refusals.refuse(f"{name}::reader", f"found {reader!r}; expected NibabelReader, or leave it out")
     if set(args) & set(_READER_ARGUMENTS):
         # MONAI would try the arguments with each of its readers.
         args["reader"] = "NibabelReader"
-    return Component(path, args, f"{references.source}: {name}")
+
+
+def _parse_value(refusals: Refusals, value: Any, name: str, kind: Kind, own: Mapping[str, Any], depth: int) -> Any:
+    """Return an argument whose components are parsed.
+
+    Raises:
+        Refusal: it is no plain value, too deep, out of range, or a component that the class takes none of.
+    """
+    problem = ""
+    if depth > MAX_DEPTH:
+        problem = f"it lies below more than {MAX_DEPTH} levels"
+    elif isinstance(value, Mapping) and "_target_" in value:
+        if kind in ("network", "classifier", "part"):
+            return parse_component(refusals, value, name, "part", own, depth)
+        problem = f"a {kind} takes no component here; give plain values"
+    elif isinstance(value, Mapping) and all(isinstance(key, str) and not key.startswith("_") for key in value):
+        pairs = value.items()
+        return {k: _parse_value(refusals, part, f"{name}::{k}", kind, own, depth + 1) for k, part in pairs}
+    elif isinstance(value, (list, tuple)):
+        return [_parse_value(refusals, v, f"{name}::{i}", kind, own, depth + 1) for i, v in enumerate(value)]
+    elif isinstance(value, str) and value[:1] in ("$", "@", "%"):
+        problem = f"found {abbreviate(value)}, which only the lead resolves; a site evaluates no expression"
+    elif isinstance(value, (int, float)) and not abs(value) <= MAX_NUMBER:
+        problem = f"found {abbreviate(value)}; expected a number of at most {MAX_NUMBER:,}"
+    elif not isinstance(value, (str, int, float, type(None))):
+        problem = f"found {type(value).__name__}; expected a number, text, a list or a section"
+    if problem:
+        raise refusals.refuse(name, problem)
+    return value
 
 
 def _explain_target(target: str, short: str, kind: Kind) -> str:
     """Return why a bundle may not name a class as its network, loss, and so on."""
     # A name without a package is MONAI's, as it is to MONAI itself.
     if "." in target and target.partition(".")[0] not in (*_PACKAGES, "ignite"):
-        return f"found {target!r}, code of the bundle's own, which no site is sent; use a task of your own for it"
+        return (
+            f"found {target!r}, which is neither on the list of allowed classes nor in the bundle's folder; replace "
+            "it, or use a task of your own (docs/bundles.md)"
+        )
     names = sorted(CLASSES[kind])
     listed = "one of the transforms in docs/bundles.md" if kind == "transform" else f"one of {', '.join(names)}"
-    return (
-        f"found {target!r}; {_REASONS.get(short, '')}expected {listed}, or a task of your own.{suggest(short, names)}"
-    )
-
-
-def _has_component(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return "_target_" in value or any(_has_component(part) for part in value.values())
-    return isinstance(value, list) and any(_has_component(part) for part in value)
+    return f"found {target!r}; expected {listed}, or a task of your own.{suggest(short, names)}"

@@ -1,60 +1,27 @@
-"""What a MONAI bundle declares: the parts of ``configs/train.json`` that a federated job needs."""
+"""What a job declares of a MONAI bundle: plain values that the lead resolved, from which each site builds the parts."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from ...core.errors import ConfigError, abbreviate
 from ..task import METRIC_NAMES, Metric, is_metric_name
-from .components import (
-    CLASSES,
-    LOWER_IS_BETTER,
-    OPTIMIZERS,
-    Component,
-    is_known,
-    parse_component,
-    read_component,
-    read_transforms,
-)
-from .references import MAX_DEPTH, References, open_references
+from .components import CLASSES, LOWER_IS_BETTER, Component, parse_component
+from .refusals import MISSING, Refusals
 
 Purpose = Literal["segmentation", "classification"]
 """What a bundle is for: its labels are maps, or classes."""
 KEYS = ("image", "label")
-"""Names of a case's image and its label, a map or a class, in the transforms."""
+"""Names of a case's image and its label, a map or a class, after the deterministic transforms."""
 SCORES = {"Accuracy": "accuracy", "ROCAUC": "auc", "ROCAUCMetric": "auc"}
 """Metrics of a classification over all cases, of MONAI's and Ignite's handlers."""
 LOAD = CLASSES["transform"]["LoadImaged"]
 BINARY_LOSS = CLASSES["classification loss"]["BCEWithLogitsLoss"]
-TRAIN = "train"
-"""Name of the file with the training configuration, without its extension."""
-ITEMS = {
-    "network": ("network_def", "network", "net"),
-    "loss": ("loss", "loss_function", "lossfn", "train::trainer::loss_function", "trainer::loss_function"),
-    "preprocessing": ("train::preprocessing", "train::dataset::transform", "train_dataset::transform"),
-    "evaluation": (
-        "validate::preprocessing", "validate::dataset::transform", "val_dataset::transform", "eval_dataset::transform",
-    ),
-    "postprocessing": ("validate::postprocessing", "validate::evaluator::postprocessing", "evaluator::postprocessing"),
-    "inferer": ("validate::inferer", "validate::evaluator::inferer", "evaluator::inferer"),
-    "metric": ("validate::key_metric", "validate::evaluator::key_val_metric", "evaluator::key_val_metric"),
-    "optimizer": ("optimizer", "train::trainer::optimizer", "trainer::optimizer"),
-    "batch_size": ("train::dataloader::batch_size", "train_dataloader::batch_size"),
-    "trainer": ("train::trainer", "trainer"),
-}  # fmt: skip
-"""Ids of each part: those of most bundles, then those of the template in MONAI's model zoo. The first one counts."""
-_SETTINGS = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "momentum", "amsgrad": "amsgrad"}
-_DEFAULTS = {
-    "betas": ([0.9, 0.999], [0.9, 0.98]), "eps": (1e-8,), "grad_averaging": (False,), "nesterov": (False,),
-    "dampening": (0,), "maximize": (False,),
-}  # fmt: skip
-"""Arguments of optimisers that a bundle may write down, if they have the value that they have anyway."""
-_INTERACTIONS = ("iteration_update", "prepare_batch")
-"""Arguments with which a trainer does something else with a minibatch than to train on it."""
+PARTS = ("network", "loss", "preprocessing", "evaluation", "inferer", "postprocessing", "metric")
+"""Keys of a declaration; ``evaluation`` and ``inferer`` may be missing, and ``postprocessing`` of a classification."""
+_SIMPLE_INFERER = {"_target_": "SimpleInferer"}
 
 
 @dataclass(frozen=True)
@@ -65,8 +32,9 @@ class Declaration:
         purpose: what it is for.
         network: the network.
         loss: training loss of logits and labels.
-        preprocessing: transforms of training cases, deterministic ones first.
-        evaluation_preprocessing: transforms of all other cases.
+        preprocessing: transforms of training cases, deterministic ones first; the first one loads the files.
+        evaluation_preprocessing: transforms of all other cases, likewise.
+        image_keys: names under which the transforms receive the files of a case's images.
         inferer: how a whole volume is predicted.
         postprocessing: transforms of logits and label map before the metric; none of a classification, which is
             measured by the probabilities of the classes.
@@ -79,6 +47,7 @@ class Declaration:
     loss: Component
     preprocessing: tuple[Component, ...]
     evaluation_preprocessing: tuple[Component, ...]
+    image_keys: tuple[str, ...]
     inferer: Component
     postprocessing: tuple[Component, ...]
     metric: Component
@@ -93,123 +62,21 @@ class Declaration:
     @property
     def num_outputs(self) -> int | None:
         """Channels or logits of the network's output; None where the bundle does not say."""
-        return count_outputs(self.network)
+        numbers = (self.network.find_argument(name) for name in ("out_channels", "num_classes"))
+        return next((number for number in numbers if isinstance(number, int)), None)
 
 
-def count_outputs(network: Component) -> int | None:
-    """Return the number of channels or logits of a network's output; None where its arguments do not say."""
-    numbers = (network.find_argument(name) for name in ("out_channels", "num_classes"))
-    return next((number for number in numbers if isinstance(number, int)), None)
-
-
-def encode_json(content: Mapping[str, Any], source: str) -> str:
-    """Return the content of a configuration as JSON, which a job carries.
+def find_purpose(source: str, loss: str, metric: str) -> Purpose:
+    """Return what a bundle is for, by the classes of its loss and its key metric.
 
     Args:
-        content: the parsed file.
-        source: name of the file, for errors.
-
-    Raises:
-        ConfigError: JSON has no such value, as of a date in YAML or a NaN; the text names the file.
-    """
-    try:
-        return json.dumps(content, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{source}: cannot be written as JSON: {error}; put dates in quotes, and remove NaN and infinity"
-        ) from error
-
-
-def find_training_file(configs: Mapping[str, Any]) -> str:
-    """Return the name of the file with the training configuration, such as ``train.json``.
-
-    Raises:
-        ConfigError: there is not exactly one.
-    """
-    files = [name for name in configs if name.rpartition(".")[0] == TRAIN]
-    if not files:
-        raise ConfigError(
-            f"configs/ of the bundle has no train.json, train.yaml or train.yml, and thus nothing to train: it has "
-            f"{', '.join(sorted(configs)) or 'no configuration'}"
-        )
-    if len(files) > 1:
-        raise ConfigError(f"configs/ of the bundle has {len(files)} files {', '.join(files)}; expected one")
-    return files[0]
-
-
-def read_declaration(
-    content: Mapping[str, Any], source: str, *, training: Collection[str] = ()
-) -> tuple[Declaration, dict[str, Any]]:
-    """Read the declared parts of a training configuration.
-
-    Args:
-        content: the parsed file.
-        source: name of the file, for errors.
-        training: which settings of ``method.training`` to read: ``batch_size``, ``optimizer``.
-
-    Returns:
-        The parts, and these settings.
-
-    Raises:
-        ConfigError: the bundle neither segments nor classifies; or a part is missing, its class is not allowed, or it
-            needs code: the text names file, item and remedy of each.
-    """
-    parts: dict[str, Any] = {}
-    with open_references(content, source, is_known) as references:
-        purpose = _find_purpose(references)
-        _check_trainer(references)
-        segments = purpose == "segmentation"
-        read_cases = partial(_read_preprocessing, loaded=KEYS if segments else KEYS[:1])
-        required: dict[str, tuple[str, Callable[[References, str], Any]]] = {
-            "network": ("the network", partial(read_component, kind="network" if segments else "classifier")),
-            "loss": ("the loss", partial(read_component, kind="loss" if segments else "classification loss")),
-            "preprocessing": ("the transforms of the training cases", read_cases),
-            "metric": ("the key metric", _read_metric if segments else _read_score),
-        }
-        if segments:
-            what = "the transforms that turn the network's output into predictions"
-            required["postprocessing"] = (what, read_transforms)
-        for part, (what, read) in required.items():
-            with references.collect():
-                name = references.find(*ITEMS[part])
-                if name is None:
-                    raise references.refuse(ITEMS[part][0], f"missing; add this item, from which the job reads {what}")
-                parts[part] = read(references, name)
-        with references.collect():
-            evaluation = references.find(*ITEMS["evaluation"])
-            parts["evaluation"] = read_cases(references, evaluation) if evaluation else None
-        with references.collect():
-            inferer = references.find(*ITEMS["inferer"])
-            parts["inferer"] = read_component(references, inferer, "inferer") if inferer else _SIMPLE_INFERER
-        with references.collect():
-            settings = _read_training(references, training)
-    if not segments:
-        _check_outputs(parts["network"], parts["loss"])
-    metric_name, metric = parts["metric"]
-    declaration = Declaration(
-        purpose,
-        parts["network"],
-        parts["loss"],
-        parts["preprocessing"],
-        parts["evaluation"] or parts["preprocessing"],
-        parts["inferer"],
-        parts.get("postprocessing", ()),
-        metric,
-        metric_name,
-    )
-    return declaration, settings
-
-
-_SIMPLE_INFERER = Component(CLASSES["inferer"]["SimpleInferer"], {}, "inferer")
-
-
-def _find_purpose(references: References) -> Purpose:
-    """Return what a bundle is for, by its loss and key metric.
+        source: where they stand, for errors.
+        loss: name of the loss; empty: there is none.
+        metric: likewise, of the first key metric.
 
     Raises:
         ConfigError: it is neither for segmentation nor for classification.
     """
-    loss, metric = (_find_target(references, part) for part in ("loss", "metric"))
     names = loss.rpartition(".")[2], metric.rpartition(".")[2]
     if "Dice" in loss or names[0] == "TverskyLoss" or names[1] in CLASSES["metric"]:
         return "segmentation"
@@ -217,142 +84,176 @@ def _find_purpose(references: References) -> Purpose:
     if names[0] in CLASSES["classification loss"]:
         return "classification"
     raise ConfigError(
-        f"{references.source}: this bundle neither segments nor classifies images: its loss is {loss or 'none'}, its "
-        f"key metric {metric or 'none'}; expected those of a segmentation, such as DiceCELoss in loss or MeanDice in "
+        f"{source}: this bundle neither segments nor classifies images: its loss is {loss or 'none'}, its key metric "
+        f"{metric or 'none'}; expected those of a segmentation, such as DiceCELoss in loss or MeanDice in "
         "validate::key_metric, or of a classification, CrossEntropyLoss and Accuracy (docs/bundles.md)"
     )
 
 
-def _check_outputs(network: Component, loss: Component) -> None:
+def read_declaration(parts: Mapping[str, Any], refusals: Refusals, own: Mapping[str, Any]) -> Declaration:
+    """Read the parts of a bundle.
+
+    Nothing in them is evaluated or imported by a name of theirs: whatever sends a job may have written them.
+
+    Args:
+        parts: plain values by :data:`PARTS`.
+        refusals: names the source of the parts, and receives what cannot be used.
+        own: classes of the bundle's own code by their names; None instead of one that is not there yet.
+
+    Raises:
+        ConfigError: the bundle neither segments nor classifies; or a part is missing, its class is not allowed, or it
+            is no plain value: the text names item and remedy of each.
+    """
+    purpose = find_purpose(refusals.source, get_target(parts.get("loss")), get_target(_get_metric(parts.get("metric"))))
+    segments = purpose == "segmentation"
+    found: dict[str, Any] = {}
+    with refusals.collect():
+        if unknown := sorted(set(parts) - set(PARTS)):
+            raise refusals.refuse(unknown[0], f"expected one of {', '.join(PARTS)}")
+    for part, kind in (("network", "network" if segments else "classifier"),
+                       ("loss", "loss" if segments else "classification loss"), ("inferer", "inferer")):  # fmt: skip
+        with refusals.collect():
+            value = parts.get(part, _SIMPLE_INFERER if part == "inferer" else None)
+            found[part] = parse_component(refusals, _require(refusals, part, value), part, kind, own)  # type: ignore[arg-type]
+    for part in ("preprocessing", "evaluation", "postprocessing"):
+        # No transform of a classification's predictions is read.
+        missing = () if part == "evaluation" or not segments else None
+        with refusals.collect():
+            value = parts.get(part, missing if part != "preprocessing" else None)
+            value = () if part == "postprocessing" and not segments else _require(refusals, part, value)
+            found[part] = _read_transforms(refusals, value, part, own)
+    with refusals.collect():
+        found["metric"] = _read_metric(refusals, _require(refusals, "metric", parts.get("metric")), segments)
+    keys: tuple[str, ...] = ()
+    for part in ("preprocessing", "evaluation"):
+        if part == "preprocessing" or found.get(part):
+            with refusals.collect():
+                found[part], keys = _insert_load(refusals, found.get(part, ()), part, segments, keys)
+    refusals.raise_all()
+    metric_name, metric = found["metric"]
+    declaration = Declaration(
+        purpose,
+        found["network"],
+        found["loss"],
+        found["preprocessing"],
+        found["evaluation"] or found["preprocessing"],
+        keys,
+        found["inferer"],
+        found["postprocessing"],
+        metric,
+        metric_name,
+    )
+    if not segments:
+        _check_outputs(declaration)
+    return declaration
+
+
+def get_target(value: Any) -> str:
+    """Return the class of a section as it is written; empty: it names none."""
+    return str(value.get("_target_", "")) if isinstance(value, Mapping) else ""
+
+
+def _get_metric(value: Any) -> Any:
+    """Return the first metric of a section of metrics by their names; None: there is none."""
+    return next(iter(value.values()), None) if isinstance(value, Mapping) else None
+
+
+def _require(refusals: Refusals, part: str, value: Any) -> Any:
+    """Return a part.
+
+    Raises:
+        Refusal: it is missing.
+    """
+    if value is None:
+        raise refusals.refuse(part, f"{MISSING}; add this item, from which the job reads the bundle's {part}")
+    return value
+
+
+def _check_outputs(declaration: Declaration) -> None:
     """Check that a classifier has a logit for each class, or one in all with the binary loss.
 
     Raises:
         ConfigError: it has not.
     """
-    found, is_binary = count_outputs(network), loss.path == BINARY_LOSS
+    found, is_binary = declaration.num_outputs, declaration.loss.path == BINARY_LOSS
     if found is None or (found == 1) is not is_binary:
         expected = "1, because BCEWithLogitsLoss has two classes" if is_binary else "2 or more, one for each class"
-        raise ConfigError(f"{network.location}: the network has {found} outputs; expected {expected}")
+        raise ConfigError(f"{declaration.network.location}: the network has {found} outputs; expected {expected}")
 
 
-def _check_trainer(references: References) -> None:
-    """Check that a bundle trains in the way that this package does.
-
-    Raises:
-        Refusal: the trainer does something else than to train on minibatches.
-    """
-    name = references.find(*ITEMS["trainer"])
-    trainer = references.look_up(name) if name else None
-    if name is None or not isinstance(trainer, Mapping):
-        return
-    target = str(trainer.get("_target_"))
-    if target.rpartition(".")[2] != "SupervisedTrainer":
-        problem = f"found {target!r}; expected SupervisedTrainer: no other way of training is read"
-    elif keys := [key for key in _INTERACTIONS if key in trainer]:
-        name, problem = f"{name}::{keys[0]}", "the trainer does more than to train on a minibatch, which is not read"
-    else:
-        return
-    with references.collect():
-        raise references.refuse(name, f"{problem}; use a task of your own (docs/bundles.md)")
-
-
-def _find_target(references: References, part: str) -> str:
-    """Return the class of a loss or of the first key metric, as it is written; empty if there is none."""
-    name = references.find(*ITEMS[part])
-    value = references.look_up(name) if name else None
-    seen = 0
-    while isinstance(value, str) and value[:1] in ("@", "%") and seen < MAX_DEPTH:
-        value, seen = references.look_up(value[1:]), seen + 1
-    if part == "metric" and isinstance(value, Mapping):
-        value = next(iter(value.values()), None)
-    return str(value.get("_target_", "")) if isinstance(value, Mapping) else abbreviate(str(value)) if value else ""
-
-
-def _read_training(references: References, wanted: Collection[str]) -> dict[str, Any]:
-    """Return the settings of ``method.training`` that a bundle declares: optimiser and batch size.
+def _read_transforms(refusals: Refusals, value: Any, part: str, own: Mapping[str, Any]) -> tuple[Component, ...]:
+    """Return the transforms of a list, in order; those that are refused are left out.
 
     Raises:
-        Refusal: the optimiser is none of the package's.
+        Refusal: it is no list.
     """
-    settings: dict[str, Any] = {}
-    if "batch_size" in wanted and (name := references.find(*ITEMS["batch_size"])):
-        settings["batch_size"] = references.resolve(name)
-    name = references.find(*ITEMS["optimizer"])
-    if name is None or "optimizer" not in wanted:
-        return settings
-    value = references.resolve(name)
-    target = str(value.get("_target_")) if isinstance(value, Mapping) else ""
-    kind = OPTIMIZERS.get(target.rpartition(".")[2])
-    if kind is None or not isinstance(value, Mapping):
-        raise references.refuse(
-            name, f"found {target!r}; expected one of {', '.join(OPTIMIZERS)}, or set method.training.optimizer"
-        )
-    for key, part in value.items():
-        if key in _SETTINGS:
-            settings[_SETTINGS[key]] = part
-        elif not key.startswith("_") and part not in _DEFAULTS.get(key, ()):
-            with references.collect():
-                raise references.refuse(f"{name}::{key}", "not supported; remove it, or set method.training.optimizer")
-    return {**settings, "optimizer": kind}
+    if not isinstance(value, (list, tuple)):
+        raise refusals.refuse(part, "expected Compose with a list of transforms")
+    transforms = []
+    for index, item in enumerate(value):
+        with refusals.collect():
+            transforms.append(parse_component(refusals, item, f"{part}::{index}", "transform", own))
+    return tuple(transforms)
 
 
-def _find_metric(references: References, name: str) -> tuple[str, Any]:
-    """Return the first metric of an item: its name, and its content."""
-    value = references.resolve(name)
-    if not isinstance(value, Mapping) or not value or "_target_" in value:
-        raise references.refuse(name, 'expected a section with one metric, such as {"val_mean_dice": {...}}')
-    key, content = next(iter(value.items()))
-    if not is_metric_name(key):
-        raise references.refuse(name, f"found the name {abbreviate(key)} of a metric; expected {METRIC_NAMES}")
-    return key, content
+def _read_metric(refusals: Refusals, value: Any, segments: bool) -> tuple[str, Component]:
+    """Return the name of the key metric, and the metric.
 
-
-def _read_metric(references: References, name: str) -> tuple[str, Component]:
-    """Return the key metric of a segmentation, and its name."""
-    key, content = _find_metric(references, name)
-    component = parse_component(references, content, f"{name}::{key}", "metric")
-    # The handlers' default is MONAI's; a case has no mean over a batch.
-    args = {option: part for option, part in component.args.items() if option not in ("reduction", "get_not_nans")}
-    return key, Component(component.path, args, component.location)
-
-
-def _read_score(references: References, name: str) -> tuple[str, Component]:
-    """Return the key metric of a classification, and its name; its arguments are those of a handler."""
-    key, content = _find_metric(references, name)
-    target = str(content.get("_target_")) if isinstance(content, Mapping) else str(content)
+    Raises:
+        Refusal: there is none, or it is none of the known ones.
+    """
+    if not isinstance(value, Mapping) or len(value) != 1 or "_target_" in value:
+        raise refusals.refuse("metric", 'expected a section with one metric, such as {"val_mean_dice": {...}}')
+    name, content = next(iter(value.items()))
+    if not is_metric_name(name):
+        raise refusals.refuse("metric", f"found the name {abbreviate(name)} of a metric; expected {METRIC_NAMES}")
+    item = f"metric::{name}"
+    if segments:
+        component = parse_component(refusals, content, item, "metric", {})
+        # The handlers' default is MONAI's; a case has no mean over a batch.
+        args = {option: part for option, part in component.args.items() if option not in ("reduction", "get_not_nans")}
+        return name, Component(component.path, args, component.location)
+    target = get_target(content)
     score = SCORES.get(target.rpartition(".")[2])
     if score is None:
-        raise references.refuse(f"{name}::{key}", f"found {abbreviate(target)}; expected one of {', '.join(SCORES)}")
-    return key, Component(score, {}, f"{references.source}: {name}::{key}")
+        raise refusals.refuse(item, f"found {abbreviate(target)}; expected one of {', '.join(SCORES)}")
+    return name, Component(score, {}, f"{refusals.source}: {item}")
 
 
-def _read_preprocessing(references: References, name: str, loaded: Sequence[str]) -> tuple[Component, ...]:
-    """Return transforms of image and label, LoadImaged first.
+def _insert_load(
+    refusals: Refusals, transforms: tuple[Component, ...], part: str, segments: bool, keys: tuple[str, ...]
+) -> tuple[tuple[Component, ...], tuple[str, ...]]:
+    """Return transforms of cases, LoadImaged first, and the names under which they receive the files of images.
 
     A bundle without LoadImaged has arrays as data, which its cases become once their files are read.
 
     Args:
-        references: items of the bundle.
-        name: id of the item.
-        loaded: keys of a case that are files.
+        refusals: makes the errors.
+        transforms: those of the bundle.
+        part: their part.
+        segments: whether the labels are files, too.
+        keys: the names that the transforms of training cases receive; none: these are they.
+
+    Raises:
+        Refusal: another transform is the first, or LoadImaged loads no image, no label map or other files.
     """
-    transforms = read_transforms(references, name)
-    for transform in transforms:
-        keys = transform.args.get("keys", ())
-        names = [keys] if isinstance(keys, str) else keys
-        # The location starts with the name of the file.
-        path = f"{transform.location.removeprefix(references.source + ': ')}::keys"
-        allowed = loaded if transform.path == LOAD else KEYS
-        with references.collect():
-            if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-                raise references.refuse(path, "expected image, label, or a list of them")
-            if other := sorted(set(names) - set(allowed)):
-                held = "has the keys image and label" if allowed == KEYS else "has a file for image, and a class"
-                raise references.refuse(path, f"found {other[0]!r}; a case {held}")
-    loads = [transform.path == LOAD for transform in transforms]
-    if not any(loads):
-        return (Component(LOAD, {"keys": list(loaded)}, f"{references.source}: {name}"), *transforms)
-    if not loads[0]:
-        keys = " and ".join(loaded)
-        raise references.refuse(name, f"expected LoadImaged as the first transform, with the keys {keys}")
-    return transforms
+    loads = [transform for transform in transforms if transform.path == LOAD]
+    files: list[str] = []
+    for load in loads:
+        given = load.args.get("keys")
+        given = [given] if isinstance(given, str) else given
+        if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+            path = f"{part}::{transforms.index(load)}::keys"
+            raise refusals.refuse(path, f"expected {', '.join(KEYS)}, or a list of such names")
+        files += [name for name in given if name not in files]
+    if not loads:
+        files = list(KEYS if segments else KEYS[:1])
+    if loads and transforms[0] is not loads[0]:
+        raise refusals.refuse(part, f"expected LoadImaged as the first transform, with the keys {', '.join(files)}")
+    images = tuple(name for name in files if name != KEYS[1])
+    if not images or (KEYS[1] in files) is not segments or (keys and images != keys):
+        held = "image and label" if segments else "image alone: the label is a class"
+        raise refusals.refuse(part, f"LoadImaged loads {', '.join(files)}; expected the same files everywhere, {held}")
+    if loads:
+        return transforms, images
+    return (Component(LOAD, {"keys": files}, f"{refusals.source}: {part}"), *transforms), images

@@ -63,17 +63,24 @@ class Target(ABC):
                 give does not fit the image.
         """
         images = [str(file) for file in files.images]
-        item: Any = {"image": images if len(images) > 1 else images[0], "label": self.get_label(files)}
+        keys = self._declaration.image_keys
+        if len(keys) > 1 and len(keys) != len(images):
+            raise DataError(
+                f"it has {len(images)} images; the bundle loads {len(keys)}, {', '.join(keys)}: name one file for each "
+                "in this order in task.pairs.images or task.suffixes"
+            )
+        given: list[Any] = images if len(keys) > 1 or len(images) == 1 else [images]
+        item: Any = {**dict(zip(keys, given, strict=True)), "label": self.get_label(files)}
         for transform in transforms:
             try:
                 item = transform(item)
             # Readers and transforms raise errors of many classes.
             except Exception as error:
                 raise DataError(f"{type(transform).__name__} of the bundle fails: {describe_cause(error)}") from error
-        image = item["image"]
+        image = item.get("image")
         if not isinstance(image, Tensor):
             raise DataError("the bundle's transforms give no image with one axis of channels")
-        label = self.convert_label(item["label"], image, files)
+        label = self.convert_label(item.get("label"), image, files)
         if not bool(torch.isfinite(image).all()):
             raise DataError("voxels of the image are NaN or infinite")
         return {"image": image, "label": label}

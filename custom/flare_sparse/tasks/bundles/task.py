@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Any, final
 
 import torch
-import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -20,23 +20,32 @@ from ..data.cases import Case, CaseFiles, Derivative, Suffixes, read_cases, read
 from ..data.pairs import Pairs
 from ..task import Cohort, Examples, Metric, SiteData
 from .cases import CaseDataset, Item, describe_cause, strip_metadata
-from .components import build_all
-from .declaration import KEYS, Declaration, encode_json, find_training_file, read_declaration
+from .components import DTYPES, build_all, iterate_components
+from .declaration import KEYS, read_declaration
+from .refusals import Refusals
 from .targets import TARGETS, Target
 
 MAX_CHARACTERS = 400_000
-"""Most characters of all configurations of a bundle, as JSON; the larger ones of MONAI's model zoo have 20,000."""
-FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.(json|yaml|yml)$"
-"""Pattern of the names of the files in ``configs/`` that a job carries."""
+"""Most characters of a declaration, as JSON; the largest one of MONAI's model zoo has 9,000."""
+SOURCE = "task.declaration"
 _SCORE_SEED = 0
 
 
 class BundleConfig(AdaptedTaskConfig):
-    """Configurations of a bundle, and the files of a site's cases; ``task: {bundle: DIR}`` reads them."""
+    """The parts of a bundle, and the files of a site's cases; ``task: {bundle: DIR}`` resolves a bundle to them."""
 
-    configs: dict[Annotated[str, Field(pattern=FILE_NAME)], dict[str, Any]] = Field(
-        max_length=32,
-        description="content of the files in the bundle's configs/, by name; task: {bundle: DIR} reads them",
+    declaration: dict[str, Any] = Field(
+        description="network, loss, transforms, inferer and metric of the bundle, as plain values: no expression, and "
+        "no class off the allow list; task: {bundle: DIR} writes it",
+    )
+    code: tuple[str, ...] = Field(
+        (), max_length=32, description="classes of the bundle's own code, which travels with packaging byoc alone"
+    )
+    folder: Path | None = Field(
+        None,
+        strict=True,
+        exclude=True,
+        description="folder of the bundle's own code at the lead; no file can set it, and no job carries it",
     )
     suffixes: Suffixes = ("T1w",)
     derivative: Derivative = "*"
@@ -48,33 +57,36 @@ class BundleConfig(AdaptedTaskConfig):
         False, description="skip and count unusable cases; false: refuse to train if there are any"
     )
 
-    @field_validator("configs")
-    @classmethod
-    def _check_configs(cls, configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        # A site reads them, too: they come with a job.
+    @model_validator(mode="after")
+    def _check_declaration(self) -> BundleConfig:
+        # A site reads it, too: it comes with a job.
         try:
-            size = sum(len(encode_json(content, f"configs/{name}")) for name, content in configs.items())
+            size = len(json.dumps(self.declaration, allow_nan=False))
             if size > MAX_CHARACTERS:
-                raise ConfigError(f"the configurations have {size:,} characters; expected at most {MAX_CHARACTERS:,}")
-            read_configs(configs)
-        except ConfigError as error:
+                raise ConfigError(f"{SOURCE}: found {size:,} characters; expected at most {MAX_CHARACTERS:,}")
+            if unused := set(self.code) - {part["_target_"] for part in iterate_components(self.declaration)}:
+                raise ConfigError(f"task.code: {', '.join(sorted(unused))}: the declaration names no such class")
+            read_declaration(self.declaration, Refusals(SOURCE), dict.fromkeys(self.code))
+        except (ConfigError, TypeError, RecursionError) as error:
             raise ValueError(str(error)) from error
-        return configs
-
-
-def read_configs(configs: Mapping[str, Mapping[str, Any]]) -> Declaration:
-    """Return what the configurations of a bundle declare.
-
-    Raises:
-        ConfigError: as :func:`read_declaration`; or there is no training configuration.
-    """
-    name = find_training_file(configs)
-    return read_declaration(configs[name], f"configs/{name}")[0]
+        return self
 
 
 @final
 class BundleTask(AdaptableTask):
-    """A MONAI bundle; a minibatch is two lists of images and labels, which are stacked after the random transforms."""
+    """A MONAI bundle; a minibatch is two lists of images and labels, which are stacked after the random transforms.
+
+    Attributes:
+        code: classes of the bundle's own code, by name.
+
+    Args:
+        config: the settings.
+        code: classes of the bundle's own code in the order of ``config.code``, or objects of them. FLARE builds these
+            as parts of the job's component, so that the site's allow-list decides about each.
+
+    Raises:
+        ConfigError: a class of the bundle's own code has not come with the job.
+    """
 
     Config = BundleConfig
     config: BundleConfig
@@ -84,14 +96,25 @@ class BundleTask(AdaptableTask):
         "names the bundle"
     )
 
-    def __init__(self, config: BundleConfig | Mapping[str, Any] | None = None):
+    def __init__(self, config: BundleConfig | Mapping[str, Any] | None = None, **code: object):
         super().__init__(config)
-        self._declaration = read_configs(self.config.configs)
+        own = [part if isinstance(part, type) else type(part) for part in code.values()]
+        if len(own) != len(self.config.code):
+            raise ConfigError(
+                f"task.bundle: {', '.join(self.config.code)}: this is code of the bundle's own, and {len(own)} of "
+                f"{len(self.config.code)} classes have come with the job: submit it with packaging byoc to sites whose "
+                "policy allows code, or replace the items that name it (docs/bundles.md)"
+            )
+        self.code = dict(zip(self.config.code, own, strict=True))
+        self._declaration = read_declaration(self.config.declaration, Refusals(SOURCE), self.code)
         self.metric, self.kind = self._declaration.main_metric, TARGETS[self._declaration.purpose].kind
 
     def build_network(self) -> nn.Module:
         network = self._declaration.network.build()
-        assert isinstance(network, nn.Module), "the allow list names classes of networks"
+        if not isinstance(network, nn.Module):
+            raise ConfigError(
+                f"{self._declaration.network.location}: expected a torch nn.Module, found {type(network)}"
+            )
         return network
 
     def cohort(self, path: Path) -> Cohort:
@@ -233,17 +256,36 @@ class BundleTask(AdaptableTask):
         raise NotImplementedError("images of a bundle may differ in shape")
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Write a bundle, ``configs/`` as it was and the trained weights in ``models/model.pt``, and a base model."""
+        """Write the trained weights into a bundle's ``models/model.pt``, and as a base model.
+
+        A folder without ``configs/`` becomes a bundle, whose ``train.json`` has the declared parts.
+        """
         super().save(model, folder)
         if self.config.adapter is not None:
             return
-        (folder / "configs").mkdir(parents=True, exist_ok=True)
         (folder / "models").mkdir(exist_ok=True)
-        for name, content in self.config.configs.items():
-            is_json = name.endswith(".json")
-            text = json.dumps(content, indent=4) if is_json else yaml.safe_dump(content, sort_keys=False)
-            (folder / "configs" / name).write_text(f"{text.rstrip()}\n", encoding="utf-8")
         torch.save(model.state_dict(), folder / "models" / "model.pt")
+        if not (folder / "configs").is_dir():
+            (folder / "configs").mkdir()
+            text = json.dumps(_format_bundle(self.config.declaration), indent=4)
+            # MONAI evaluates a number format, as it does a class.
+            text = re.sub(f'"({"|".join(map(re.escape, DTYPES))})"', r'"$\1"', text)
+            (folder / "configs" / "train.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _format_bundle(declaration: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a declaration as the training configuration of a bundle."""
+
+    def compose(part: str) -> dict[str, Any]:
+        return {"_target_": "Compose", "transforms": declaration.get(part) or declaration["preprocessing"]}
+
+    validate = {"preprocessing": compose("evaluation"), "key_metric": declaration["metric"]}
+    if "inferer" in declaration:
+        validate["inferer"] = declaration["inferer"]
+    if "postprocessing" in declaration:
+        validate["postprocessing"] = compose("postprocessing")
+    train = {"preprocessing": compose("preprocessing")}
+    return {"network_def": declaration["network"], "loss": declaration["loss"], "train": train, "validate": validate}
 
 
 def _stack(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
