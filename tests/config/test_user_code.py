@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,7 +129,8 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "train/metrics_of_study.py": "def auc(): ...",
             "nets/__init__.py": "from .net import Net",
             "nets/net.py": "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self, width=1):\n"
-            "        super().__init__(width, 1)",
+            "        super().__init__(width, 1)\ndef build(width=1):\n    return Net(width)\nclass Other(Net):\n"
+            "    def __new__(cls, width=1):\n        return Net(width)\n",
         },
     )
     monkeypatch.chdir(tmp_path)
@@ -181,13 +183,15 @@ def test_code_in_a_result_folder_is_found(study: Path, tmp_path: Path) -> None:
         ("train/client.py", "train/other.py", "task.script: there is no file train/other.py in"),
         ("nets.Net", "nets.Missing", "task.model: 'nets.Missing' cannot be imported"),
         ("nets.Net", "nets.net.nn", "expected a class of torch networks"),
+        ("nets.Net", "nets.net.build", "call peft.get_peft_model and the like in its __init__"),
+        ("nets.Net", "nets.net.Other", "task.model: nets.net.Other() is a Net; expected a network of the class"),
         ("width: 3", "depth: 3", "task.model: nets.Net with task.model_args {'depth': 3}"),
     ],
 )
 def test_missing_parts_are_named(study: Path, old: str, new: str, message: str) -> None:
     study.write_text(SCRIPT.replace(old, new))
     config = load_config(study)
-    with pytest.raises(ConfigError, match=message.replace("{", r"\{").replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         (list_user_code if "script" in message else load_task)(config, study.parent)
 
 

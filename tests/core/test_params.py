@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout, get_frozen_tensors, match_state_dict
 
 
@@ -59,3 +61,24 @@ def test_layouts_over_different_base_models_differ() -> None:
     shifted = net()
     shifted[0][1].running_mean[0] += 1  # statistics are part of the base model
     assert Layout.from_module(shifted).fingerprint != ours.fingerprint
+
+
+def test_frozen_base_model_may_be_of_any_type_which_its_digest_names() -> None:
+    digests = {}
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        module = net()
+        module[0].to(torch.bfloat16).to(kind)
+        layout = Layout.from_module(module)
+        assert layout.tensors == Layout.from_module(net()).tensors
+        digests[kind] = layout.base_model_digest
+    assert len(set(digests.values())) == 3
+    with torch.no_grad():
+        module[0][0].weight[0, 0] += 1
+    assert Layout.from_module(module).base_model_digest not in digests.values()
+
+
+def test_parameter_that_trains_is_float32() -> None:
+    module = net()
+    module[1].bfloat16()
+    with pytest.raises(ConfigError, match=r"parameter '1\.0\.weight' is torch\.bfloat16; expected torch\.float32"):
+        Layout.from_module(module)

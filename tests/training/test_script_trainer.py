@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -140,6 +141,45 @@ def test_network_with_a_part_that_is_called_module_keeps_its_names() -> None:
     own_site = Site("site-1", ScriptTrainer("site-1", task, layout, 3, FakeScript(), range(4), weigh_by="steps"))
     assert own_site.train(torch.zeros(3), Mask.full(3), TrainingConfig(), 1).tolist() == [1.0, 1.0, 1.0]
     assert read_tensors(nn.DataParallel(Wrapped()).state_dict(), Wrapped()).keys() == Wrapped().state_dict().keys()
+
+
+class Adapted(nn.Module):
+    """A frozen bfloat16 base under adapters, as docs/lora.md writes one; its last layer is trained in full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).bfloat16()
+        settings = peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["2"])
+        self.model = peft.get_peft_model(base, settings)
+        self.model.base_model.model[2].float()
+
+
+def test_names_that_peft_saves_are_those_of_the_adapters() -> None:
+    network = Adapted()
+    layout = Layout.from_module(network)
+    start = "model.base_model.model"
+    assert [spec.name for spec in layout.tensors] == [
+        f"{start}.0.lora_A.default.weight",
+        f"{start}.0.lora_B.default.weight",
+        f"{start}.2.modules_to_save.default.weight",
+        f"{start}.2.modules_to_save.default.bias",
+    ]
+    saved = peft.get_peft_model_state_dict(network.model)
+    assert "base_model.model.0.lora_A.weight" in saved
+    read, own = read_tensors(saved, network), dict(network.named_parameters())
+    assert read.keys() == {spec.name for spec in layout.tensors}
+    assert all(torch.equal(read[name], own[name]) for name in read)
+    # PeftModel's own names, in a script whose network is not in a class of its own.
+    assert read_tensors(network.model.state_dict(), network).keys() == {*own}
+    network.model.add_adapter("site", peft.LoraConfig(r=2, target_modules=["0"]))
+    with pytest.raises(ScriptFailed, match=r"lora_A\.weight', which the network Adapted of task\.model does not have"):
+        read_tensors(saved, network)
+
+
+def test_adapters_of_a_script_whose_network_has_none_are_refused_with_the_remedy() -> None:
+    adapted = peft.get_peft_model(nn.Sequential(nn.Linear(2, 1)), peft.LoraConfig(r=2, target_modules=["0"]))
+    with pytest.raises(ScriptFailed, match=r"call peft\.get_peft_model in its class \(docs/lora\.md\)"):
+        read_tensors(adapted.state_dict(), nn.Sequential(nn.Linear(2, 1)))
 
 
 class Renamed(nn.Module):

@@ -96,13 +96,20 @@ def _load_script_task(config: JobConfig, folder: Path) -> ScriptTask:
     script_folder = (folder / config.task.name).parent
     network = import_user_class("task.model", settings.model, [script_folder, *list_code_folders(folder)])
     if not (isinstance(network, type) and issubclass(network, nn.Module)):
-        raise ConfigError(f"task.model: {settings.model!r} is {network!r}; expected a class of torch networks")
+        raise ConfigError(
+            f"task.model: {settings.model!r} is {network!r}; expected a class of torch networks, "
+            "from which server and sites build theirs; call peft.get_peft_model and the like in its __init__"
+        )
     try:
         model = network(**settings.model_args)
     # The class is the user's: building it may raise anything.
     except Exception as error:
         given = f"task.model_args {settings.model_args}"
         raise ConfigError(f"task.model: {settings.model} with {given}: {describe_exception(error)}") from error
+    if type(model) is not network:
+        raise ConfigError(
+            f"task.model: {settings.model}() is a {type(model).__name__}; expected a network of the class"
+        )
     return ScriptTask(config.task.name, settings, model)
 
 

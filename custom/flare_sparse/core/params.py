@@ -102,11 +102,11 @@ class Layout:
         """Build the layout of a module, without its frozen base model.
 
         Raises:
-            ConfigError: a parameter is not float32.
+            ConfigError: a parameter that trains is not float32; those of a frozen base model may have any type.
         """
         roles, frozen = _find_roles(module), get_frozen_tensors(module)
         for name, p in module.named_parameters():
-            if p.dtype != torch.float32:
+            if p.dtype != torch.float32 and name not in frozen:
                 raise ConfigError(f"parameter {name!r} is {p.dtype}; expected torch.float32: call model.float()")
         parameters = [
             TensorSpec(name, tuple(p.shape), roles.get(name, "other"))
@@ -232,8 +232,11 @@ def _compute_base_model_digest(frozen: Mapping[str, Tensor]) -> str:
         return ""
     digest = hashlib.sha256()
     for name, tensor in sorted(frozen.items()):
-        digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().contiguous().numpy().astype("<f4", copy=False).data)
+        # Equal values of another type are another model: products of bfloat16 are rounded.
+        kind = "" if tensor.dtype == torch.float32 else str(tensor.dtype)
+        digest.update(f"{name}{tuple(tensor.shape)}{kind}".encode())
+        # numpy has no bfloat16; float32 holds each of its values.
+        digest.update(tensor.cpu().float().contiguous().numpy().astype("<f4", copy=False).data)
     return digest.hexdigest()
 
 

@@ -36,6 +36,11 @@ def describe_network(model: NetworkSource) -> tuple[str, dict[str, Any]]:
             "move its class to a module beside the training script, such as model.py"
         )
     class_path = f"{network.__module__}.{network.__qualname__}"
+    if network.__module__.startswith("peft."):
+        raise ConfigError(
+            f"model: {network.__qualname__} is what peft.get_peft_model returns; call it in the constructor of a class "
+            "of your own, from which server and sites build the network (docs/lora.md)"
+        )
     try:
         built = network()
         is_same = isinstance(model, type) or (

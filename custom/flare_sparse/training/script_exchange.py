@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -24,6 +25,10 @@ TRAINABLE = "flare_sparse_trainable"
 """Key of the entries that may change: bool tensors by name; absent where all may."""
 GRADIENTS = "flare_sparse_gradients"
 """Key under which a script that sends gradients, of shape (batches, *shape), gives the size of each minibatch."""
+_PEFT = "base_model.model."
+"""Start of the names of the network that ``peft.get_peft_model`` has wrapped."""
+_ADAPTER = re.compile(r"(?:(\.lora_\w+)|\.modules_to_save)\.[^.]+(?=\.|$)")
+"""Name of an adapter, which peft leaves out of what it saves."""
 _WRAPPER = "module."
 """Prefix of the names of a network that ``DistributedDataParallel`` or ``DataParallel`` wraps."""
 
@@ -108,10 +113,13 @@ def read_tensors(params: Mapping[str, Any], network: nn.Module) -> dict[str, Ten
     """
     matches = match_state_dict(network)
     params = _strip_wrapper({str(name): value for name, value in params.items()}, set(matches))
+    aliases = _list_aliases(matches)
+    params = {name if name in matches else aliases.get(name, name): value for name, value in params.items()}
     if unknown := sorted(params.keys() - matches.keys()):
+        remedy = "call peft.get_peft_model in its class (docs/lora.md)" if ".lora_" in "".join(unknown) else ""
         raise ScriptFailed(
-            f"params has {unknown[0]!r}, which the network {type(network).__name__} of task.model does not have; is it "
-            "the network of the script?"
+            f"params has {unknown[0]!r}, which the network {type(network).__name__} of task.model does not have; "
+            + (remedy or "is it the network of the script?")
         )
     tensors: dict[str, Tensor] = {}
     for name, value in params.items():
@@ -155,6 +163,20 @@ def to_float(value: Any) -> float | None:
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def _list_aliases(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of a network's state dict by those that ``peft.get_peft_model_state_dict`` gives its tensors.
+
+    These begin in the network that peft has wrapped, and name no adapter. A name that two tensors share is left out.
+    """
+    aliases: dict[str, set[str]] = {}
+    for name in names:
+        _, found, inner = name.partition(_PEFT)
+        if found:
+            for alias in (found + inner, _ADAPTER.sub(r"\1", found + inner)):
+                aliases.setdefault(alias, set()).add(name)
+    return {alias: shared.pop() for alias, shared in aliases.items() if len(shared) == 1}
 
 
 def _strip_wrapper(params: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:

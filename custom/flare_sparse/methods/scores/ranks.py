@@ -177,8 +177,8 @@ def _find_adapters(layout: Layout) -> tuple[Adapter, ...]:
             factors_by_module.setdefault(match[1], {})[match[2]] = (spec, start)
     if not factors_by_module:
         raise ConfigError(
-            "the network has no LoRA adapters, which this method exchanges; configure one, such as "
-            "task.adapter: {rank: 16}"
+            "the network has no LoRA adapters, which this method exchanges; a task of this package adds them with "
+            "task.adapter: {rank: 16}, a network of your own with peft.get_peft_model in its class (docs/lora.md)"
         )
     adapters = []
     for module, factors in factors_by_module.items():
