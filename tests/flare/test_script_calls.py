@@ -38,6 +38,28 @@ def test_one_turn_may_receive_several_times_and_the_next_one_must_send_first() -
         api.receive()
 
 
+def test_model_may_be_received_before_the_loop_and_its_first_turn_draws_the_seeds_numbers() -> None:
+    """For the number of rounds: FLARE returns the same model in the loop's first turn."""
+    drawn = []
+    for peeks in (0, 2):
+        api = FakeAPI()
+        calls = ScriptCalls(api)
+        calls.prepare_request(seed=5)
+        for _ in range(peeks):
+            api.receive()
+            random.random()
+        assert api.is_running()
+        assert api.receive() is api.receive() is api.model
+        drawn.append(random.random())
+        api.send("result")
+        assert api.is_running()
+        api.receive()
+        assert api.is_running()
+        with pytest.raises(RuntimeError, match="again without"):
+            api.receive()
+    assert drawn[0] == drawn[1]
+
+
 def test_loop_that_never_asks_whether_flare_is_running_ends_too() -> None:
     api = FakeAPI()
     ScriptCalls(api)

@@ -17,6 +17,7 @@ from nvflare.apis.filter import FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
+from nvflare.app_common.ccwf.client_ctl import ClientSideController
 
 from ..core.errors import get_failure_code
 from ..flare.egress import install_recorder
@@ -24,8 +25,23 @@ from ..flare.payload import get_sender
 from .arrays import ComponentError, check_plain
 
 MODELS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
+_READS = "requires_materialized_task_result"
+"""Function by which FLARE asks the executor of a task whether this process reads a script's results."""
 WITHHELD = "flare_sparse_withheld"
 """Key of the reason code in the meta of an empty update."""
+
+
+def open_site(fl_ctx: FLContext) -> None:
+    """Log what leaves this site, and tell FLARE that this process reads what a script in its own process sends.
+
+    FLARE knows of filters on the task of a script. In swarm learning they are on the message to the aggregating site,
+    which FLARE then names as the one that fetches the tensors: the script would wait for it in ``send`` without end.
+    """
+    install_recorder(fl_ctx)
+    router = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_router", None)
+    for executor in {*getattr(router, "task_table", {}).values()}:
+        if isinstance(executor, ClientSideController) and not hasattr(executor, _READS):
+            setattr(executor, _READS, lambda task_name: True)
 
 
 class ModelFilter(DXOFilter):
@@ -45,7 +61,7 @@ class ModelFilter(DXOFilter):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Log what leaves a site."""
         if event_type == EventType.START_RUN and fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
-            install_recorder(fl_ctx)
+            open_site(fl_ctx)
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Process a message in place; a result that cannot be served becomes empty.

@@ -20,10 +20,8 @@ from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType, Retur
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import AppConstants
-from nvflare.app_common.ccwf.client_ctl import ClientSideController
 
 from ..core.errors import ConfigError, RejectedMessage
-from ..flare.egress import install_recorder
 from ..flare.payload import get_sender
 from ..rounds.streams.arrays import split_arrays
 from ..rounds.streams.exchange import Exchange
@@ -31,6 +29,7 @@ from ..rounds.streams.packets import MODEL, find_groups
 from ..rounds.streams.settings import StreamSettings
 from ..wire.formats import ValueType
 from ..wire.ledger import LedgerLine
+from .filters import open_site
 
 PACKET = "flare_sparse"
 """Only key in the data of a message of this filter."""
@@ -40,8 +39,6 @@ MEMORY_FOLDER = "sparse_exchange"
 """Folder in the job's folder of a site: the model that it holds, and what it has not sent."""
 
 _EXCHANGE = "flare_sparse.core.exchange"
-_READS = "requires_materialized_task_result"
-"""Function by which FLARE asks the executor of a task whether this process reads a script's results."""
 _WARNING = "flare_sparse.exchange_warning"
 _KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _CREATION = threading.Lock()
@@ -82,8 +79,7 @@ class SparseExchange(Filter):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Log what leaves a site; warn at the end of a run in which this process had tasks but coded no message."""
         if event_type == EventType.START_RUN and fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
-            install_recorder(fl_ctx)
-            _declare_reading(fl_ctx)
+            open_site(fl_ctx)
         # Fired for all tasks, those without filters among them.
         if event_type == EventType.BEFORE_TASK_DATA_FILTER:
             self._tasks.add(str(fl_ctx.get_prop(FLContextKey.TASK_NAME)))
@@ -180,18 +176,6 @@ def _get_items(meta: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the arrays of a group that travelled in the metadata."""
     items = meta.get(name)
     return items if isinstance(items, dict) else {}
-
-
-def _declare_reading(fl_ctx: FLContext) -> None:
-    """Tell FLARE that this process reads what a script in a process of its own sends, also in swarm learning.
-
-    FLARE knows of filters on the task of a script. In swarm learning they are on the message to the aggregating site,
-    which FLARE then names as the one that fetches the tensors: the script would wait for it in ``send`` without end.
-    """
-    router = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_router", None)
-    for executor in {*getattr(router, "task_table", {}).values()}:
-        if isinstance(executor, ClientSideController) and not hasattr(executor, _READS):
-            setattr(executor, _READS, lambda task_name: True)
 
 
 def _get_peer(shareable: Shareable, fl_ctx: FLContext) -> str | None:

@@ -22,7 +22,8 @@ class ScriptCalls:
       would put its model in between, and FLARE would drop that one: the script would wait for it without end.
       :meth:`prepare_request` prevents it.
     - Until ``send``, FLARE returns the same model again. A script may ask for it several times in one turn of its loop,
-      as Lightning's callback does; one that begins the next turn would train on it without end.
+      as Lightning's callback does, and before the loop, for the number of rounds; one that begins the next turn would
+      train on it without end.
 
     Args:
         api: FLARE's API; its three methods are replaced.
@@ -36,7 +37,8 @@ class ScriptCalls:
         # The received model for which nothing has been sent yet.
         self._unsent: Any = None
         self._receives = 0
-        self._is_next_turn = False
+        # Calls of ``is_running``, which begins each turn of a loop, up to now and at the last ``receive``.
+        self._turn = self._received_turn = 0
 
     def prepare_request(self, seed: int) -> None:
         """Wait until no ``send`` is being executed; seed the script when it receives the next model."""
@@ -47,19 +49,22 @@ class ScriptCalls:
         model = self._api_receive(timeout)
         if model is None:
             return None
-        if model is not self._unsent:
-            self._unsent, self._receives, self._is_next_turn = model, 0, False
+        is_new = model is not self._unsent
+        if is_new:
+            self._unsent, self._receives = model, 0
         self._receives += 1
-        if self._is_next_turn or self._receives > MOST_RECEIVES:
+        before, self._received_turn = self._received_turn, self._turn
+        # Before the first turn a script builds its network, which draws numbers; its first round must not depend on it.
+        is_first_turn = before == 0 and self._turn > 0
+        if not is_new and not is_first_turn and (before != self._turn or self._receives > MOST_RECEIVES):
             raise RuntimeError(
                 "the script called flare.receive() again without flare.send(); it must send one result for each model"
             )
-        if self._seed is not None:
+        if (is_new or is_first_turn) and self._seed is not None:
             # In the script's own thread: while it starts, it may draw numbers at any time.
             random.seed(self._seed)
             np.random.seed(self._seed % 2**32)  # noqa: NPY002 - the generator that scripts and libraries draw from
             torch.manual_seed(self._seed)
-            self._seed = None
         return model
 
     def _send(self, *args: Any, **kwargs: Any) -> None:
@@ -68,5 +73,5 @@ class ScriptCalls:
             self._unsent = None
 
     def _is_running(self) -> bool:
-        self._is_next_turn = self._unsent is not None
+        self._turn += 1
         return bool(self._api_is_running())
