@@ -86,6 +86,28 @@ def test_anchors_of_links_are_headings(page: Path) -> None:
     assert [(file, a) for file, a in links if a not in list_anchors(page.parent / file if file else page)] == []
 
 
+RESULTS = sorted(path for path in (ROOT / "docs/results").glob("*.md") if path.name != "README.md")
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.stem)
+def test_results_stand_on_their_page(page: Path) -> None:
+    """A reader of the repository sees tables, and every section that a benchmark writes has its end."""
+    text = page.read_text()
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert max(len(table.splitlines()) for table in tables) >= 6
+    marks = re.findall(r"^<!-- (?!end of )(\w+) -->$", text, re.MULTILINE)
+    assert marks == re.findall(r"^<!-- end of (\w+) -->$", text, re.MULTILINE)
+    written = [path.read_text() for path in (ROOT / "benchmarks").rglob("*.py")]
+    for mark in marks:
+        assert any(f'write_section("{page.stem}", ' in code and mark.partition("_")[0] in code for code in written)
+
+
+def test_eight_pages_of_results_show_every_table_file() -> None:
+    shown = {name for page in RESULTS for name in re.findall(r"\]\((\w+\.csv)\)", page.read_text())}
+    assert shown == {path.name for path in (ROOT / "docs/results").glob("*.csv")}
+    assert len(RESULTS) == 8
+
+
 def find_command_lines(page: Path, program: str) -> Iterator[str]:
     """Arguments of each call of ``program`` in the fenced shell blocks and the inline code of a page."""
     text = page.read_text()

@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--exchanges", nargs="+", default=list(EXCHANGES), choices=EXCHANGES)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--json", type=Path, required=True, help="file of the cells, a line each; those in it are kept")
-    parser.add_argument("--docs", action="store_true", help="write docs/results/scripts.md from the file; run nothing")
+    parser.add_argument("--docs", action="store_true", help="write docs/results/bytes.md from the file; run nothing")
     options = parser.parse_args()
     cells = [json.loads(line) for line in options.json.read_text().splitlines()] if options.json.is_file() else []
     if options.docs:

@@ -1,4 +1,4 @@
-"""Write docs/results/scripts.md from the cells of ``scripts.py``, which calls this with ``--docs``.
+"""Write docs/results/bytes.md from the cells of ``scripts.py``, which calls this with ``--docs``.
 
 The text above the tables is kept.
 """
@@ -6,14 +6,10 @@ The text above the tables is kept.
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 from typing import Any
 
 from examples import EXAMPLES, RECIPE, list_cells
-from page_tables import move_tables
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "scripts.md"
-MARK = "<!-- tables -->"
+from page_tables import write_section
 
 
 def format_table(cells: list[dict[str, Any]], script: str) -> str:
@@ -57,9 +53,5 @@ def format_section(cells: list[dict[str, Any]], script: str) -> str:
 
 
 def write_page(cells: list[dict[str, Any]]) -> None:
-    """Write the tables of docs/results/scripts.md."""
-    text = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    sections = "".join(format_section(cells, script) for script in EXAMPLES)
-    PAGE.write_text(
-        f"{text}{MARK}\n{move_tables(sections, PAGE, dict(enumerate(EXAMPLES, start=1)))}", encoding="utf-8"
-    )
+    """Write the tables of docs/results/bytes.md."""
+    write_section("bytes", "scripts", "".join(format_section(cells, script) for script in EXAMPLES))

@@ -11,7 +11,7 @@ once.
 
 Every message goes through the wire and is counted. Each run writes one file; finished runs are not repeated, several
 processes may share the work, and an interrupted run continues from its last round. ``--docs`` updates the tables of
-docs/results/lora.md from the finished runs.
+docs/results/texts.md from the finished runs.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 1])
     parser.add_argument("--only", choices=list(METHOD_LABELS), nargs="+", default=list(METHOD_LABELS))
-    parser.add_argument("--docs", action="store_true", help="update docs/results/lora.md from the files in --out")
+    parser.add_argument("--docs", action="store_true", help="update docs/results/texts.md from the files in --out")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Update the tables of BANKING77 in docs/results/lora.md from the files of ``banking77.py``, which calls this.
+"""Update the tables of BANKING77 in docs/results/texts.md from the files of ``banking77.py``, which calls this.
 
 The text before and after the tables is kept.
 """
@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from page_tables import move_tables
+from page_tables import write_section
 
 from flare_sparse.results.runs.bootstrap import compare_scores
 from flare_sparse.results.runs.progress import format_bytes
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "lora.md"
-START, END = "<!-- banking77 -->", "<!-- end of banking77 -->"
 METHOD_LABELS = {
     "lora_a2": "LoRA-A2",
     "fedavg": "FL+LoRA",
@@ -31,10 +29,8 @@ Run = dict[str, Any]
 def update_docs(folder: Path) -> None:
     """Write the tables from the finished runs in ``folder``; the page says which these are."""
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
     tables = [*format_runs(runs), *format_differences(runs)] if runs else ["No run has finished yet."]
-    text = move_tables("\n".join([START, "", *tables, "", END]), PAGE, {1: "banking77", 2: "banking77_differences"})
-    PAGE.write_text(before + text + rest.partition(END)[2], encoding="utf-8")
+    write_section("texts", "banking77", "\n".join(tables), {2: "differences"})
 
 
 def format_runs(runs: Iterable[Run]) -> list[str]:

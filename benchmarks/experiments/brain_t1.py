@@ -6,7 +6,7 @@ IXI-HH is split at random into four sites, NSK is the fifth. Five folds at every
 The settings are those of ``app_configs/*_voxels.yaml``, which validation examples chose; here no round and no setting
 is chosen, and every figure is of the last model. Each run is one process without FLARE, uses the real wire, and writes
 one JSON file: finished runs are not repeated, several processes may share the work, ``--minutes`` ends one early.
-``--docs`` updates the tables of docs/results/brain_t1.md from the files.
+``--docs`` updates the tables of docs/results/age.md from the files.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, default=Path("runs/brain_t1"))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after so many minutes")
-    parser.add_argument("--docs", action="store_true", help="update docs/results/brain_t1.md from the files in --out")
+    parser.add_argument("--docs", action="store_true", help="update docs/results/age.md from the files in --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)

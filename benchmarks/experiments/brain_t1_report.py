@@ -1,4 +1,4 @@
-"""Update docs/results/brain_t1.md from the files of ``brain_t1.py``, which calls this with ``--docs``.
+"""Update docs/results/age.md from the files of ``brain_t1.py``, which calls this with ``--docs``.
 
 The text above the tables is kept.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from page_tables import move_tables
+from page_tables import write_section
 
 from flare_sparse.results.runs.bootstrap import Difference, compare_scores, compute_r2_within_sites
 from flare_sparse.results.runs.progress import format_bytes
@@ -24,9 +24,7 @@ import matplotlib.pyplot as plt
 plt.style.use("flare_sparse.results.report.plots")
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "results" / "brain_t1.md"
 PLOT = ROOT / "docs" / "images" / "result.png"
-MARK = "<!-- tables -->"
 NAMES = ("error", "sites", "differences", "densities", "live", "methods", "uniform", "skewed", "sex")
 """Names of the tables, which are files of their own."""
 SITES = ("IXI-HH-1", "IXI-HH-2", "IXI-HH-3", "IXI-HH-4", "NSK")
@@ -233,10 +231,7 @@ def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str], more: 
     pair_head = ["", "subjects", "years [95 %]", "share", "verdict", "sites that gain", "worst site"]
     live_head = ["", "runs", "error, years", "first layer", "of these in the brain", "last layer"]
     masks = [f"{name} {level} %" for level in LEVELS for name in ("NeuroSFL", "shuffled SNIP", "random mask")]
-    text = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     lines = [
-        MARK,
-        "",
         "## Error and bytes",
         "",
         *build_table(head, [format_arm(label, arms[label]) for label in order]),
@@ -259,9 +254,7 @@ def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str], more: 
         *(line for table, labels in more.items() for line in format_more(folder, table, labels)),
     ]
     plot_errors(arms, [label for label in main if label in arms], PLOT)
-    PAGE.write_text(
-        text + move_tables("\n".join(lines) + "\n", PAGE, dict(enumerate(NAMES, start=1))), encoding="utf-8"
-    )
+    write_section("age", "brain_t1", "\n".join(lines), dict(enumerate(NAMES, start=1)))
 
 
 def plot_errors(arms: Mapping[str, Arm], labels: Sequence[str], path: Path) -> None:

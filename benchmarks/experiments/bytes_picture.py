@@ -9,7 +9,6 @@ and intents of texts with adapters (lora_banking77.csv). Bytes are those of all 
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import sys
 from collections import defaultdict
@@ -19,6 +18,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from page_tables import read_table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 FEDAVG, GREY = "FedAvg", "0.45"
@@ -61,10 +61,10 @@ def read_brain_age() -> list[Point]:
 
 
 def read_hippocampus() -> list[Point]:
-    """Return the federated runs of hippocampus_runs.csv: Dice."""
+    """Return the federated runs of the page on segmentation: Dice."""
     names = {"fedavg": FEDAVG, "neurosfl": "NeuroSFL", "fedsparsify": "FedSparsify", "topk_ef": "top-k"}
     points = []
-    for row in read_rows("hippocampus_runs"):
+    for row in read_table("segmentation", "Dice"):
         method = row["run"].removesuffix("_int4")
         if method in names:
             figures = map(float, re.findall(r"[\d.]+", row["Dice"]))
@@ -74,9 +74,9 @@ def read_hippocampus() -> list[Point]:
 
 
 def read_texts() -> list[Point]:
-    """Return the methods of lora_banking77.csv by rank: accuracy in percent, mean and range over seeds."""
+    """Return the methods on BANKING77 by rank: accuracy in percent, mean and range over seeds."""
     runs = defaultdict(list)
-    for row in read_rows("lora_banking77"):
+    for row in read_table("texts", "best round"):
         sent = sum(float(row[way].split()[0]) for way in ("up", "down"))
         name = f"{FEDAVG} of LoRA" if row["method"] == "FL+LoRA" else row["method"]
         runs[name, f"rank {row['rank']}"].append((sent, float(row["accuracy, %"])))
@@ -85,12 +85,6 @@ def read_texts() -> list[Point]:
         sent, values = np.array(pairs).T
         points.append(Point(*names, sent.mean(), values.mean(), values.min(), values.max()))
     return points
-
-
-def read_rows(table: str) -> list[dict[str, str]]:
-    """Return the rows of a table of docs/results/."""
-    with (RESULTS / f"{table}.csv").open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
 
 
 def draw_points(axis: Axes, points: list[Point]) -> None:

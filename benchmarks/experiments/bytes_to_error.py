@@ -27,7 +27,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from page_tables import move_tables
+from page_tables import write_section
 from runs import CONFIGS, claim
 
 from flare_sparse.config.assemble import assemble
@@ -90,7 +90,6 @@ DATA = {
     "neurosfl_voxels": "brain_t1",
     "neurosfl_morphometry_age": "brain_morphometry/destrieux_fcon1000.csv.gz",
 }
-PAGE, MARK = CONFIGS.parent / "docs" / "results" / "bytes.md", "<!-- tables -->"
 
 
 def run(experiment: Experiment, method: str, values: str, seed: int, data: Path) -> dict[str, Any]:
@@ -220,9 +219,7 @@ def main() -> int:
     if arguments.report:
         print(*tables, sep="\n\n")
     if arguments.docs:
-        text = PAGE.read_text().partition(MARK)[0]
-        moved = move_tables("\n\n".join(tables) + "\n", PAGE, dict(enumerate(arguments.only, start=1)))
-        PAGE.write_text(f"{text}{MARK}\n\n{moved}")
+        write_section("bytes", "bytes", "\n\n".join(tables) + "\n", dict(enumerate(arguments.only, start=1)))
     return 0
 
 

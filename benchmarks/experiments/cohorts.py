@@ -6,7 +6,7 @@ Three cohorts: 1000 Functional Connectomes (23 sites), OpenNeuro (6) and ABIDE I
 of every site once per seed; validation subjects, a tenth of each site, choose penalties, pulls and settings.
 ``--left-out`` trains without one site, which then adapts the model with its first 20 subjects. Each run is one
 process without FLARE, uses the real wire and ends with the same bits as a FLARE job. Each run writes one JSON file:
-finished runs are not repeated and several processes may share the work. ``--docs`` writes docs/results/cohorts.md.
+finished runs are not repeated and several processes may share the work. ``--docs`` writes docs/results/age.md.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def main() -> int:
     parser.add_argument("--only", choices=FILES, nargs="+", default=list(FILES))
     parser.add_argument("--left-out", action="store_true", help="one site takes no part; else five folds")
     parser.add_argument("--out", type=Path, default=Path("runs/cohorts"))
-    parser.add_argument("--docs", action="store_true", help="write docs/results/cohorts.md from the files in --out")
+    parser.add_argument("--docs", action="store_true", help="write docs/results/age.md from the files in --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.docs:

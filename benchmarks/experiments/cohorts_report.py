@@ -1,4 +1,4 @@
-"""Write docs/results/cohorts.md from the files of ``cohorts.py``, which calls this with ``--docs``.
+"""Write docs/results/age.md from the files of ``cohorts.py``, which calls this with ``--docs``.
 
 The text above the tables is kept.
 """
@@ -10,22 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
-from page_tables import move_tables
+from page_tables import write_section
 
 from flare_sparse.results.runs.bootstrap import Difference, compare_scores, compute_r2_within_sites
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "<!-- tables -->"
-HEAD = """# Age at real scan sites, personalised
-
-Age from FreeSurfer tables of real scan sites, 2 cores without a GPU. Every subject of every site is tested once per
-seed. `minus` is the paired difference of absolute errors with the 95 % interval of a bootstrap over subjects within
-their site, bold where it excludes 0; `sites that gain` is the share of the sites with a lower error than their own
-ridge regression, `own` a personalised model, `worst site` the largest error of a site, `R2` that within sites, `MB`
-what a run sends.
-
-"""
-"""Text of a new page; that of an existing one is kept."""
 TITLES = {
     "fcon1000": "1000 Functional Connectomes",
     "openneuro": "OpenNeuro",
@@ -53,13 +42,9 @@ Rows = dict[str, dict[int, dict[Key, tuple[float, float]]]]
 
 
 def update_docs(folder: Path) -> None:
-    """Write the tables of docs/results/cohorts.md from the files in ``folder``."""
-    page = ROOT / "docs" / "results" / "cohorts.md"
-    text = page.read_text(encoding="utf-8").partition(MARK)[0] if page.is_file() else HEAD
+    """Write the tables of docs/results/age.md from the files in ``folder``."""
     sections = [section for name in TITLES for section in format_cohort(folder / name, name)]
-    page.write_text(
-        text + MARK + "\n" + move_tables("".join(sections), page, dict(enumerate(NAMES, start=1))), encoding="utf-8"
-    )
+    write_section("age", "cohorts", "".join(sections), dict(enumerate(NAMES, start=1)))
 
 
 def format_cohort(folder: Path, name: str) -> Iterable[str]:

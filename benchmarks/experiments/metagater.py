@@ -11,7 +11,7 @@ on the training examples of each training site; in ``cifar_main`` of ten of them
 
 Each run is one process without FLARE, ends with the same bits as a FLARE job, and writes one JSON file to ``--out``:
 finished runs are not repeated, several processes may share the work. ``metagater_report.py`` turns the files into
-docs/results/metagater.md and its plot. MetaSNIP runs last: it needs the backbone of MetaGater without gates and the
+docs/results/texts.md and its plot. MetaSNIP runs last: it needs the backbone of MetaGater without gates and the
 sparsity of MetaGater with gates.
 """
 

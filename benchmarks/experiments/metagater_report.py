@@ -1,4 +1,4 @@
-"""Write docs/results/metagater.md and its plot from the files of ``metagater.py``.
+"""Write docs/results/texts.md and its plot from the files of ``metagater.py``.
 
     python benchmarks/experiments/metagater_report.py [--out runs/metagater]
 
@@ -15,7 +15,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import matplotlib as mpl
-from page_tables import move_tables
+from page_tables import write_section
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -23,8 +23,6 @@ import matplotlib.pyplot as plt
 plt.style.use("flare_sparse.results.report.plots")
 
 ROOT = Path(__file__).resolve().parents[2]
-START, END = "<!-- tables -->", "<!-- end of tables -->"
-MOVED = ("arms", "chosen", "steps")
 """Names of the tables of a setting, which are files of their own."""
 FIRST = "FedAvg + one step"
 ORDER = (
@@ -52,17 +50,8 @@ def main() -> int:
         runs = [json.loads(file.read_text()) for file in sorted((folder / setting).glob("*.json"))]
         if any((rows := group_runs(runs)).values()):
             tables[setting] = rows
-    page = ROOT / "docs" / "results" / "metagater.md"
-    before, _, rest = page.read_text().partition(START)
-    sections = [
-        move_tables(
-            format_table(setting, rows) + format_steps(rows),
-            page,
-            {number: f"{setting}_{name}" for number, name in enumerate(MOVED, start=1)},
-        )
-        for setting, rows in tables.items()
-    ]
-    page.write_text("\n".join([before + START, "", *sections, END + rest.partition(END)[2]]))
+    sections = [format_table(setting, rows) + format_steps(rows) for setting, rows in tables.items()]
+    write_section("texts", "metagater", "\n".join(sections))
     plot_targets(tables, ROOT / "docs" / "images" / "metagater.png")
     return 0
 

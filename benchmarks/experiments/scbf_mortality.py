@@ -7,8 +7,8 @@ and ``diabetes-age`` (the same by age band). Every method trains with each optim
 has not risen for 20 rounds; validation stays choose the optimiser and the round, test stays nothing. Logistic
 regressions of each site and of all sites stand beside. The global model is evaluated on the test stays of all sites
 together after every round. All sites run in one process and use the real wire. Each run writes one JSON file: finished
-runs are not repeated and several processes may share the work. ``--docs`` writes the tables of ``docs/results/scbf.md``
-and ``docs/images/scbf_convergence.png`` from these files.
+runs are not repeated and several processes may share the work. ``--docs`` writes tables of
+``docs/results/tables.md`` and ``docs/images/scbf_convergence.png`` from these files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from page_tables import move_tables
+from page_tables import write_section
 from runs import claim
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -52,7 +52,6 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "app_configs" / "scbf_mortality.yaml"
-MOVED = {1: "eicu", 2: "diabetes", 3: "diabetes_by_age"}
 """Tables of the page that are files of their own, by number."""
 METHODS = {
     "FedAvg": "name: fedavg",
@@ -272,7 +271,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=COHORTS, nargs="+", default=list(COHORTS))
     parser.add_argument("--out", type=Path, default=Path("runs/scbf"))
-    parser.add_argument("--docs", action="store_true", help="update docs/results/scbf.md and its plot from --out")
+    parser.add_argument("--docs", action="store_true", help="update docs/results/tables.md and its plot from --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name, method, optimizer, seed in list_jobs(arguments.only, arguments.seeds):
@@ -299,10 +298,8 @@ def main() -> int:
 def update_docs(folder: Path) -> None:
     """Write the tables and the plot from the files in ``folder``; the findings above the tables are kept."""
     results = {name: read_runs(folder / name) for name in COHORTS if (folder / name).is_dir()}
-    page = ROOT / "docs" / "results" / "scbf.md"
-    findings = page.read_text(encoding="utf-8").partition("\n## ")[0]
     tables = [format_table(COHORTS[name], runs, folder / name) for name, runs in results.items()]
-    page.write_text(f"{findings}\n" + move_tables("\n".join(tables), page, MOVED), encoding="utf-8")
+    write_section("tables", "scbf", "\n".join(tables))
     plot_auc({name: {label: own[1] for label, own in runs.items()} for name, runs in results.items()},
              ROOT / "docs" / "images" / "scbf_convergence.png")  # fmt: skip
 

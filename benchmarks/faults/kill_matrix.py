@@ -22,7 +22,7 @@ trainer: training has no process of its own, the executor runs in CJ; this targe
 ``os._exit(137)``, like an out-of-memory kill. The other kills are SIGKILL.
 
 Each cell is a file of FOLDER/cells; cells that have one are skipped, unless they broke off or ``--again`` is given.
-Writes FOLDER/kills.md, and with ``--docs`` the tables of docs/results/reliability.md; exits with 1 if a property of a
+Writes FOLDER/kills.md, and with ``--docs`` the tables of docs/results/faults.md; exits with 1 if a property of a
 cell does not hold.
 """
 
@@ -42,7 +42,7 @@ from typing import Any
 from kills.cell import PHASES, SUM_PHASES, TARGETS, Kill
 from kills.damage import ENDS, VICTIM, WAYS
 from kills.drop import Drop
-from kills.federation import ROOT, Federation, wait_for
+from kills.federation import Federation, wait_for
 from kills.jobs import MASKED, METHODS, Result, follow, submit, write_job
 from kills.proxy import Proxy
 from kills.tables import format_tables, is_broken_off, write_docs
@@ -184,9 +184,7 @@ def main() -> int:
     parser.add_argument("--stagger", type=float, default=15.0, help="seconds between the starts of two lanes")
     parser.add_argument("--again", action="store_true", help="repeat finished cells")
     parser.add_argument("--only-tables", action="store_true", help="run nothing, write the tables of what has run")
-    parser.add_argument(
-        "--docs", action="store_true", help="write the tables of --parts into docs/results/reliability.md"
-    )
+    parser.add_argument("--docs", action="store_true", help="write the tables of --parts into docs/results/faults.md")
     parser.add_argument("--lane", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.folder.resolve()
@@ -217,7 +215,7 @@ def main() -> int:
     (folder / "kills.md").write_text(tables)
     print(tables)
     if options.docs:
-        write_docs(ROOT / "docs" / "results" / "reliability.md", outcomes)
+        write_docs(outcomes)
     results = [read_outcome(folder, cell) for cell in chosen]
     return int(not all(result.get("checks") and all(result["checks"].values()) for result in results))
 

@@ -5,7 +5,7 @@ plain, masked and encrypted with CKKS, one after the other in one process. The b
 
     python benchmarks/performance/encryption.py [--sparsity 0.95] [--rounds 5] [--write]
 
-``--write`` writes the table into docs/results/secure_sums.md. Compare two result folders of the same job, one plain,
+``--write`` writes the table into docs/results/privacy.md. Compare two result folders of the same job, one plain,
 one encrypted and decrypted since:
 
     python benchmarks/performance/encryption.py --runs runs/plain runs/encrypted
@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from page_tables import write_section
 from safetensors.torch import load_file
 
 from flare_sparse.core.exchange import Patch
@@ -42,12 +43,10 @@ from flare_sparse.tasks.task import Metric
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger, LedgerLine
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "secure_sums.md"
 SITES = ("site-1", "site-2", "site-3")
 VOLUME = (121, 145, 121)
 SUMS = ("plain", "masked", "ckks")
 BOUND = 64.0
-MARKS = ("<!-- sums: written by encryption.py --write -->\n", "<!-- end of sums -->\n")
 LONGEST = 1.05
 """Bound of a masked message with values, over 4 bytes a live value."""
 
@@ -83,7 +82,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sparsity", type=float, default=0.95)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="write the table into docs/results/secure_sums.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/results/privacy.md")
     parser.add_argument("--runs", nargs=2, type=Path, metavar=("PLAIN", "ENCRYPTED"))
     options = parser.parse_args()
     if options.runs:
@@ -108,8 +107,7 @@ def main() -> int:
     print(f"AlexNet3D: {layout.size:,} values, {live:,} live at a sparsity of {options.sparsity:.0%}")
     print(table)
     if options.write:
-        head, rest = PAGE.read_text().split(MARKS[0])
-        PAGE.write_text(head + MARKS[0] + table + MARKS[1] + rest.split(MARKS[1])[1])
+        write_section("privacy", "secure_sums", table)
     return int(not check_runs(runs, live, options.rounds, contexts))
 
 

@@ -7,7 +7,7 @@ system can take back at any time.
 
     python benchmarks/performance/many_sites.py [--sites 50 200 1000] [--json FILE] [--write]
 
-Each row has a process of its own. ``--write`` writes the tables into docs/results/many_sites.md.
+Each row has a process of its own. ``--write`` writes the tables into docs/results/time.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from page_tables import move_tables
+from page_tables import write_section
 from torch import Tensor
 
 from flare_sparse.core.exchange import EVALUATE
@@ -50,7 +50,6 @@ from flare_sparse.training import Site, Training
 from flare_sparse.wire.codec import read_sequence
 from flare_sparse.wire.ledger import Ledger
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "many_sites.md"
 VOLUME = (121, 145, 121)
 RUN, SEED, ROUNDS = "0" * 16, 1, 2
 MIB = 2**20
@@ -294,16 +293,6 @@ def extrapolate_masked(figures: Figures, measured: int, sites: int) -> tuple[int
     return round(up * sites), round(down * sites)
 
 
-def write_page(page: Path, tables: Mapping[str, str]) -> None:
-    """Replace each table between its two marks in a page."""
-    text = page.read_text()
-    for name, table in tables.items():
-        begin, end = f"<!-- {name}: written by many_sites.py --write -->\n", f"<!-- end of {name} -->\n"
-        head, rest = text.split(begin)
-        text = f"{head}{begin}{move_tables(table, page, {1: name})}{end}{rest.split(end)[1]}"
-    page.write_text(text)
-
-
 def run_row(row: Row) -> Figures:
     """Return the figures of a row, measured in a process of its own."""
     context = multiprocessing.get_context("spawn")
@@ -324,7 +313,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, nargs="+", default=list(EXTRAPOLATED))
     parser.add_argument("--json", type=Path, help="file with the results so far; rows in it are not measured again")
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/results/many_sites.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/results/time.md")
     options = parser.parse_args()
     known = json.loads(options.json.read_text()) if options.json and options.json.is_file() else []
     measured = {Row(**item["row"]): Figures(**item["figures"]) for item in known}
@@ -339,7 +328,8 @@ def main() -> int:
     tables = {"runs": format_rows(results), "links": format_links(results)}
     print("\n".join(tables.values()))
     if options.write:
-        write_page(PAGE, tables)
+        for name, table in tables.items():
+            write_section("time", f"many_sites_{name}", table)
     return 0
 
 

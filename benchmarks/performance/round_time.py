@@ -9,7 +9,7 @@ number of vectors of the model: the network's parameters alone are one.
     python benchmarks/performance/round_time.py [--json FILE] [--millions 30 3] [--rounds 6] [--sparsity 0.9]
         [--checkpoints] [--ours] [--docs]
 
-A size whose row is in ``--json`` is not measured again; ``--docs`` writes all rows to docs/results/round_time.md.
+A size whose row is in ``--json`` is not measured again; ``--docs`` writes all rows to docs/results/time.md.
 Exits with 1 if NeuroSFL takes more than 1/8 of FLARE's time at 30 M, or more than FLARE's time at 3 M.
 """
 
@@ -33,6 +33,7 @@ from dense_passes import count_round
 from idle_task import SITES, IdleNet
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 from nvflare.recipe import SimEnv
+from page_tables import write_section
 
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.user_classes import import_task_class
@@ -41,8 +42,6 @@ from flare_sparse.flare.recipe import SparseRecipe
 
 BOUND = {30: 0.125, 3: 1.0}
 HERE = Path(__file__).resolve()
-PAGE = HERE.parents[2] / "docs" / "results" / "round_time.md"
-MARK = "<!-- The text above is written by round_time.py. -->"
 
 
 CLIENT = """
@@ -159,12 +158,12 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def write_page(rows: list[dict[str, Any]]) -> None:
-    """Write the page's text above ``MARK``."""
+    """Write the page's section, without its title."""
     passes = {end: counter.count for end, counter in count_round(1, 0.9).items()}
     rounding = {end: counter.count for end, counter in count_round(1, 0.9, "bfloat16").items()}
     rows = sorted(rows, key=lambda row: row["parameters"])
     text = format_page(rows, passes, rounding)
-    PAGE.write_text(f"{text}\n{MARK}{PAGE.read_text().partition(MARK)[2]}")
+    write_section("time", "round_time", text.partition("\n\n")[2])
 
 
 def format_commands(rows: list[dict[str, Any]]) -> list[str]:
@@ -239,7 +238,7 @@ def main() -> int:
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--checkpoints", action="store_true", help="write NeuroSFL's checkpoints, as a deployed job")
     parser.add_argument("--ours", action="store_true", help="leave out FLARE's recipe")
-    parser.add_argument("--docs", action="store_true", help="write docs/results/round_time.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/results/time.md")
     arguments = parser.parse_args()
     rows = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else []
     measured = {(row["parameters"], row["sparsity"]) for row in rows}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from page_tables import move_tables
+from page_tables import write_section
 
 from .cell import PHASES, SUM_PHASES, TARGETS
 from .damage import ENDS, WAYS
@@ -112,12 +112,7 @@ def format_tables(outcomes: Outcomes) -> str:
     return "\n".join(f"## {part}\n\n{FORMATS[part](listed)}" for part, listed in outcomes.items())
 
 
-def write_docs(page: Path, outcomes: Outcomes) -> None:
-    """Replace each part's table between its two marks in a page."""
-    text = page.read_text()
+def write_docs(outcomes: Outcomes) -> None:
+    """Write each part's table into the page of faults."""
     for part, listed in outcomes.items():
-        begin, end = f"<!-- {part}: written by kill_matrix.py --docs -->\n", f"<!-- end of {part} -->\n"
-        head, rest = text.split(begin)
-        _, tail = rest.split(end)
-        text = f"{head}{begin}{move_tables(FORMATS[part](listed), page, {1: part})}{end}{tail}"
-    page.write_text(text)
+        write_section("faults", part, FORMATS[part](listed))
