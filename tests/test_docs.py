@@ -345,7 +345,7 @@ def test_job_of_sparse_recipes_has_the_filters_of_the_page(tmp_path: Path, monke
     model, script = find_fenced_blocks("own-script.md", "python")[:2]
     (tmp_path / "model.py").write_text(model)
     (tmp_path / "client.py").write_text(script)
-    diff = find_fenced_blocks("sparse-recipes.md", "diff")[0].splitlines()
+    diff = find_fenced_blocks("own-script.md", "diff")[1].splitlines()
     assert sum(line.startswith(("+", "-")) for line in diff) == 2
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "model", raising=False)
@@ -353,7 +353,7 @@ def test_job_of_sparse_recipes_has_the_filters_of_the_page(tmp_path: Path, monke
     scope: dict[str, Any] = {}
     exec(compile("\n".join(line[1:] for line in diff).split("recipe.execute")[0], "job.py", "exec"), scope)
     scope["recipe"].export("jobs")
-    expected = json.loads("{" + find_fenced_blocks("sparse-recipes.md", "json")[0] + "}")
+    expected = json.loads("{" + find_fenced_blocks("own-script.md", "json")[0] + "}")
     for end in ("server", "client"):
         config = json.loads(Path(f"jobs/study/app/config/config_fed_{end}.json").read_text())
         assert {chain: config[chain] for chain in expected} == expected

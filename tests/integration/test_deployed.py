@@ -474,9 +474,9 @@ def test_poc_runs_a_user_task_and_ends_with_the_bits_of_a_local_run(user_task: P
 @pytest.mark.long
 @pytest.mark.usefixtures("poc_ports")
 def test_commands_of_the_poc_page_run_and_the_console_accepts_a_job_folder(tmp_path: Path) -> None:
-    """Run the shell commands of docs/poc.md, then FLARE's admin console."""
-    commands = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "poc.md").read_text(), flags=re.DOTALL)[1]
-    assert "nvflare poc prepare" in commands
+    """Run the shell commands of docs/provisioned.md, then FLARE's admin console."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "provisioned.md").read_text(), flags=re.DOTALL)
+    (commands,) = (block for block in blocks if "nvflare poc prepare" in block)
     (tmp_path / "app_configs").symlink_to(ROOT / "app_configs")
     workspace = tmp_path / "poc-workspace"
     admin = workspace / "example_project" / "prod_00" / "admin@nvidia.com"
