@@ -25,7 +25,7 @@ from .training.loop import disable_dropout
 from .training.private import check_private_network
 from .training.script_exchange import GRADIENTS, REQUEST_KIND, TRAINABLE
 
-__all__ = ["compute_scores", "make_private", "masked", "send_scores", "site_data", "wants_scores"]
+__all__ = ["compute_scores", "keep_ranks", "make_private", "masked", "send_scores", "site_data", "wants_scores"]
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -243,7 +243,6 @@ def compute_scores(
         raise ConfigError("compute_scores: there is no minibatch; give at least one")
     network = net.module if isinstance(net, _WRAPPERS) else net
     layout = Layout.from_module(network)
-    tensors = {n: value.detach().cpu() for n, value in [*network.named_parameters(), *network.named_buffers()]}
     largest = max(map(_count_examples, batches))
 
     def iterate_vectors() -> Iterator[tuple[Tensor, float]]:
@@ -251,8 +250,39 @@ def compute_scores(
             rest = {spec.name: torch.zeros(spec.shape) for spec in layout.tensors if spec.name not in gradients}
             yield layout.flatten({**gradients, **rest}), size / largest
 
-    factors = NeuroSFL(NeuroSFL.Config(rounds=1), layout).get_score_factors(layout.flatten(tensors))
+    factors = NeuroSFL(NeuroSFL.Config(rounds=1, sparsity=0), layout).get_score_factors(_read_vector(network, layout))
     return layout.unflatten(average_saliency(iterate_vectors(), factors))
+
+
+def keep_ranks(received: Any, net: nn.Module, rank: int) -> None:
+    """Narrow the mask of a LoRA-A2 task to the slots that a trial moved most; ``masked`` trains just these then.
+
+    For jobs with ``RankUpload``, which lets no other entry leave (docs/algorithms.md, sections 4.3 and 4.4).
+
+    Args:
+        received: model that ``flare.receive()`` returned; the mask in its meta is replaced.
+        net: the network after the trial.
+        rank: r_k, number of slots by adapted module.
+
+    Raises:
+        ConfigError: the network has no adapters.
+    """
+    from .methods.lora_a2 import LoRAA2
+    from .methods.scores.ranks import compute_slot_scores, select_slots
+
+    network = net.module if isinstance(net, _WRAPPERS) else net
+    layout = Layout.from_module(network)
+    method = LoRAA2(LoRAA2.Config(rank=rank), layout)
+    start = layout.flatten({spec.name: torch.as_tensor(received.params[spec.name]) for spec in layout.tensors})
+    active, slots = method.get_active_factor(received.current_round + 1), method.slots
+    scores = compute_slot_scores(slots, _read_vector(network, layout) - start, start, active)
+    mask = select_slots(slots, scores, rank, active) | slots.other_entries
+    received.meta[TRAINABLE] = {**(received.meta.get(TRAINABLE) or {}), **layout.unflatten(mask.bits)}
+
+
+def _read_vector(network: nn.Module, layout: Layout) -> Tensor:
+    """Return the network's values as a vector ``(P,)``."""
+    return layout.flatten({n: v.detach().cpu() for n, v in [*network.named_parameters(), *network.named_buffers()]})
 
 
 def _iterate_gradients(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tenseal
 import torch
 from flare_ends import End, build_task, send_result, to_numpy
 from hypothesis import given
@@ -17,6 +18,7 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.filter import FilterChainType
 from nvflare.apis.fl_constant import FilterKey
 from nvflare.app_common.filters.exclude_vars import ExcludeVars
+from nvflare.app_opt.he.model_encryptor import HEModelEncryptor
 from torch import nn
 
 from flare_sparse.components.arrays import MASK, ComponentError, guess_layout, pack_mask, read_mask
@@ -285,3 +287,26 @@ def test_filter_in_a_chain_of_the_server_is_refused(build: Any, tmp_path: Path) 
 def test_invalid_argument_is_refused_before_the_job_runs(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ComponentError, match=f"ChannelUpload: {reason}"):
         ChannelUpload(**settings)
+
+
+def build_encryptor() -> HEModelEncryptor:
+    """FLARE's encryptor with the key that a provisioned kit would hold."""
+    item = HEModelEncryptor(weigh_by_local_iter=False)
+    item.tenseal_context = tenseal.context(tenseal.SCHEME_TYPE.CKKS, 8192, coeff_mod_bit_sizes=[60, 40, 40, 60])
+    item.tenseal_context.global_scale = 2**40
+    item.encrypt_layers = [True]
+    return item
+
+
+def test_upload_is_limited_before_flare_encrypts_it_and_refused_after(
+    site: End, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, trained = to_numpy(draw(1), LAYOUT), to_numpy(draw(2), LAYOUT)
+    limited = send(site, ChannelUpload(0.2, model=NET), start, trained, is_delta=True)
+    sent = send(site, [KeepMask(), ChannelUpload(0.2, model=NET), build_encryptor()], start, trained, is_delta=True)
+    assert sent.meta[MetaKey.PROCESSED_ALGORITHM] == "CKKS"
+    for name, array in limited.data.items():
+        assert np.allclose(sent.data[name].decrypt(), array.ravel(), atol=1e-5)
+    for item in (KeepMask(), ChannelUpload(model=NET), ToCSR()):
+        assert send(site, [build_encryptor(), item], start, trained, is_delta=True).data == {}
+    assert caplog.text.count("another filter has processed the values (CKKS); a selection cannot be made") == 3

@@ -12,8 +12,8 @@ from nvflare.apis.client import Client
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.filter import Filter, FilterChainType, FilterContextKey
-from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType, ServerCommandKey
-from nvflare.apis.fl_context import FLContextManager
+from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType, ReservedKey, ServerCommandKey
+from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model import make_model_learnable
@@ -53,6 +53,9 @@ class End:
             item.set_prop(FilterContextKey.CHAIN_TYPE, chain)
             context = self.manager.new_context()
             context.set_prop(FLContextKey.FILTER_DIRECTION, direction, private=True, sticky=False)
+            peer = FLContext()
+            peer.put(ReservedKey.IDENTITY_NAME, "server", private=False, sticky=False)
+            context.set_peer_context(peer)
             shareable = item.process(shareable, context)
         return shareable
 

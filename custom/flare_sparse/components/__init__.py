@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .ordered_mean import OrderedMean
     from .rank_mean import RankMean
     from .rank_upload import RankUpload
+    from .recipes import add_components
     from .score_executor import ScoreExecutor
     from .scored_mask import ScoredMask
     from .selective_sum import SelectiveSum
@@ -44,6 +45,7 @@ _MODULES = {
     "ordered_mean": ["OrderedMean"],
     "rank_mean": ["RankMean"],
     "rank_upload": ["RankUpload"],
+    "recipes": ["add_components"],
     "score_executor": ["ScoreExecutor"],
     "scored_mask": ["ScoredMask"],
     "selective_sum": ["SelectiveSum"],
@@ -71,6 +73,7 @@ __all__ = [
     "SelectiveSum",
     "SparseExchange",
     "ToCSR",
+    "add_components",
 ]
 
 

@@ -38,8 +38,28 @@ CODE_CLASSES = ("flare_sparse.tasks.script.ScriptTask", "flare_sparse.tasks.bund
 """Further classes that a job with code (BYOC) may name; no allow-list has them, so a job without code may not."""
 SERVER_CLASSES = ("flare_sparse.flare.tracking.MlflowTracker",)
 """Further classes that a job may name at the server only: no site builds an object that sends to a URI of a job."""
+COMPONENTS = (
+    "channel_upload.ChannelUpload",
+    "csr.FromCSR",
+    "csr.ToCSR",
+    "flexlora_mean.FlexLoRAMean",
+    "keep_mask.KeepMask",
+    "magnitude_pruning.MagnitudePruning",
+    "masked_training.MaskedTraining",
+    "meta_step.MetaStep",
+    "metagater_controller.MetaGaterController",
+    "neurosfl_controller.NeuroSFLController",
+    "ordered_mean.OrderedMean",
+    "rank_mean.RankMean",
+    "rank_upload.RankUpload",
+    "score_executor.ScoreExecutor",
+    "scored_mask.ScoredMask",
+    "selective_sum.SelectiveSum",
+    "sparse_exchange.SparseExchange",
+)
+"""Classes of ``flare_sparse.components``."""
 RECIPE_CLASSES = (
-    "flare_sparse.components.sparse_exchange.SparseExchange",
+    *(f"flare_sparse.components.{name}" for name in COMPONENTS),
     "flare_sparse.flare.sparse_exchange.SparseExchange",  # its former place
     "flare_sparse.flare.recipe_budget.RecipeBudget",
 )
@@ -113,8 +133,8 @@ def allow_classes(kit: Path, also: Sequence[str] = (), *, at_server: bool = Fals
     """
     if broad := find_broad_entries(also):
         raise ConfigError(
-            f"--also {broad[0]}: leave it out. Of flare_sparse, jobs may name only the component classes, which are "
-            f"allowed in any case, and {' and '.join(RECIPE_CLASSES)}"
+            f"--also {broad[0]}: leave it out. Of flare_sparse, jobs may name the classes that are allowed in any case "
+            f"and, each by its name, {', '.join(RECIPE_CLASSES)}"
         )
     local = find_local_folder(kit)
     resources = read_resources(local)

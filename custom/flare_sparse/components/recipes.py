@@ -1,0 +1,39 @@
+"""Components in a recipe of FLARE, which has no function that adds a filter to several chains in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nvflare.apis.filter import Filter
+from nvflare.recipe.spec import Recipe
+
+
+def add_components(
+    recipe: Recipe,
+    *,
+    client_output: Sequence[Filter] = (),
+    server_input: Sequence[Filter] = (),
+    server_output: Sequence[Filter] = (),
+    client_input: Sequence[Filter] = (),
+    tasks: Sequence[str] = ("train",),
+) -> None:
+    """Add filters to a recipe, which then relies on this package at all ends instead of copying parts of it.
+
+    Args:
+        recipe: a recipe of FLARE; call this after all other filters were added.
+        client_output: filters of what leaves a site, in their order.
+        server_input: filters of what arrives at the server.
+        server_output: filters of the models that leave the server.
+        client_input: filters of the models that arrive at a site.
+        tasks: names of the tasks; those that carry models.
+    """
+    for add, filters in (
+        (recipe.add_client_output_filter, client_output),
+        (recipe.add_server_input_filter, server_input),
+        (recipe.add_server_output_filter, server_output),
+        (recipe.add_client_input_filter, client_input),
+    ):
+        for item in filters:
+            add(item, tasks=list(tasks))
+    # Without this, FLARE copies those modules of the package that it finds by tracing imports, which misses some.
+    recipe._job.set_app_packages(["flare_sparse"])

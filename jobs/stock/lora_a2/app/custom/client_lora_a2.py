@@ -1,0 +1,1 @@
+../../../custom/client_lora_a2.py

@@ -1,0 +1,193 @@
+"""Components in FLARE's configuration files: recipes export their arguments, and stock jobs are built of them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nvflare.apis.fl_component import FLComponent
+from nvflare.app_opt.pt.job_config.base_fed_job import BaseFedJob
+from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
+from nvflare.fuel.utils.class_loader import load_class
+from nvflare.recipe.spec import Recipe
+
+import flare_sparse.components as public
+from flare_sparse.components import (
+    ChannelUpload,
+    FlexLoRAMean,
+    FromCSR,
+    KeepMask,
+    MagnitudePruning,
+    MaskedTraining,
+    MetaGaterController,
+    MetaStep,
+    NeuroSFLController,
+    OrderedMean,
+    RankMean,
+    RankUpload,
+    ScoredMask,
+    SelectiveSum,
+    ToCSR,
+    add_components,
+)
+from flare_sparse.flare.site.allow_list import RECIPE_CLASSES
+
+NET = """from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+"""
+STOCK = Path(__file__).parents[2] / "jobs" / "stock"
+
+
+@pytest.fixture
+def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Recipe], tuple[Any, Any]]]:
+    """Export a recipe and return the configuration of server and clients."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "client.py").write_text("")
+    # A class of its own: FLARE copies the source of the model's class into the job, of torch's classes all of torch.
+    (tmp_path / "stock_net.py").write_text(NET)
+
+    def run(recipe: Recipe) -> tuple[Any, Any]:
+        recipe._job.set_app_packages(["flare_sparse"])
+        recipe.export("jobs")
+        config = tmp_path / "jobs" / "study" / "app" / "config"
+        server, client = ((config / f"config_fed_{end}.json").read_text() for end in ("server", "client"))
+        return json.loads(server), json.loads(client)
+
+    yield run
+    sys.modules.pop("stock_net", None)
+
+
+def build_network() -> Any:
+    return import_module("stock_net").Net()
+
+
+def build(entry: dict[str, Any]) -> Any:
+    """Build a component as FLARE does from its entry in a configuration."""
+    args = {
+        key: build(value) if isinstance(value, dict) and "path" in value else value
+        for key, value in entry.get("args", {}).items()
+    }
+    return load_class(entry["path"])(**args)
+
+
+def list_arguments(component: Any) -> dict[str, Any]:
+    names = inspect.signature(type(component).__init__).parameters.keys() - {"self", "args", "kwargs"}
+    return {name: getattr(component, name) for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "aggregator",
+    [OrderedMean("median"), MagnitudePruning(0.7), SelectiveSum("mean"), ScoredMask(0.5), RankMean("b_only"),
+     FlexLoRAMean(ranks={"site-1": 2}), MetaStep(lasso=0.5)],
+    ids=lambda a: type(a).__name__,
+)  # fmt: skip
+def test_aggregator_of_a_recipe_is_exported_with_what_matters(
+    aggregator: Any, export: Callable[[Recipe], tuple[Any, Any]]
+) -> None:
+    recipe = FedAvgRecipe(
+        name="study",
+        min_clients=2,
+        num_rounds=2,
+        model=build_network(),
+        train_script="client.py",
+        aggregator=aggregator,
+    )
+    server, _ = export(recipe)
+    entry = server["workflows"][0]["args"]["aggregator"]
+    assert set(type(aggregator)._always_serialize_args) <= entry["args"].keys()
+    assert list_arguments(build(entry)) == list_arguments(aggregator)
+
+
+@pytest.mark.slow
+def test_filters_of_a_recipe_are_exported_with_what_matters(export: Callable[[Recipe], tuple[Any, Any]]) -> None:
+    recipe = FedAvgRecipe(name="study", min_clients=2, num_rounds=2, model=build_network(), train_script="client.py")
+    filters = [KeepMask(), ChannelUpload(0.3), RankUpload(8, heads=["head.*"]), ToCSR(), FromCSR(100)]
+    add_components(recipe, client_output=filters)
+    _, client = export(recipe)
+    (chain,) = client["task_result_filters"]
+    assert [entry["args"].keys() >= set(getattr(f, "_always_serialize_args", ())) for entry, f in
+            zip(chain["filters"], filters, strict=True)] == [True] * 5  # fmt: skip
+    assert [list_arguments(build(entry)) for entry in chain["filters"]] == [list_arguments(item) for item in filters]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "controller",
+    [NeuroSFLController(num_clients=2, num_rounds=3, sparsity=0.9, min_sites=2),
+     MetaGaterController(num_clients=2, num_rounds=3, lasso=1e-3, adapt_task="adapt")],
+    ids=lambda c: type(c).__name__,
+)  # fmt: skip
+def test_controller_is_exported_with_what_matters(controller: Any, export: Callable[[Recipe], tuple[Any, Any]]) -> None:
+    job = BaseFedJob(initial_model=build_network(), name="study", min_clients=2)
+    job.to_server(controller)
+    job.to_clients(MaskedTraining("in_process", task_script_path="client.py"), tasks=["train"])
+    server, client = export(Recipe(job))
+    entry = server["workflows"][0]
+    rebuilt = build(entry)
+    assert set(type(controller)._always_serialize_args) <= entry["args"].keys()
+    names = [*list_arguments(controller), "num_clients", "num_rounds", "fedprox_mu", "_ignore_result_error"]
+    assert [getattr(rebuilt, name) for name in names] == [getattr(controller, name) for name in names]
+    assert rebuilt._ignore_result_error is True
+    executor = client["executors"][0]["executor"]
+    assert executor["path"] == "flare_sparse.components.masked_training.MaskedTraining"
+    assert executor["args"] == {"execution_mode": "in_process", "task_script_path": "client.py"}
+
+
+def iterate_entries(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the outermost entries of components in a configuration."""
+    if isinstance(value, dict) and "path" in value:
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from iterate_entries(part)
+
+
+@pytest.mark.slow  # peft imports transformers
+@pytest.mark.parametrize("job", sorted(p.name for p in STOCK.iterdir() if (p / "meta.json").is_file()))
+def test_stock_job_is_built_of_components_and_classes_of_flare(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = STOCK / job / "app"
+    monkeypatch.syspath_prepend(str(app / "custom"))
+    monkeypatch.delitem(sys.modules, "study", raising=False)
+    meta = json.loads((STOCK / job / "meta.json").read_text())
+    assert (meta["deploy_map"], meta["min_clients"]) == ({"app": ["@ALL"]}, 3)
+    components = 0
+    for end in ("server", "client"):
+        text = (app / "config" / f"config_fed_{end}.json").read_text()
+        components += text.count('"flare_sparse.components.')
+        for entry in iterate_entries(json.loads(text)):
+            assert isinstance(build(entry), FLComponent)
+            assert entry["path"].startswith(("flare_sparse.components.", "nvflare."))
+    assert components >= 2
+    assert {path.name for path in (app / "custom").iterdir()} >= {"study.py"}
+    assert all(path.resolve().parent == STOCK / "custom" for path in (app / "custom").iterdir() if path.suffix == ".py")
+
+
+def test_stock_jobs_are_those_of_the_five_papers() -> None:
+    jobs = {path.name for path in STOCK.iterdir() if (path / "meta.json").is_file()}
+    assert jobs == {"fedsparsify", "scbf", "lora_a2", "neurosfl", "metagater"}
+
+
+def test_every_public_name_leads_to_a_class_that_a_site_may_allow() -> None:
+    paths = {f"{cls.__module__}.{cls.__qualname__}" for cls in (getattr(public, name) for name in public.__all__)}
+    assert sorted(paths - set(RECIPE_CLASSES)) == [
+        "flare_sparse.components.arrays.ComponentError",
+        "flare_sparse.components.decomposers.MaskDecomposer",
+        "flare_sparse.components.decomposers.PatchDecomposer",
+        "flare_sparse.components.recipes.add_components",
+    ]
+    assert dir(public) == public.__all__ == sorted(public.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Other'"):
+        _ = public.Other
