@@ -32,16 +32,16 @@ import torch
 with atheris.instrument_imports(include=["flare_sparse.wire"], enable_loader_override=False):
     from flare_sparse.wire.codec import decode, encode
     from flare_sparse.wire.encodings import ENCODINGS, Encoding
-    from flare_sparse.wire.envelope import HEADER_BYTES, read_header, write_header
+    from flare_sparse.wire.envelope import HEADER_BYTES, VERSION, read_header, write_header
 
 from flare_sparse.core.errors import RejectedMessage, WireError
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire import envelope
+from flare_sparse.wire.formats import FORMATS
 from flare_sparse.wire.messages import Decoded
 from flare_sparse.wire.plan import Plan
-from flare_sparse.wire.versions import VERSIONS
 
 SLACK_BYTES = 16 * 2**20
 SECONDS = 1.0
@@ -93,8 +93,7 @@ class Finding(Exception):
 def build_seeds() -> list[bytes]:
     """Return valid messages of every plan, selection and number format, by every encoding that can write them."""
     messages = []
-    formats = [name for version in VERSIONS.values() for name in version.value_formats if name != "ckks"]
-    for (number, plan), share, values in product(enumerate(PLANS), (0.0, 0.02, 0.3, 1.0), formats):
+    for (number, plan), share, values in product(enumerate(PLANS), (0.0, 0.02, 0.3, 1.0), FORMATS):
         full = replace(plan, sequence=7, round=3, kind="train")
         masks = [draw_mask(plan.layout.size, share)]
         if plan.base_mask is not None:
@@ -127,10 +126,8 @@ def encode_by(name: str, plan: Plan, mask: Mask) -> np.ndarray:
     encoding = ENCODINGS[name]
     raw = encoding.encode(mask, plan.base_mask, plan.layout)
     assert raw is not None
-    generator = torch.Generator().manual_seed(1)
-    format_: Any = "float32" if encoding in VERSIONS[1].encodings else "int4"
     plain_plan = replace(plan, base_mask=None, base_vector=None)
-    message = encode(Patch(torch.ones(mask.count), mask), plain_plan, values=format_, generator=generator).data
+    message = encode(Patch(torch.ones(mask.count), mask), plain_plan).data
     plain = read_header(message)
     values = message[plain.values_start :]
     known = bytes.fromhex(plan.base_mask.fingerprint) if encoding.requires_base and plan.base_mask else bytes(16)
@@ -167,7 +164,7 @@ def with_identity(message: np.ndarray, plan: Plan) -> np.ndarray:
     valid = build_empty_message(plan)
     for part in IDENTITY:
         message[part] = valid[part]
-    message[4] = 1 + (int(message[4]) - 1) % len(VERSIONS)
+    message[4] = VERSION
     encoding = CODES.get(int(message[6]))
     requires_base = encoding is not None and encoding.requires_base and plan.base_mask is not None
     base = bytes.fromhex(plan.base_mask.fingerprint) if requires_base and plan.base_mask else bytes(16)

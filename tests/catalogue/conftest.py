@@ -98,7 +98,7 @@ def force_encoding(name: str | None) -> Any:
     return patch.object(
         codec,
         "choose_encoding",
-        lambda mask, base_mask, layout, encodings: (encoding, encoding.encode(mask, base_mask, layout)),
+        lambda mask, base_mask, layout: (encoding, encoding.encode(mask, base_mask, layout)),
     )
 
 

@@ -19,12 +19,12 @@ from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec, compute_digest
 from flare_sparse.rounds.federation import RoundRules
-from flare_sparse.wire.envelope import HEADER_BYTES
+from flare_sparse.wire.encodings import ENCODINGS
+from flare_sparse.wire.envelope import HEADER_BYTES, VERSION
 from flare_sparse.wire.formats import ValueType
-from flare_sparse.wire.versions import CURRENT_VERSION, VERSIONS
 
 # The encodings of version 1, which float32 jobs use; test_coded.py has what version 2 adds.
-every_encoding = pytest.mark.parametrize("encoding", [encoding.name for encoding in VERSIONS[1].encodings])
+every_encoding = pytest.mark.parametrize("encoding", list(ENCODINGS))
 
 
 def encodings(*names: str) -> pytest.MarkDecorator:
@@ -197,6 +197,7 @@ def test_entries_outside_the_requested_mask_are_rejected(catalogue: Any, encodin
         "bitmap": asked | beyond,
         "csr": (asked | beyond) - Mask(torch.arange(asked.size) == int(asked.indices[0])),
         "slices": rows,
+        "gaps": beyond,
     }[encoding]
     wire.assert_rejects(("E_MASK", lambda sent: sent.with_mask(encoding, other)))
 
@@ -442,7 +443,7 @@ def test_slots_other_than_the_sites_own_are_rejected(catalogue: Any, method: str
 def test_unknown_versions_and_flags_are_rejected(wire: Any, encoding: str) -> None:
     wire.assert_rejects(
         ("E_VERSION", lambda sent: with_bytes_at(sent, 0, b"FSPX")),
-        ("E_VERSION", lambda sent: with_bytes_at(sent, 4, bytes([CURRENT_VERSION + 1, 0]))),
+        ("E_VERSION", lambda sent: with_bytes_at(sent, 4, bytes([VERSION + 1, 0]))),
         ("E_VERSION", lambda sent: sent.with_header(encoding=99)),
         ("E_VERSION", lambda sent: sent.with_header(trainable=99)),
         ("E_VERSION", lambda sent: sent.with_header(content=9)),

@@ -29,10 +29,10 @@ from flare_sparse.flare.session import ServerSession
 from flare_sparse.rounds.endpoints.bases import SiteBase
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.ledger import Ledger
-from flare_sparse.wire.versions import VERSIONS
 
-every_encoding = pytest.mark.parametrize("encoding", [encoding.name for encoding in VERSIONS[1].encodings])
+every_encoding = pytest.mark.parametrize("encoding", list(ENCODINGS))
 
 
 @pytest.mark.slow

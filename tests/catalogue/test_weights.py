@@ -11,9 +11,9 @@ import pytest
 
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.federation import RoundRules
-from flare_sparse.wire.versions import VERSIONS
+from flare_sparse.wire.encodings import ENCODINGS
 
-every_encoding = pytest.mark.parametrize("encoding", [encoding.name for encoding in VERSIONS[1].encodings])
+every_encoding = pytest.mark.parametrize("encoding", list(ENCODINGS))
 
 
 def claim_examples(*numbers: Any) -> list[Any]:

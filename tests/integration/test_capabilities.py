@@ -13,7 +13,7 @@ from flare_sparse.api.local import run as run_in_process
 from flare_sparse.api.sim import run as run_in_simulator
 from flare_sparse.config.study import Study
 from flare_sparse.results.runs.folder import RunFolder
-from flare_sparse.wire.versions import CURRENT_VERSION
+from flare_sparse.wire.envelope import VERSION
 
 HERE = Path(__file__).parent
 
@@ -57,7 +57,7 @@ def test_job_continues_with_the_sites_whose_capabilities_suffice(tmp_path: Path)
     for line in rounds:
         assert line["excluded"]["site-3"].startswith("E_VERSION")
         assert (
-            f"flare-sparse 0.0.9 (wire format {CURRENT_VERSION}), the server runs flare-sparse 0.1.0"
+            f"flare-sparse 0.0.9 (wire format {VERSION}), the server runs flare-sparse 0.1.0"
             in line["excluded"]["site-3"]
         )
         assert line["excluded"]["site-4"].startswith("E_CAP")

@@ -16,7 +16,7 @@ from flare_sparse.wire.codec import decode
 from flare_sparse.wire.plan import Plan
 
 FOLDER = Path(__file__).parents[1] / "wire" / "golden"
-FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("v*/*.bin"))
+FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*.bin"))
 
 
 def unpack_mask(text: str, size: int) -> Mask:
@@ -31,7 +31,7 @@ def unpack_vector(text: str | None) -> torch.Tensor | None:
 def load_expected(file: str) -> tuple[Plan, dict[str, Any]]:
     """Return the plan of both ends and the meaning of a golden message."""
     path = FOLDER / file
-    expected = json.loads((path.parent / "expected.json").read_text())
+    expected = json.loads((FOLDER / "expected.json").read_text())
     layout = Layout(tuple(TensorSpec(name, tuple(shape), role) for name, shape, role in expected["layout"]))
     plan = Plan(
         layout,

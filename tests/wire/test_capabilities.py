@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flare_sparse.core.errors import SiteExcluded
 from flare_sparse.core.version import VERSION
-from flare_sparse.wire import versions
+from flare_sparse.wire import envelope
 from flare_sparse.wire.capabilities import Capabilities, Versions, local_capabilities, parse_hello
 
 
@@ -23,13 +23,13 @@ def code(hello: Any) -> str:
 
 def test_version_in_code_equals_version_of_the_package() -> None:
     assert version("flare-sparse") == VERSION
-    assert (local_capabilities().version, local_capabilities().wire) == (VERSION, versions.CURRENT_VERSION)
+    assert (local_capabilities().version, local_capabilities().wire) == (VERSION, envelope.VERSION)
 
 
 def test_hello_round_trips_and_omits_missing_limits() -> None:
     capabilities = local_capabilities(max_upload_bytes=1000, max_upload_share=0.5, rank=2)
     assert parse_hello(capabilities.to_message(), "site-1") == capabilities
-    assert local_capabilities().to_message() == {"version": VERSION, "wire": versions.CURRENT_VERSION}
+    assert local_capabilities().to_message() == {"version": VERSION, "wire": envelope.VERSION}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_incompatible_version_is_reported_before_other_fields_are_read() -> None
         parse_hello(hello, "site-2")
     assert str(error.value) == (
         "E_VERSION: site 'site-2' is excluded: it runs flare-sparse 9.9.1 (wire format 7), the server runs "
-        f"flare-sparse {VERSION} (wire format {versions.CURRENT_VERSION}): the versions are incompatible. Install "
+        f"flare-sparse {VERSION} (wire format {envelope.VERSION}): the versions are incompatible. Install "
         f"flare-sparse {VERSION} at the site, or 9.9.1 on the server and at all other sites"
     )
 

@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 from thoroughness import count_cases
 
 from flare_sparse.core.errors import RejectedMessage
-from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.wire.codec import encode
 from flare_sparse.wire.encoding_choice import choose_encoding, compute_selection_entropy
 from flare_sparse.wire.encodings import ENCODINGS
-from flare_sparse.wire.plan import Plan
-from flare_sparse.wire.versions import VERSIONS
 
 GAPS = ENCODINGS["gaps"]
 SIZE = 200_000
@@ -84,18 +80,13 @@ def test_denser_selections_are_left_to_the_bitmap() -> None:
     assert GAPS.compute_min_bytes(draw_mask(0.6), None, LAYOUT) is None
 
 
-def test_version_2_writes_gaps_where_they_are_shorter_and_version_1_never_does() -> None:
+def test_gaps_are_written_where_they_are_shorter_than_a_bitmap() -> None:
     mask = draw_mask(0.01)
-    sizes = {}
-    for number, name in ((1, "bitmap"), (2, "gaps")):
-        encoding, section = choose_encoding(mask, None, LAYOUT, VERSIONS[number].encodings)
-        assert encoding.name == name
-        sizes[number] = len(section)
-    assert sizes[2] < 0.65 * sizes[1]
-    plan = Plan(LAYOUT, "0" * 16, sequence=1, round=1, kind="train")
-    patch = Patch.from_vector(torch.zeros(SIZE), mask)
-    assert encode(patch, plan, values="float32").encoding == "bitmap"
-    assert encode(patch, plan, values="float32_zstd").encoding == "gaps"
+    encoding, section = choose_encoding(mask, None, LAYOUT)
+    bitmap = ENCODINGS["bitmap"].encode(mask, None, LAYOUT)
+    assert encoding.name == "gaps"
+    assert bitmap is not None
+    assert len(section) < 0.65 * len(bitmap)
 
 
 def with_count(count: int) -> Callable[[bytes], bytes]:

@@ -1,4 +1,4 @@
-"""Every version's golden messages keep their meaning, whatever version the encoder writes."""
+"""The golden messages keep their meaning."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from golden import FILES, FOLDER, check_meaning, load_expected
 
 from flare_sparse.core.errors import MissingBase
 from flare_sparse.wire.codec import decode
-from flare_sparse.wire.envelope import HEADER_BYTES
+from flare_sparse.wire.encodings import ENCODINGS
+from flare_sparse.wire.envelope import HEADER_BYTES, VERSION
 from flare_sparse.wire.formats import FORMAT_CODES, FORMATS, ValueType
-from flare_sparse.wire.versions import CURRENT_VERSION, VERSIONS
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -31,18 +31,18 @@ def test_golden_message_requires_the_mask_or_base_it_refers_to(file: str) -> Non
         decode((FOLDER / file).read_bytes(), replace(plan, base_mask=None, base_sequence=None))
 
 
-def test_format_page_matches_header_and_encodings_of_the_current_version() -> None:
+def test_format_page_matches_header_and_encodings() -> None:
     page = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
-    assert page.startswith(f"# Wire format, versions 1 to {CURRENT_VERSION}\n")
+    assert page.startswith(f"# Wire format, version {VERSION}\n")
     header, encodings = (
         page.split(f"## {title}\n")[1].split("\n## ")[0] for title in ("Header", "Encodings of a selection")
     )
     fields = [(int(at), int(size)) for at, size in re.findall(r"^\| (\d+) \| (\d+) \|", header, re.MULTILINE)]
     ends = [at + size for at, size in fields]
     assert [at for at, _ in fields] == [0, *ends[:-1]]
-    assert ends[-1] == HEADER_BYTES == VERSIONS[CURRENT_VERSION].header_bytes
+    assert ends[-1] == HEADER_BYTES
     rows = dict(re.findall(r"^\| (\d+) \| (\w+) \|", encodings, re.MULTILINE))
-    assert rows == {str(encoding.code): encoding.name for encoding in VERSIONS[CURRENT_VERSION].encodings}
+    assert rows == {str(encoding.code): encoding.name for encoding in ENCODINGS.values()}
 
 
 def test_table_of_codes_lists_every_error_code_of_the_wire() -> None:
@@ -53,13 +53,8 @@ def test_table_of_codes_lists_every_error_code_of_the_wire() -> None:
     assert raised <= set(re.findall(r"^(E_[A-Z_]+),", table, re.MULTILINE))
 
 
-def test_every_version_has_golden_messages_of_its_own_encodings_in_every_value_format() -> None:
-    assert sorted(VERSIONS) == list(range(1, CURRENT_VERSION + 1))
-    for version in VERSIONS.values():
-        stems = {Path(file).stem for file in FILES if file.startswith(f"v{version.number}/")}
-        formats = [name for name in version.value_formats if name != "ckks"]
-        required = {f"{encoding.name}_{values}" for encoding in version.encodings for values in formats}
-        assert required <= stems
+def test_every_encoding_has_a_golden_message_in_every_number_format() -> None:
+    assert {f"{encoding}_{values}.bin" for encoding in ENCODINGS for values in FORMATS} <= set(FILES)
 
 
 def test_value_formats_keep_their_codes() -> None:
@@ -67,6 +62,5 @@ def test_value_formats_keep_their_codes() -> None:
         "float32": 1, "float16": 2, "bfloat16": 3, "ckks": 4, "int8": 5, "int4": 6, "int2": 7, "float32_zstd": 8,
         "bfloat16_zstd": 9,
     }  # fmt: skip
-    formats = [name for version in VERSIONS.values() for name in version.value_formats]
-    assert sorted(formats) == sorted(FORMAT_CODES)
+    assert {*FORMATS, "ckks"} == FORMAT_CODES.keys()
     assert get_args(ValueType) == tuple(FORMATS)

@@ -19,10 +19,9 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
-from flare_sparse.wire.envelope import HEADER_BYTES, read_header, write_checksums, write_header
+from flare_sparse.wire.envelope import HEADER_BYTES, VERSION, read_header, write_checksums, write_header
 from flare_sparse.wire.messages import Decoded
 from flare_sparse.wire.plan import Plan
-from flare_sparse.wire.versions import CURRENT_VERSION
 
 LAYOUT = Layout((TensorSpec("w", (6, 5), "weight"), TensorSpec("b", (7,), "bias"), TensorSpec("s", (), "other")))
 SIZE = LAYOUT.size
@@ -120,7 +119,7 @@ CASES: dict[str, tuple[str, np.ndarray]] = {
     "trailing zero words": ("E_LEN", np.concatenate([build_message(), np.zeros(8, np.uint8)])),
     "unknown encoding": ("E_VERSION", change_header(encoding=99)),
     "unknown trainable encoding": ("E_VERSION", change_header(trainable=99)),
-    "unknown value type": ("E_DTYPE", change_header(values=9)),
+    "unknown value type": ("E_DTYPE", change_header(values=10)),
     "unknown content": ("E_VERSION", change_header(content=9)),
     "unknown base": ("E_VERSION", change_header(base=9)),
     "another run": ("E_RUN", change_header(run=bytes(8))),
@@ -169,7 +168,7 @@ def test_malformed_field_is_refused_with_its_code(name: str) -> None:
     assert all(word in str(caught.value) for word in (code, "site-3", "expected", "found"))
 
 
-@pytest.mark.parametrize(("at", "byte"), [(0, b"X"), (4, bytes([CURRENT_VERSION + 1])), (5, b"\1")])
+@pytest.mark.parametrize(("at", "byte"), [(0, b"X"), (4, bytes([VERSION + 1])), (5, b"\1")])
 def test_other_magic_or_version_is_refused(at: int, byte: bytes) -> None:
     data = build_message().copy()
     data[at] = byte[0]

@@ -120,7 +120,7 @@ def test_encoder_takes_the_encoding_with_the_fewest_bytes(data: st.DataObject, l
     mask, base_mask = data.draw(selections(layout.size)), data.draw(selections(layout.size))
     candidates = [e for e in ENCODINGS.values() if e.compute_min_bytes(mask, base_mask, layout) is not None]
     sizes = [len(section) for e in candidates if (section := e.encode(mask, base_mask, layout)) is not None]
-    assert len(choose_encoding(mask, base_mask, layout, ENCODINGS.values())[1]) == min(sizes)
+    assert len(choose_encoding(mask, base_mask, layout)[1]) == min(sizes)
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ def test_channels_and_whole_tensors_need_only_their_indices() -> None:
     bits = layout.unflatten(torch.zeros(layout.size, dtype=torch.bool))
     bits["conv"][:, 2] = True
     bits["bias"][:] = True
-    encoding, section = choose_encoding(Mask(layout.flatten(bits)), None, layout, ENCODINGS.values())
+    encoding, section = choose_encoding(Mask(layout.flatten(bits)), None, layout)
     assert (encoding.name, len(section)) == ("slices", 1 + 4 + 4 + 1)
 
 
@@ -287,7 +287,7 @@ def test_entropy_is_zero_for_the_base_mask_and_binomial_otherwise() -> None:
     assert compute_selection_entropy(mask, None) == 6  # log2 C(100, 10) = 43.98 bits
     assert compute_selection_entropy(mask, Mask(torch.arange(100) < 20)) == 3  # log2 C(20, 10) = 17.5 bits
     layout = Layout((TensorSpec("w", (100,), "weight"),))
-    assert choose_encoding(mask, mask, layout, ENCODINGS.values()) == (ENCODINGS["shared"], b"")
+    assert choose_encoding(mask, mask, layout) == (ENCODINGS["shared"], b"")
 
 
 def test_ledger_has_one_line_per_message() -> None:

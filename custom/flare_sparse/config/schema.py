@@ -51,10 +51,8 @@ class WireConfig(Section):
         description="masked, fixed_point: largest change of a parameter in a round; an update with a larger one is "
         "refused (E_RANGE); the sum is exact to 2^-20 of it or better",
     )
-    # Left out at its default: a job without it keeps its run id.
     initial_model: Literal["sent", "built"] = Field(
         "sent",
-        exclude_if=lambda value: value == "sent",
         description="built: each site builds the initial model from the job's seed, and the first request has the "
         "statistics of inputs alone, with int8, int4 and int2 compressed and to 24 bits; a site whose model has "
         "another digest than the server's receives all of it",
@@ -132,14 +130,12 @@ class FederationConfig(Section):
     kept_commits: int = Field(
         MIN_COMMITS,
         ge=MIN_COMMITS,
-        exclude_if=lambda value: value == MIN_COMMITS,
         description="newest commits whose checkpoints server and sites keep; a withdrawal retrains from the last one "
         "before the data took part",
     )
     checkpoint_days: int | None = Field(
         None,
         ge=0,
-        exclude_if=lambda value: value is None,
         description="days that a result folder keeps checkpoints; 0: none after the run; null: until they are removed",
     )
     request_interval_s: float = Field(
@@ -345,22 +341,18 @@ class JobConfig(Section):
     federation: FederationConfig = Field(
         default_factory=FederationConfig, description="quorum, limits, timeouts and retries of the rounds"
     )
-    # Left out where it is not set: a job without it keeps its run id.
     privacy: PrivacyConfig | None = Field(
         None,
-        exclude_if=lambda value: value is None,
         description="differential privacy of every site's training, {epsilon: 3}; null: none",
     )
     audit: AuditConfig = Field(
         default_factory=AuditConfig,
-        exclude_if=lambda value: value == AuditConfig(),
         description="what the run records for flare-sparse audit",
     )
     permit: str | None = Field(
         None,
         min_length=1,
         max_length=200,
-        exclude_if=lambda value: value is None,
         description="number of the ethics vote or data permit under which the job runs; a site's policy may demand one",
     )
 

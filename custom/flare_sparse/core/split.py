@@ -50,7 +50,6 @@ class SplitConfig(BaseModel):
     )
     stable: bool = Field(
         False,
-        exclude_if=lambda value: not value,
         description="the part of a subject depends on its identifier alone, so that no subject changes parts when "
         "another one leaves or joins; the shares then hold on average",
     )

@@ -56,7 +56,6 @@ class Config(AveragingConfig):
         1.0,
         gt=0,
         le=1,
-        exclude_if=lambda value: value == 1,
         description="share of the maskable entries whose scores a site sends: its largest, never fewer than stay live",
     )
     signed: bool = Field(False, description="rank |sum of signed saliencies|: SNIP of the pooled loss, a test oracle")

@@ -35,12 +35,10 @@ class Config(MethodConfig):
         le=1,
         description="share of all entries that a site uploads in a round, running statistics not included",
     )
-    # Left out at their defaults: a job without them keeps its run id.
     down: float | None = Field(
         None,
         gt=0,
         le=1,
-        exclude_if=lambda value: value is None,
         description="share of all entries that the server sends in a round after the first, running statistics not "
         "included; it keeps the rest for later rounds; null: all that the round changed",
     )
@@ -48,7 +46,6 @@ class Config(MethodConfig):
         1.0,
         ge=0,
         le=1,
-        exclude_if=lambda value: value == 1,
         description="factor of what a site, and with down the server, has kept, before it is added",
     )
 

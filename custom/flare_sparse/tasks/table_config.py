@@ -215,12 +215,10 @@ class TableConfig(TaskConfig):
     )
     decimal: Literal[".", ","] = Field(
         ".",
-        exclude_if=lambda value: value == ".",
         description="decimal mark of numbers; with ',' a column may have commas or points, but not both",
     )
     censored: Censored = Field(
         "refuse",
-        exclude_if=lambda value: value == "refuse",
         description="numbers such as <90 and >200: refuse them, use the limit, or half of a lower limit and an upper "
         "limit (half)",
     )

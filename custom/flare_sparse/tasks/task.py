@@ -74,17 +74,14 @@ class TaskConfig(Settings):
         default_factory=SplitConfig, description="which of a site's subjects are for training, validation and testing"
     )
 
-    # Left out where they are not set: a job without subgroups keeps its run id.
     subgroups: tuple[str, ...] = Field(
         (),
-        exclude_if=lambda value: not value,
         description="columns of the data by which the final metrics are reported, with a width of bins for numbers: "
         "[sex, age:10, scanner]",
     )
     min_subgroup: int = Field(
         10,
         ge=2,
-        exclude_if=lambda value: value == 10,
         description="fewest test subjects of a subgroup at a site; the site's policy may ask for more "
         "(min_test_examples)",
     )

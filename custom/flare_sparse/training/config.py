@@ -39,10 +39,7 @@ class TrainingConfig(BaseModel):
         default_factory=LearningRateSchedule, description="learning rate over the rounds of the run"
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum (sgd only)")
-    # Left out where it is not set: a job without it keeps its run id.
-    nesterov: bool = Field(
-        False, exclude_if=lambda value: not value, description="Nesterov's momentum (sgd only), as nnU-Net has it"
-    )
+    nesterov: bool = Field(False, description="Nesterov's momentum (sgd only), as nnU-Net has it")
     weight_decay: float = Field(0.0, ge=0, description="weight decay")
     amsgrad: bool = Field(False, description="divide by the largest second moment so far (adam, adamw, novograd)")
     clip_norm: float | None = Field(None, gt=0, description="largest L2 norm of the masked gradient; none: no clipping")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.errors import SiteExcluded, abbreviate
 from ..core.version import VERSION
-from .versions import CURRENT_VERSION as WIRE_VERSION
+from .envelope import VERSION as WIRE_VERSION
 
 V = TypeVar("V", bound="Versions")
 

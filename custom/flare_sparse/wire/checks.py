@@ -10,7 +10,6 @@ from .encodings import Encoding
 from .envelope import Header, is_kind
 from .formats import FORMAT_CODES, ValueFormat
 from .plan import Plan
-from .versions import WireVersion
 
 T = TypeVar("T")
 
@@ -76,19 +75,18 @@ def check_base(header: Header, base: Base, encoding: Encoding, plan: Plan, *, is
         raise RejectedMessage("E_CANON", "base", 0, header.base_sequence)
 
 
-def find_value_format(code: int, plan: Plan, version: WireVersion) -> ValueFormat:
+def find_value_format(code: int, plan: Plan) -> ValueFormat:
     """Return the value format that has ``code`` in the header.
 
     Raises:
-        RejectedMessage: this version has no such code, or the values are encrypted and this end accepts plain values
-            only.
+        RejectedMessage: there is no such code, or the values are encrypted and this end accepts plain values only.
     """
     # Without the format of its ciphertexts an end can neither bound their length nor read them.
-    accepted = [name for name in version.value_formats if name != "ckks" or plan.ciphertext_format is not None]
-    for name in accepted:
-        if FORMAT_CODES[name] == code:
+    accepted = {name: own for name, own in FORMAT_CODES.items() if name != "ckks" or plan.ciphertext_format is not None}
+    for name, own in accepted.items():
+        if own == code:
             return name
-    raise RejectedMessage("E_DTYPE", "values", {name: FORMAT_CODES[name] for name in accepted}, code)
+    raise RejectedMessage("E_DTYPE", "values", accepted, code)
 
 
 def find_by_code(table: tuple[T, ...], code: int, field: str) -> T:

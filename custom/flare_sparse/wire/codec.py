@@ -18,14 +18,13 @@ from ..core.mask import Mask
 from . import ciphertexts
 from .checks import NO_MASK, check_base, check_identity, check_patch, check_sender_plan, find_by_code, find_value_format
 from .encoding_choice import choose_encoding, compute_selection_entropy
-from .encodings import Encoding
-from .envelope import Header, round_up_to_words
+from .encodings import Encoding, find_encoding
+from .envelope import HEADER_BYTES, Header, read_header, round_up_to_words, write_header
 from .formats import FORMAT_CODES, FORMATS, ValueFormat, ValueType, is_quantized
 from .messages import Decoded, Encoded
 from .plan import Plan
 from .sections import WITHOUT_BASE, CodedValues, code_values, measure_section, read_section
 from .values import compute_min_value_bytes, write_values
-from .versions import WireVersion, choose_version, find_version
 
 # The position is the code in the header. Spelled out, because the order of the Literal types means nothing elsewhere.
 _CONTENTS_BY_CODE: tuple[Content, ...] = ("weights", "delta", "scores", "metrics", "statistics")
@@ -58,7 +57,7 @@ def encode(
     residual: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Encoded:
-    """Return the message that carries a patch, in the oldest version that has the number format.
+    """Return the message that carries a patch.
 
     Args:
         patch: values and the entries that they belong to.
@@ -79,10 +78,9 @@ def encode(
     if is_quantized(values) and content == "weights" and plan.base_vector is None:
         values = WITHOUT_BASE
     value_format: ValueFormat = values if patch.encrypted is None else "ckks"
-    version = choose_version(value_format)
-    sections = _encode_selections(patch, trainable, plan, version)
+    sections = _encode_selections(patch, trainable, plan)
     coded = code_values(patch, plan, content, values, residual, generator)
-    header = _build_header(patch, plan, version, sections, content, value_format)
+    header = _build_header(patch, plan, sections, content, value_format)
     values_bytes = coded.section.size if coded is not None else FORMATS[values].width * patch.mask.count
     start, end = header.values_start, header.values_start + values_bytes
     buffer = np.empty(round_up_to_words(end), np.uint8)
@@ -96,7 +94,7 @@ def encode(
     else:
         buffer[start:end] = coded.section
     # Last: the checksums in the header cover everything else.
-    version.write_header(header, buffer)
+    write_header(header, buffer)
     return Encoded(
         data=buffer,
         encoding=sections.encoding.name,
@@ -112,32 +110,29 @@ def encode(
 
 def compute_min_message_bytes(scalars: int, values: ValueType) -> int:
     """Return the length of the shortest message with so many values, whose selection needs no bytes."""
-    start = round_up_to_words(choose_version(values).header_bytes)
-    return start + round_up_to_words(compute_min_value_bytes(scalars, values))
+    return HEADER_BYTES + round_up_to_words(compute_min_value_bytes(scalars, values))
 
 
-def _encode_selections(patch: Patch, trainable: Mask | None, plan: Plan, version: WireVersion) -> _Sections:
+def _encode_selections(patch: Patch, trainable: Mask | None, plan: Plan) -> _Sections:
     """Encode the mask of a patch and, relative to it, the trainable mask of a request."""
-    encoding, selection = choose_encoding(patch.mask, plan.base_mask, plan.layout, version.encodings)
+    encoding, selection = choose_encoding(patch.mask, plan.base_mask, plan.layout)
     if trainable is None:
         return _Sections(encoding, selection, trainable_code=0, trainable=b"")
     # In most requests both masks are equal, and the trainable section needs 0 bytes.
-    relative, section = choose_encoding(trainable, patch.mask, plan.layout, version.encodings)
+    relative, section = choose_encoding(trainable, patch.mask, plan.layout)
     return _Sections(encoding, selection, trainable_code=relative.code, trainable=section)
 
 
 def _write_selections(sections: _Sections, header: Header, buffer: np.ndarray) -> None:
     """Write both selections and the padding after them."""
     selections = np.frombuffer(sections.selection + sections.trainable, np.uint8)
-    end = header.header_bytes + selections.size
-    buffer[header.header_bytes : end] = selections
+    end = HEADER_BYTES + selections.size
+    buffer[HEADER_BYTES:end] = selections
     # The buffer comes uninitialized, since values fill most of it: padding must be written, or old memory would leak.
     buffer[end : header.values_start] = 0
 
 
-def _build_header(
-    patch: Patch, plan: Plan, version: WireVersion, sections: _Sections, content: Content, values: ValueFormat
-) -> Header:
+def _build_header(patch: Patch, plan: Plan, sections: _Sections, content: Content, values: ValueFormat) -> Header:
     assert plan.sequence is not None
     assert plan.round is not None
     assert plan.kind is not None
@@ -145,7 +140,6 @@ def _build_header(
     is_difference = is_quantized(values) and content == "weights" and plan.base_vector is not None
     refers_to_base = is_difference or patch.base == "previous"
     return Header(
-        version=version.number,
         encoding=sections.encoding.code,
         trainable=sections.trainable_code,
         values=FORMAT_CODES[values],
@@ -161,7 +155,6 @@ def _build_header(
         scalars=patch.mask.count,
         selection_bytes=len(sections.selection),
         trainable_bytes=len(sections.trainable),
-        header_bytes=version.header_bytes,
     )
 
 
@@ -180,7 +173,7 @@ def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: 
     No number in the message determines an allocation before it has been checked.
 
     Args:
-        data: the whole message, of any version in ``versions.VERSIONS``.
+        data: the whole message.
         plan: the receiver's plan.
         site: the sender's name as FLARE authenticated it; used in errors only.
 
@@ -219,8 +212,7 @@ def read_summary(data: np.ndarray) -> tuple[Header, Content]:
 
 
 def _read_header(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> Header:
-    buffer = _view_buffer(data, site)
-    return find_version(buffer).read_header(buffer)
+    return read_header(_view_buffer(data, site))
 
 
 def _view_buffer(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> np.ndarray:
@@ -242,11 +234,10 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     # First of all checks: the checksums read the whole message, and a message of gigabytes is not worth that.
     if buffer.size > (limit := plan.max_message_bytes):
         raise RejectedMessage("E_LEN", "message", f"at most {limit} bytes", buffer.size)
-    version = find_version(buffer)
-    header = version.read_header(buffer)
+    header = read_header(buffer)
     check_identity(header, plan)
-    encoding = version.find_encoding(header.encoding, "encoding")
-    value_format = find_value_format(header.values, plan, version)
+    encoding = find_encoding(header.encoding, "encoding")
+    value_format = find_value_format(header.values, plan)
     content = find_by_code(_CONTENTS_BY_CODE, header.content, "content")
     is_difference = is_quantized(value_format) and content == "weights" and header.base >= _DIFFERENCE
     base = find_by_code(_BASES_BY_CODE, header.base - _DIFFERENCE * is_difference, "base")
@@ -258,16 +249,16 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     end = start + _measure_values(buffer, header, value_format, plan)
     if buffer.size != round_up_to_words(end):
         raise RejectedMessage("E_LEN", "message", round_up_to_words(end), buffer.size)
-    selection_end = header.header_bytes + header.selection_bytes
+    selection_end = HEADER_BYTES + header.selection_bytes
     trainable_end = selection_end + header.trainable_bytes
     # Canonical form: one message has one sequence of bytes. Free bits would let two ends disagree on their bases
     # and would carry data past every other check.
     if buffer[trainable_end:start].any() or buffer[end:].any():
         raise RejectedMessage("E_CANON", "padding", "zero bytes", "other bytes")
-    mask = encoding.decode(buffer[header.header_bytes : selection_end], plan.base_mask, plan.layout)
+    mask = encoding.decode(buffer[HEADER_BYTES:selection_end], plan.base_mask, plan.layout)
     if mask.count != header.scalars:
         raise RejectedMessage("E_NNZ", "scalars", f"{mask.count} selected entries", header.scalars)
-    trainable = _decode_trainable(header, buffer[selection_end:trainable_end], mask, plan, version)
+    trainable = _decode_trainable(header, buffer[selection_end:trainable_end], mask, plan)
     values = buffer[start:end]
     if value_format == "ckks":
         # Copied, because the transport delivers read-only bytes and torch cannot share their memory.
@@ -298,9 +289,9 @@ def _measure_values(buffer: np.ndarray, header: Header, value_format: ValueForma
     return ciphertexts.measure_ciphertexts(buffer[header.values_start :], header.scalars, plan.ciphertext_format)
 
 
-def _decode_trainable(header: Header, section: np.ndarray, mask: Mask, plan: Plan, version: WireVersion) -> Mask | None:
+def _decode_trainable(header: Header, section: np.ndarray, mask: Mask, plan: Plan) -> Mask | None:
     if header.trainable == 0:
         if section.size:
             raise RejectedMessage("E_LEN", "trainable", "0 bytes", section.size)
         return None
-    return version.find_encoding(header.trainable, "trainable encoding").decode(section, mask, plan.layout)
+    return find_encoding(header.trainable, "trainable encoding").decode(section, mask, plan.layout)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from ..core.mask import Mask
 from ..core.params import Layout
-from .encodings import Encoding
+from .encodings import ENCODINGS, Encoding
 
 
-def choose_encoding(
-    mask: Mask, base_mask: Mask | None, layout: Layout, encodings: Iterable[Encoding]
-) -> tuple[Encoding, bytes]:
+def choose_encoding(mask: Mask, base_mask: Mask | None, layout: Layout) -> tuple[Encoding, bytes]:
     """Return the encoding that writes ``mask`` in the fewest bytes, and these bytes.
 
     Args:
         mask: the selection.
         base_mask: the mask that the receiver holds; None: it holds none.
         layout: layout of the model.
-        encodings: the candidates, in order of preference.
     """
     bounds: list[tuple[int, Encoding]] = []
-    for encoding in encodings:
+    for encoding in ENCODINGS.values():
         bound = encoding.compute_min_bytes(mask, base_mask, layout)
         if bound == 0:
             return encoding, b""

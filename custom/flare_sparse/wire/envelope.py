@@ -1,8 +1,4 @@
-"""The message header and its checksums (docs/wire-format.md, section "Header").
-
-Every version of the format starts with the same six bytes, magic and version number; :mod:`.versions` selects the
-header layout by them. The layout below is that of version 1.
-"""
+"""The message header and its checksums (docs/wire-format.md, section "Header")."""
 
 from __future__ import annotations
 
@@ -15,11 +11,11 @@ import numpy as np
 from ..core.errors import RejectedMessage
 
 MAGIC = b"FSPM"
+VERSION = 1
+"""Version of the format. Both ends of a run must have the same."""
 HEADER_BYTES = 128
-"""Length of the version 1 header, and the shortest header that any version may have."""
 
 _KIND_BYTES = 16
-_PREFIX = struct.Struct("<4sH")
 # "<" fixes little-endian order without alignment padding: the bytes do not depend on the host.
 _FIELDS = struct.Struct("<4sH6BIQQ16s8s16s16sQQQ")
 _CHECKSUMS = struct.Struct("<IIQ")
@@ -33,7 +29,6 @@ class Header:
     """Fields of a message header. Numbers are as received; the decoder checks them against its plan.
 
     Attributes:
-        version: number of the wire format's version.
         encoding: code of the selection's encoding.
         trainable: code of the trainable section's encoding; 0: the message has no such section.
         values: code of the value format.
@@ -49,10 +44,8 @@ class Header:
         scalars: number of values.
         selection_bytes: length of the selection section.
         trainable_bytes: length of the trainable section.
-        header_bytes: length of the header itself.
     """
 
-    version: int
     encoding: int
     trainable: int
     values: int
@@ -68,12 +61,11 @@ class Header:
     scalars: int
     selection_bytes: int
     trainable_bytes: int
-    header_bytes: int = HEADER_BYTES
 
     @property
     def values_start(self) -> int:
         """Offset of the values: the first multiple of 8 after both sections."""
-        return round_up_to_words(self.header_bytes + self.selection_bytes + self.trainable_bytes)
+        return round_up_to_words(HEADER_BYTES + self.selection_bytes + self.trainable_bytes)
 
 
 def round_up_to_words(size: int) -> int:
@@ -86,23 +78,11 @@ def is_kind(name: str) -> bool:
     return 1 <= len(name) <= _KIND_BYTES and name.isascii() and name.isprintable()
 
 
-def read_prefix(buffer: np.ndarray) -> tuple[bytes, int]:
-    """Return magic and version number, which have the same place in every version.
-
-    Raises:
-        RejectedMessage: the buffer is shorter than any header.
-    """
-    if buffer.size < HEADER_BYTES:
-        raise RejectedMessage("E_LEN", "message", f"at least {HEADER_BYTES} bytes", buffer.size)
-    magic, version = _PREFIX.unpack(buffer[: _PREFIX.size].tobytes())
-    return magic, version
-
-
 def write_header(header: Header, buffer: np.ndarray) -> None:
     """Write header and checksums into a message whose sections and values are already in place."""
     fields = _FIELDS.pack(
         MAGIC,
-        header.version,
+        VERSION,
         header.encoding,
         header.trainable,
         header.values,
@@ -131,16 +111,21 @@ def write_checksums(buffer: np.ndarray, values_start: int) -> None:
 
 
 def read_header(buffer: np.ndarray) -> Header:
-    """Return the header of a message of at least ``HEADER_BYTES`` bytes whose lengths and checksums are right.
+    """Return the header of a message whose lengths and checksums are right.
 
     Raises:
-        RejectedMessage: a reserved field, a length, the kind or a checksum is wrong.
+        RejectedMessage: it is shorter than a header or of another format or version; or a reserved field, a length, the
+            kind or a checksum is wrong.
     """
-    _, version, encoding, trainable, values, content, base, reserved, *rest = _FIELDS.unpack(
+    if buffer.size < HEADER_BYTES:
+        raise RejectedMessage("E_LEN", "message", f"at least {HEADER_BYTES} bytes", buffer.size)
+    magic, version, encoding, trainable, values, content, base, reserved, *rest = _FIELDS.unpack(
         buffer[: _FIELDS.size].tobytes()
     )
     round_, sequence, base_sequence, kind, run, layout, base_mask, scalars, selection_bytes, trainable_bytes = rest
     checksums = _CHECKSUMS.unpack(buffer[_FIELDS.size : HEADER_BYTES].tobytes())
+    if (magic, version) != (MAGIC, VERSION):
+        raise RejectedMessage("E_VERSION", "magic, version", (MAGIC, VERSION), (magic, version))
     # Refused rather than ignored, so that a later version can give the byte a meaning.
     if reserved:
         raise RejectedMessage("E_CANON", "reserved", 0, reserved)
@@ -152,7 +137,7 @@ def read_header(buffer: np.ndarray) -> Header:
     if not is_kind(name.decode("latin-1")):
         raise RejectedMessage("E_KIND", "kind", "printable ASCII, zero-padded", kind)
     header = Header(
-        version, encoding, trainable, values, content, base, round_, sequence, base_sequence, name.decode("ascii"),
+        encoding, trainable, values, content, base, round_, sequence, base_sequence, name.decode("ascii"),
         run, layout, base_mask, scalars, selection_bytes, trainable_bytes,
     )  # fmt: skip
     if header.values_start > buffer.size:

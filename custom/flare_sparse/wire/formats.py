@@ -22,7 +22,6 @@ class NumberFormat:
 
     Attributes:
         code: its number in the header, never reused.
-        version: the version of the wire format that has it.
         dtype: type that the values are rounded to; None: they are quantized in blocks of ``bits`` bits.
         bits: bits of a quantized value.
         is_compressed: whether the rounded values are compressed without loss.
@@ -32,7 +31,6 @@ class NumberFormat:
     """
 
     code: int
-    version: int
     dtype: torch.dtype | None = None
     bits: int = 0
     is_compressed: bool = False
@@ -48,26 +46,19 @@ class NumberFormat:
 
 # Formats of few bits round no buffers, and statistics of inputs are one; so they take no exact statistics away.
 FORMATS: dict[ValueType, NumberFormat] = {
-    "float32": NumberFormat(1, 1, torch.float32, needs=frozenset()),
-    "float16": NumberFormat(2, 1, torch.float16, rounding=2.0**-10, takes=Need.EXACT_STATISTICS),
-    "bfloat16": NumberFormat(3, 1, torch.bfloat16, rounding=2.0**-7, takes=Need.EXACT_STATISTICS),
-    "int8": NumberFormat(5, 2, bits=8, rounding=2.0**-6, takes=Need.EXACT_MODEL),
-    "int4": NumberFormat(6, 2, bits=4, rounding=2.0**-2, takes=Need.EXACT_MODEL),
-    "int2": NumberFormat(7, 2, bits=2, rounding=1.0, takes=Need.EXACT_MODEL),
-    "float32_zstd": NumberFormat(8, 2, torch.float32, is_compressed=True),
-    "bfloat16_zstd": NumberFormat(
-        9, 2, torch.bfloat16, is_compressed=True, rounding=2.0**-7, takes=Need.EXACT_STATISTICS
-    ),
+    "float32": NumberFormat(1, torch.float32, needs=frozenset()),
+    "float16": NumberFormat(2, torch.float16, rounding=2.0**-10, takes=Need.EXACT_STATISTICS),
+    "bfloat16": NumberFormat(3, torch.bfloat16, rounding=2.0**-7, takes=Need.EXACT_STATISTICS),
+    "int8": NumberFormat(5, bits=8, rounding=2.0**-6, takes=Need.EXACT_MODEL),
+    "int4": NumberFormat(6, bits=4, rounding=2.0**-2, takes=Need.EXACT_MODEL),
+    "int2": NumberFormat(7, bits=2, rounding=1.0, takes=Need.EXACT_MODEL),
+    "float32_zstd": NumberFormat(8, torch.float32, is_compressed=True),
+    "bfloat16_zstd": NumberFormat(9, torch.bfloat16, is_compressed=True, rounding=2.0**-7, takes=Need.EXACT_STATISTICS),
 }
 """Every number format. A new one is a row here, its name in :data:`ValueType`, and its golden messages."""
 
 FORMAT_CODES: dict[ValueFormat, int] = {**{name: row.code for name, row in FORMATS.items()}, "ckks": 4}
 """Code of each format in the header."""
-
-
-def list_formats(version: int) -> tuple[ValueType, ...]:
-    """Return the number formats of a version of the wire format."""
-    return tuple(name for name, row in FORMATS.items() if row.version == version)
 
 
 def is_quantized(value_format: str) -> bool:

@@ -171,9 +171,8 @@ def test_policy_and_setting_keep_small_subgroups_at_the_site(run: Run, tmp_path:
     assert "no column has two subgroups that are large enough to report" in describe_gap(result)
 
 
-def test_jobs_without_subgroups_keep_their_run_id_and_wrong_columns_are_refused(run: Run, tmp_path: Path) -> None:
+def test_subgroups_by_a_column_that_is_not_there_are_refused(tmp_path: Path) -> None:
     file = write_study(tmp_path, subgroups=["scanner"])
     study = Study.load(file)
     with pytest.raises(DataError, match="there is no column 'scanner'; the columns are subject, hospital, sex"):
         load_examples(study.load_task(), study.prepare_sites(tmp_path)["A"], 2)
-    assert "subgroups" not in run.study.config.task.config.model_copy(update={"subgroups": ()}).model_dump()

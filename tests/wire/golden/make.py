@@ -1,8 +1,8 @@
-"""Write the golden messages of the current version, once, when a version of the wire format is new.
+"""Write the golden messages, once, when a version of the wire format is new.
 
     PYTHONPATH=custom python tests/wire/golden/make.py
 
-A released version must stay readable: never overwrite its folder. Each ``.bin`` is a message; ``expected.json`` holds
+Each ``.bin`` is a message; ``expected.json`` holds
 the plan of both ends and the meaning of each message, with selections as packed bits and values and the base vector as
 little-endian float32, all in hex.
 """
@@ -22,12 +22,12 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
-from flare_sparse.wire.formats import ValueType
+from flare_sparse.wire.envelope import HEADER_BYTES, read_header, write_header
+from flare_sparse.wire.formats import FORMATS, ValueType
 from flare_sparse.wire.messages import Decoded
 from flare_sparse.wire.plan import Plan
-from flare_sparse.wire.versions import CURRENT_VERSION, VERSIONS
 
-FOLDER = Path(__file__).parent / f"v{CURRENT_VERSION}"
+FOLDER = Path(__file__).parent
 LAYOUT = Layout(
     (
         TensorSpec("conv.weight", (8, 4, 3, 3), "weight"),
@@ -66,8 +66,6 @@ SELECTIONS = {
     "slices": CHANNELS,
     "gaps": FEW,
 }
-VERSION = VERSIONS[CURRENT_VERSION]
-FORMATS: list[Any] = [name for name in VERSION.value_formats if name != "ckks"]
 BASE_VECTOR = BASE_MASK.put(
     BASE_MASK.take(VECTOR + 0.1 * torch.randn(LAYOUT.size, generator=GENERATOR)), torch.zeros(LAYOUT.size)
 )
@@ -83,7 +81,7 @@ PLAN = Plan(
 )
 
 
-def write(patch: Patch, values: ValueType = FORMATS[0], plan: Plan = PLAN, **options: Any) -> np.ndarray:
+def write(patch: Patch, values: ValueType = "float32", plan: Plan = PLAN, **options: Any) -> np.ndarray:
     generator = torch.Generator().manual_seed(3)
     return encode(patch, plan, values=values, generator=generator, **options).data
 
@@ -92,30 +90,29 @@ def force_encoding(name: str, values: ValueType) -> np.ndarray:
     """Return a message whose selection is written by the named encoding, whether or not it is the shortest."""
     mask, encoding = SELECTIONS[name], ENCODINGS[name]
     shortest = write(Patch.from_vector(VECTOR, mask), values)
-    header = VERSION.read_header(shortest)
+    header = read_header(shortest)
     value_words = shortest[header.values_start :]
     section = encoding.encode(mask, BASE_MASK, LAYOUT)
     assert section is not None
     fingerprint = bytes.fromhex(BASE_MASK.fingerprint) if encoding.requires_base else bytes(16)
     header = replace(header, encoding=encoding.code, base_mask=fingerprint, selection_bytes=len(section))
     message = np.zeros(header.values_start + value_words.size, np.uint8)
-    message[VERSION.header_bytes : VERSION.header_bytes + len(section)] = np.frombuffer(section, np.uint8)
+    message[HEADER_BYTES : HEADER_BYTES + len(section)] = np.frombuffer(section, np.uint8)
     message[header.values_start :] = value_words
-    VERSION.write_header(header, message)
+    write_header(header, message)
     return message
 
 
 def build_messages() -> dict[str, np.ndarray]:
-    names = [encoding.name for encoding in VERSION.encodings]
-    forced = {f"{name}_{values}": force_encoding(name, values) for name in names for values in FORMATS}
+    forced = {f"{name}_{values}": force_encoding(name, values) for name in ENCODINGS for values in FORMATS}
     sparse = Patch.from_vector(VECTOR, FEW, "previous")
     nested = Patch.from_vector(VECTOR, NESTED)
     return forced | {
         "question": write(Patch.from_vector(VECTOR, BASE_MASK, "previous"), trainable=NESTED),
         "question_all_trainable": write(sparse, trainable=Mask.full(LAYOUT.size)),
         "bitmap_zstd": write(Patch.from_vector(VECTOR, Mask(FEW.bits | (torch.arange(LAYOUT.size) < 200)))),
-        "difference": write(nested, FORMATS[-1], content="delta"),
-        "first": write(nested, plan=replace(PLAN, base_vector=None)),
+        "difference": write(nested, "bfloat16_zstd", content="delta"),
+        "first": write(nested, "int8", plan=replace(PLAN, base_vector=None)),
         "scores": write(Patch.from_vector(VECTOR.abs(), BASE_MASK), content="scores"),
         "nothing": write(Patch.empty(LAYOUT.size), content="metrics"),
     }
@@ -138,7 +135,6 @@ def describe(decoded: Decoded) -> dict[str, Any]:
 
 
 def main() -> None:
-    FOLDER.mkdir()
     expected = {
         "layout": [[entry.name, entry.shape, entry.role] for entry in LAYOUT.tensors],
         "run": PLAN.run,

@@ -56,7 +56,6 @@ class PrivacyConfig(BaseModel):
     # Not in the text that names a question, so that training has the same noise with and without it.
     metric_bounds: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
         None,
-        exclude_if=lambda value: value is None,
         repr=False,
         description="with metrics: noised, the metrics that leave, and the largest value of each for one subject, such "
         "as {mae: 20}; a larger one is clipped. Only means over subjects: a mean of AUCs of single subjects is none",

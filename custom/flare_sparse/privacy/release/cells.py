@@ -62,7 +62,7 @@ def find_group(groups: Groups, value: str) -> int:
         number = float(value)
     except ValueError:
         number = math.nan
-    return len(groups) if math.isnan(number) else bisect_right(groups, number)  # type: ignore[type-var]
+    return len(groups) if math.isnan(number) else bisect_right(groups, number)
 
 
 def label_group(groups: Groups, number: int) -> str:

@@ -32,7 +32,6 @@ class AdapterConfig(BaseModel):
         0,
         ge=0,
         le=4096,
-        exclude_if=lambda value: not value,  # the run id of jobs without a second adapter stays as it was
         description="rank of a second adapter beside each one, which stays at the site (dual LoRA); needs "
         "method.personal: site; 0: none",
     )

@@ -25,8 +25,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 from torch import Tensor, nn
@@ -64,11 +62,6 @@ class Base(BaseModel):
     @classmethod
     def _expand_name(cls, value: Any) -> Any:
         return {"folder": value} if isinstance(value, str) else value
-
-    @model_serializer(mode="wrap")
-    def _shorten(self, dump: SerializerFunctionWrapHandler) -> Any:
-        """Return the name alone where it says all, so that the run id of such jobs stays as it was."""
-        return self.folder if self.has_only_name else dump(self)
 
     @property
     def has_only_name(self) -> bool:

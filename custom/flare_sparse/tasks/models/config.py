@@ -9,8 +9,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 from torch import nn
@@ -23,8 +21,6 @@ from .registry import INPUT_KINDS, MODELS, build_model, get_input_kind, takes_nu
 FROM_TASK = (*INPUT_KINDS, "inputs", "outputs", "numbers")
 OWN = ("name", "norm", "gates")
 """Settings that are not those of the network's builder."""
-OMITTED: tuple[tuple[str, Any], ...] = (("norm", None), ("gates", None), ("standardize", True))
-"""Settings with the values at which they do not enter the run id: jobs from before these settings keep theirs."""
 
 
 class ModelConfig(BaseModel):
@@ -55,11 +51,6 @@ class ModelConfig(BaseModel):
         complete = validate_settings(name, {**placeholder, **network_settings})
         settings = {key: _to_json(v) for key, v in complete.items() if key not in FROM_TASK}
         return {"name": name, **settings, **{key: value[key] for key in OWN[1:] if key in value}}
-
-    @model_serializer(mode="wrap")
-    def _omit_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit the settings of a network as it is, so that they do not enter the run id of such jobs."""
-        return {key: value for key, value in dump(self).items() if (key, value) not in OMITTED}
 
     def build(self, **task_settings: Any) -> nn.Module:
         """Build the network, newly initialised.
