@@ -22,6 +22,7 @@ from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
 from flare_sparse.tasks.models.base import seed_initialization
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import LocalTask, Site, build_site
+from flare_sparse.training.config import CPU, Hardware
 from flare_sparse.training.personal import Personal, select_personal
 from flare_sparse.wire.ledger import Ledger
 
@@ -105,12 +106,21 @@ class ToyBench:
         seed: seed of the initial model, the sites and the methods.
         validation: number of validation examples of a site.
         personal: which tensors stay at the sites.
+        hardware: what the sites compute on.
         layout, weights: layout and initial model, ``(P,)``, of the other tensors.
         kept: initial values of the tensors that stay, by name.
     """
 
-    def __init__(self, task: Task | None = None, seed: int = 1, validation: int = 0, personal: Personal = ()):
+    def __init__(
+        self,
+        task: Task | None = None,
+        seed: int = 1,
+        validation: int = 0,
+        personal: Personal = (),
+        hardware: Hardware = CPU,
+    ):
         self.task, self.seed, self.validation, self.personal = task or Toy(), seed, validation, personal
+        self.hardware = hardware
         network, initial = build_initial_model(self.task, seed)
         tensors = network.unflatten(initial)
         self.kept = {name: tensors[name].clone() for name in select_personal(network, personal)}
@@ -123,7 +133,7 @@ class ToyBench:
         x = torch.randn(examples + 8 + self.validation, 12, generator=generator)
         parts = [TensorDataset(part, part[:, :3].sum(1, keepdim=True)) for part in x.tensor_split([8, 8 + examples])]
         split = Examples(parts[1], parts[0], validation=parts[2] if self.validation else None)
-        return LocalTask.open(f"site-{index}", self.task, split, self.layout, self.seed)
+        return LocalTask.open(f"site-{index}", self.task, split, self.layout, self.seed, self.hardware)
 
     def site(self, index: int, examples: int = 24, data: int | None = None, **options: Any) -> Site:
         """Return ``site-{index}``, with the options of ``build_site``."""

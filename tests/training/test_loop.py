@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
@@ -273,7 +275,8 @@ def test_augmentation_leaves_order_and_dropout_alone_and_is_of_training_only() -
     assert len(task.noise) == drawn == 3
 
 
-def test_mixed_precision_trains_in_bfloat16_and_keeps_weights_in_float32() -> None:
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_mixed_precision_trains_in_few_bits_and_keeps_weights_in_float32(precision: str) -> None:
     """On a CPU, where autocast rounds the same operations as on a GPU."""
     formats: list[torch.dtype] = []
 
@@ -289,11 +292,61 @@ def test_mixed_precision_trains_in_bfloat16_and_keeps_weights_in_float32() -> No
     exact = local.train(start, full, sgd, 1)
     assert set(formats) == {torch.float32}
     formats.clear()
-    mixed = local.train(start, full, sgd.model_copy(update={"precision": "bfloat16"}), 1)
-    assert set(formats) == {torch.bfloat16}
+    mixed = local.train(start, full, sgd.model_copy(update={"precision": precision}), 1)
+    assert set(formats) == {getattr(torch, precision)}
     assert mixed.dtype == torch.float32
     assert not torch.equal(mixed, exact)
     torch.testing.assert_close(mixed, exact, atol=0.02, rtol=0.02)
+
+
+class Faint(Normed):
+    """A loss whose gradients are below the smallest number of float16, 6e-8."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 1, bias=False)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return 1e-9 * model(batch[0]).float().sum()
+
+
+def test_float16_scales_the_loss_so_that_small_gradients_do_not_vanish() -> None:
+    data = TensorDataset(torch.ones(8, 4), torch.zeros(8, 1))
+    layout, start = build_initial_model(Faint(), 1)
+    local = build_site(LocalTask.open("site-1", Faint(), Examples(data, data), layout, 1))
+    config = TrainingConfig(optimizer="sgd", lr=1e6, batch_size=8, precision="float16")
+    # The gradient is 8e-9 at each weight; unscaled, float16 rounds it to 0.
+    torch.testing.assert_close(
+        start - local.train(start, Mask.full(4), config, 1), torch.full((4,), 8e-3), rtol=1e-2, atol=0
+    )
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:-1", "CPU", "mps"])
+def test_device_of_another_name_is_refused(text: str) -> None:
+    with pytest.raises(ValidationError, match="device"):
+        TrainingConfig(device=text)
+
+
+def test_device_of_the_site_decides_where_the_job_leaves_it_open() -> None:
+    assert TrainingConfig().select_hardware("cpu").device == torch.device("cpu")
+    assert TrainingConfig(device="cpu").select_hardware("cuda:3").device == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"device cuda:63: torch .* finds .* on this machine; set method.training"):
+        TrainingConfig(device="cuda:63").select_hardware()
+
+
+def test_deterministic_training_sets_the_rule_for_its_own_time_alone() -> None:
+    seen: list[bool] = []
+
+    class Asking(Normed):
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return model(batch[0]).square().mean()
+
+    layout, data = site()[0].layout, TensorDataset(torch.randn(24, 4), torch.zeros(24, 1))
+    local, start = build_site(LocalTask.open("site-1", Asking(), Examples(data, data), layout, 1)), site()[1]
+    for deterministic in (True, False):
+        local.train(start, Mask.full(layout.size), TrainingConfig(batch_size=24, deterministic=deterministic), 1)
+    assert seen == [True, False]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_mixed_precision_and_sparse_kernels_exclude_each_other() -> None:

@@ -131,13 +131,13 @@ def _check_settings(report: Report, settings: RunConfig, file: Path, site_policy
 def _check_kernels(report: Report, settings: RunConfig) -> None:
     """Check that simulated sites have the sparse kernels; of real sites, on other machines, only warn."""
     training = settings.method.config.training
-    obstacle = explain_missing_kernels(training.torch_device)
+    obstacle = explain_missing_kernels(training.select_hardware().device)
     if obstacle and settings.simulator is None:
         report.warn(
             "sparse kernels", f"on this machine {obstacle}; method.training.compute: sparse needs them at sites"
         )
     else:
-        check = partial(can_use_kernels, training.compute, training.torch_device)
+        check = partial(can_use_kernels, training.compute, training.select_hardware().device)
         report.attempt("sparse kernels", check, lambda _: "available")
 
 

@@ -57,7 +57,7 @@ def predict(
         raise ConfigError(f"--out {out}: is not empty; choose another folder, or remove it first")
     study = load_study(run)
     assembly = study.assembly
-    device = assembly.method.config.training.torch_device
+    device = assembly.method.config.training.select_hardware().device
     # Raises if sparse kernels are asked for and missing; reading the model first could take a minute.
     can_use_kernels(compute, device)
     model = load_trained_model(study, name)

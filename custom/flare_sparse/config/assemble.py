@@ -180,11 +180,12 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
     examples = load_examples(assembly.task, data, method.seed)
     for warning in examples.warnings:
         _LOG.warning("site %s: %s", data.site, warning)
-    device = str(method.config.training.torch_device)
     # What describes the site's own examples; all other tensors start with the values that the seed gives every site.
     described = assembly.task.describe_site(examples.train) if examples.n_train else {}
     personal = {name: described.get(name, values) for name, values in assembly.personal.items()}
-    local = LocalTask.open(data.site, assembly.task, examples, assembly.layout, method.seed, device)
+    hardware = method.config.training.select_hardware(data.device)
+    _LOG.info("site %s computes on %s", data.site, hardware.device)
+    local = LocalTask.open(data.site, assembly.task, examples, assembly.layout, method.seed, hardware)
     privacy = open_site_privacy(assembly, examples, account or PrivacyAccount())
     return build_site(local, site_settings, personal=personal, privacy=privacy)
 
@@ -218,7 +219,7 @@ def check_kernels(method: Method[Any, Any]) -> None:
         ConfigError: ``training.compute`` is ``sparse``, and numba is missing or the site computes on a GPU.
     """
     training = method.config.training
-    if can_use_kernels(training.compute, training.torch_device) and training.compute == "sparse":
+    if can_use_kernels(training.compute, training.select_hardware().device) and training.compute == "sparse":
         # numba is an optional dependency, which takes a second to import.
         from ..compute.kernels.preparation import prepare_loops
 

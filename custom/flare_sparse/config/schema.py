@@ -145,6 +145,13 @@ class FederationConfig(Section):
         description="shortest time in seconds between two polls of a site for work (about 7 kB each); it grows to 5 % "
         "of the time since the request was issued, up to 5 s",
     )
+    gpus: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="GPUs that a site's FLARE must have free before the job starts there (num_of_gpus of the job's "
+        "resource_spec, for sites with FLARE's GPUResourceManager); 0: the job asks for none",
+    )
     threads: int = Field(
         1,
         ge=1,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..core.errors import ConfigError, DataError, suggest
 from ..core.observer import SILENT, Observer
@@ -43,10 +44,16 @@ def prepare_site_data(config: RunConfig, task: Task, folder: Path, observer: Obs
         )
     gone = Withdrawals.read(folder)
     return {
-        name: replace(data, methods=settings.get(name, {}), withdrawn=gone.subjects)
-        for name, data in sites.items()
+        name: replace(data, methods=settings.get(name, {}), withdrawn=gone.subjects, device=choose_device(number))
+        for number, (name, data) in enumerate(sites.items())
         if name not in gone.sites
     }
+
+
+def choose_device(number: int) -> str | None:
+    """Return the GPU of a simulated site, in turn by its number; None where there are not several."""
+    count = torch.cuda.device_count()
+    return f"cuda:{number % count}" if count > 1 else None
 
 
 def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer: Observer) -> dict[str, SiteData]:

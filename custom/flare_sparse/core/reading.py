@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class StackedExamples(Sequence[tuple[Tensor, ...]]):
@@ -62,6 +66,27 @@ class MinibatchReader(Dataset[Any]):
             return StackedExamples([rows[list(indices)] for rows in dataset.tensors])
         read_all = getattr(dataset, "__getitems__", None)
         return list(read_all(indices)) if read_all else [dataset[index] for index in indices]
+
+
+def move_batch(batch: Any, device: torch.device, *, channels_last: bool = False) -> Any:
+    """Return a minibatch with its tensors on a device; what is no tensor, list, tuple or dict stays as it is.
+
+    Args:
+        batch: the minibatch.
+        device: where to compute.
+        channels_last: store images ``(B, c, h, w)`` and volumes ``(B, c, d, h, w)`` with their channels last.
+    """
+    if isinstance(batch, Tensor):
+        # From pinned memory the copy to a GPU runs beside the computation of the minibatch before.
+        pinned = device.type == "cuda" and batch.device.type == "cpu"
+        moved = (batch.pin_memory() if pinned else batch).to(device, non_blocking=pinned)
+        if channels_last and moved.dim() in _CHANNELS_LAST:
+            return moved.contiguous(memory_format=_CHANNELS_LAST[moved.dim()])
+        return moved
+    move = partial(move_batch, device=device, channels_last=channels_last)
+    if isinstance(batch, dict):
+        return {key: move(value) for key, value in batch.items()}
+    return type(batch)(map(move, batch)) if isinstance(batch, (list, tuple)) else batch
 
 
 def stack_examples(examples: Sequence[Any]) -> Any:

@@ -7,6 +7,7 @@ bits in any process and in any order of calls.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -50,3 +51,23 @@ def limit_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(previous)
+
+
+@contextmanager
+def require_deterministic(required: bool) -> Iterator[None]:
+    """Let torch use operations only whose bits are the same in every run on one device; restore its rule on exit.
+
+    Args:
+        required: False: change nothing.
+    """
+    if not required:
+        yield
+        return
+    # cuBLAS reads it when it starts; other workspaces add in an order of their own.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    previous = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(previous)

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
+from nvflare.utils.job_launcher_utils import PORTABLE_RESOURCE_DEFAULT_KEY
 
 import flare_sparse
 
@@ -98,6 +99,8 @@ class SparseRecipe(Recipe):
         self._staging = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
         weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
         job.set_app_packages(["flare_sparse"])
+        if config.federation.gpus:
+            job.add_resource_spec(PORTABLE_RESOURCE_DEFAULT_KEY, {"num_of_gpus": config.federation.gpus})
         self._config = config
         self._add_server_components(job, tensorboard, tracker)
         self._add_site_components(job, has_sums=config.sum_rules is not None)

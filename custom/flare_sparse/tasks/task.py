@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
 from ..core.needs import Needs
 from ..core.params import separate_tensors
-from ..core.reading import MinibatchReader, stack_examples
+from ..core.reading import MinibatchReader, move_batch, stack_examples
 from ..core.settings import Settings
 from ..core.split import Split, SplitConfig
 from ..core.subgroups import label_values, parse_subgroup
@@ -169,6 +169,7 @@ class SiteData:
         methods: settings that the site chooses for itself, by name of the method.
         withdrawn: identifiers of subjects, or of examples, that must not be used (docs/withdrawal.md). Of a folder of
             data sets one without the name of its data set stands for all of that name.
+        device: where the site computes if the job leaves it open; None: a GPU if there is one.
 
     Examples:
         >>> data = SiteData("site-1", Path("/data/brains"), withdrawn=frozenset({"sub-07"}))
@@ -181,6 +182,7 @@ class SiteData:
     subset: tuple[str, ...] | None = None
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     withdrawn: frozenset[str] = frozenset()
+    device: str | None = None
 
     def select(self, known: Iterable[str], subject_of: Callable[[str], str] = str) -> tuple[str, ...]:
         """Return the identifiers of the site's examples: ``subset``, or all, without those of withdrawn subjects.
@@ -527,8 +529,10 @@ class Task(ABC):
         """Return ``measure`` over a data set with at least one example, with the model in eval mode."""
         was_training = model.training
         model.eval()
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         with torch.no_grad():
-            pairs = [self.measure(model, batch) for batch in self.iterate_batches(dataset, batch_size)]
+            batches = (move_batch(batch, device) for batch in self.iterate_batches(dataset, batch_size))
+            pairs = [tuple(part.cpu() for part in self.measure(model, batch)) for batch in batches]
         model.train(was_training)
         predictions, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         return predictions, targets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -10,10 +11,29 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from ..compute import Compute
+from ..core.errors import ConfigError
 from .schedule import LearningRateSchedule
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "float16"]
 """Number format in which autocast computes the operations that allow it."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a site computes on, and how tensors lie there.
+
+    Attributes:
+        device: CPU or GPU.
+        channels_last: whether images and volumes are stored with their channels last.
+        is_compiled: whether the network is compiled by ``torch.compile``.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    channels_last: bool = False
+    is_compiled: bool = False
+
+
+CPU = Hardware()
 
 
 class TrainingConfig(BaseModel):
@@ -46,14 +66,27 @@ class TrainingConfig(BaseModel):
     proximal: float = Field(
         0.0, ge=0, description="FedProx: factor mu of the penalty mu / 2 * ||w - w_received||^2 in a site's loss"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where a site computes; auto: a GPU if it has one"
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$",
+        description="where a site computes: cpu, cuda or cuda:N; auto: the device in the site file, else a GPU if the "
+        "site has one",
+    )
+    deterministic: bool = Field(
+        False,
+        description="refuse operations whose bits may differ from run to run on a GPU; some of them are slower then",
+    )
+    channels_last: bool = Field(
+        False, description="volumes and images are stored with their channels last, which GPUs convolve faster"
+    )
+    compile: bool = Field(
+        False, description="compile the network by torch.compile, which needs a C++ compiler at each site"
     )
 
     precision: Precision = Field(
         "float32",
-        description="number format of a training pass; bfloat16: torch's autocast, for GPUs; weights, optimiser and "
-        "messages stay float32",
+        description="number format of a training pass; bfloat16, float16: torch's autocast, for GPUs; float16 scales "
+        "the loss; weights, optimiser and messages stay float32",
     )
     compute: Compute = Field(
         "auto",
@@ -73,10 +106,10 @@ class TrainingConfig(BaseModel):
             raise ValueError(
                 f"precision {self.precision}: the sparse kernels compute in float32; leave compute at auto"
             )
-        if self.device == "cuda" and self.compute == "sparse":
+        if self.device.startswith("cuda") and self.compute == "sparse":
             raise ValueError(
-                "compute: sparse and device: cuda exclude each other, because the sparse kernels are for CPUs; set "
-                "compute to auto or dense, or device to cpu"
+                f"compute: sparse and device: {self.device} exclude each other, because the sparse kernels are for "
+                "CPUs; set compute to auto or dense, or device to cpu"
             )
         return self
 
@@ -114,12 +147,25 @@ class TrainingConfig(BaseModel):
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
         return kind([parameter], lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
 
-    @property
-    def torch_device(self) -> torch.device:
-        """The device that a site computes on."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+    def select_hardware(self, own: str | None = None) -> Hardware:
+        """Return what a site computes on.
+
+        Args:
+            own: device in the site file, which ``device: auto`` leaves the choice to.
+
+        Raises:
+            ConfigError: this machine has no such GPU.
+        """
+        name = own if own is not None and self.device == "auto" else self.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        device, count = torch.device(name), torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= count:
+            raise ConfigError(
+                f"device {name}: torch {torch.__version__} finds {count or 'no'} GPU{'s' if count > 1 else ''} on this "
+                "machine; set method.training.device, or device in the site file, to cpu or auto"
+            )
+        return Hardware(device, self.channels_last, self.compile)
 
 
 class _Novograd(torch.optim.Optimizer):

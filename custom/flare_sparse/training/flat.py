@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.mask import Mask
 from ..core.params import Layout, get_frozen_tensors
+from ..core.reading import move_batch
+from .config import CPU, Hardware
 from .live import LiveEntries
 
 _ALIGNMENT = 64
@@ -27,9 +29,9 @@ class FlatModel:
     write its parameters: on a CPU they are views of the loaded vector.
 
     Args:
-        module: the network; it is modified and moved to ``device``.
+        module: the network; it is modified and moved to the device.
         layout: its layout.
-        device: where to compute.
+        hardware: where to compute.
 
     Attributes:
         module: the network; its parameters are views of ``flat``.
@@ -40,9 +42,11 @@ class FlatModel:
 
     flat: Tensor
 
-    def __init__(self, module: nn.Module, layout: Layout, device: torch.device | str = "cpu"):
-        self.layout, self.device = layout, torch.device(device)
+    def __init__(self, module: nn.Module, layout: Layout, hardware: Hardware = CPU):
+        self.layout, self.hardware, self.device = layout, hardware, hardware.device
         self.module = module.to(self.device)
+        if hardware.is_compiled:
+            self.module.compile()
         self.after_load: Callable[[], None] = lambda: None
         named, specs = dict(self.module.named_parameters()), [s for s in layout.tensors if s.role != "buffer"]
         self.parameters = [named[spec.name] for spec in specs]
@@ -162,10 +166,4 @@ class FlatModel:
 
     def to_device(self, batch: Any) -> Any:
         """Return the batch with its tensors on the model's device."""
-        if isinstance(batch, Tensor):
-            return batch.to(self.device)
-        if isinstance(batch, dict):
-            return {key: self.to_device(value) for key, value in batch.items()}
-        if isinstance(batch, (list, tuple)):
-            return type(batch)(self.to_device(value) for value in batch)
-        return batch
+        return move_batch(batch, self.device, channels_last=self.hardware.channels_last)

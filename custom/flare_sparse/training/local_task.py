@@ -16,7 +16,7 @@ from ..core.params import Layout
 from ..core.seeds import derive_seed, make_generator, seed_torch
 from ..tasks.task import TEST_EXAMPLES, VALIDATION, Examples, Task
 from .batches import check_joins_last, iterate_pass
-from .config import TrainingConfig
+from .config import CPU, Hardware, TrainingConfig
 from .flat import FlatModel
 from .sample_usage import CountingDataset
 
@@ -47,16 +47,18 @@ class LocalTask:
     _joins_last: dict[int, bool] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, name: str, task: Task, examples: Examples, layout: Layout, seed: int, device: str = "cpu") -> Self:
+    def open(
+        cls, name: str, task: Task, examples: Examples, layout: Layout, seed: int, hardware: Hardware = CPU
+    ) -> Self:
         """Return a task with a network of its own; the layout leaves out the tensors that do not travel."""
         # The weights drawn here are overwritten before use; seeding within a context leaves the global generator alone.
         with seed_torch(0):
-            model = _open_model(task.model(), layout, device)
+            model = _open_model(task.model(), layout, hardware)
         return cls(name, task, examples, seed, CountingDataset(examples.train), model)
 
     def replace_network(self, network: nn.Module) -> Self:
         """Return the task with another network, which shares the examples and the count of their use."""
-        model = _open_model(network, Layout.from_module(network), str(self.model.device))
+        model = _open_model(network, Layout.from_module(network), self.model.hardware)
         return replace(self, model=model, _joins_last={})
 
     def make_generator(self, stream: str, *labels: object) -> torch.Generator:
@@ -105,8 +107,8 @@ class LocalTask:
         return metrics
 
 
-def _open_model(network: nn.Module, layout: Layout, device: str) -> FlatModel:
-    model = FlatModel(network, layout, device)
+def _open_model(network: nn.Module, layout: Layout, hardware: Hardware) -> FlatModel:
+    model = FlatModel(network, layout, hardware)
     # Frees the network's initial parameters, which no training starts from.
     model.load(torch.zeros(layout.size))
     return model

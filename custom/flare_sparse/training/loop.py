@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -69,7 +70,11 @@ def train(model: FlatModel, task: Task, batches: Iterable[Any], training: Traini
         weights = nn.Parameter(origin.clone())
     optimizer = config.build_optimizer(weights, training.round, [part.count for part in live.parameters])
     scale = None if training.step_scale is None else _select_parameters(training.step_scale, live, weights)
-    compute = source.compute_gradient if source else partial(_compute_mean_gradient, model, task, config.precision)
+    # float16 has five bits of exponent: without a scale, small gradients vanish. bfloat16 has those of float32.
+    scaler = torch.amp.GradScaler(model.device.type, enabled=config.precision == "float16")
+    compute = (
+        source.compute_gradient if source else partial(_compute_mean_gradient, model, task, config.precision, scaler)
+    )
     step = 0
     try:
         for step, group in enumerate(_group(batches, 1 if source else config.accumulate), start=1):
@@ -77,13 +82,15 @@ def train(model: FlatModel, task: Task, batches: Iterable[Any], training: Traini
             if step > 1 and live.index is not None:
                 model.flat.index_copy_(0, live.index, weights.detach())
             weights.grad = compute(group, step, live, weights.grad)
+            scaler.unscale_(optimizer)
             with torch.no_grad():
                 if proximal_strength:
                     weights.grad.add_(weights - origin, alpha=proximal_strength)
                 if config.clip_norm is not None:
                     torch.nn.utils.clip_grad_norm_([weights], config.clip_norm)
             before = None if scale is None else weights.detach().clone()
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             training.after_step()
             # Every optimiser's step is proportional to its learning rate, and its state does not depend on the rate.
             if scale is not None and before is not None:
@@ -116,13 +123,18 @@ def _compute_mean_gradient(
     model: FlatModel,
     task: Task,
     precision: Precision,
+    scaler: torch.amp.GradScaler,
     group: list[Any],
     step: int,
     live: LiveEntries,
     out: Tensor | None,
 ) -> Tensor:
-    """Return the gradient ``(live.count,)`` of the mean loss over a step's minibatches; ``out`` is overwritten."""
-    return model.compute_live_gradient(_compute_losses(model, task, group, step, precision), live, out)
+    """Return the gradient ``(live.count,)`` of the mean loss over a step's minibatches; ``out`` is overwritten.
+
+    With an enabled ``scaler`` it is that of the scaled loss.
+    """
+    losses = _compute_losses(model, task, group, step, precision)
+    return model.compute_live_gradient(map(scaler.scale, losses), live, out)
 
 
 def _compute_losses(
@@ -134,8 +146,7 @@ def _compute_losses(
         TrainingDiverged: a loss is NaN or infinite.
     """
     for batch in group:
-        # No scaling of the loss: bfloat16 has the exponents of float32, so that small gradients do not vanish.
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        with _autocast(model, precision):
             loss = task.loss(model.module, model.to_device(batch))
         if not torch.isfinite(loss):
             remedy = "lower training.lr or set clip_norm"
@@ -143,6 +154,13 @@ def _compute_losses(
             raise TrainingDiverged(text, is_first_step=step == 1)
         # Divided, and not the gradient: the tensors that stay at the site have gradients of their own.
         yield loss / len(group) if len(group) > 1 else loss
+
+
+def _autocast(model: FlatModel, precision: Precision) -> AbstractContextManager[Any]:
+    """Return a context in which operations compute in a number format, where they allow it."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(model.device.type, getattr(torch, precision))
 
 
 def explain_divergence(loss: Tensor, batch: Any, step: str, remedy: str) -> str:

@@ -15,6 +15,7 @@ from ..compute.structure.observing import ObservedNetwork
 from ..compute.structure.scaling import StatisticsLayer
 from ..core.mask import Mask
 from ..core.params import Layout
+from ..core.seeds import require_deterministic
 from ..core.subgroups import measure_subgroups
 from ..tasks.task import is_metric_name
 from .batches import weigh_batches
@@ -64,7 +65,8 @@ class TaskTrainer(Trainer):
             batches: Iterator[Any] = (self.task.augment(batch, augmentation_generator) for batch in plain)
         else:
             batches = training.source.iterate_lots()
-        with local.seed_torch("train", *labels), training.within():
+        deterministic = require_deterministic(training.config.deterministic)
+        with local.seed_torch("train", *labels), training.within(), deterministic:
             return train(self._model, self.task, batches, training)
 
     def compute_gradients(

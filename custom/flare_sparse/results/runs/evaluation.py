@@ -77,11 +77,11 @@ class EvaluationSet:
         dataset = _select(examples, split)
         self.size, self.skipped = len(dataset), examples.skipped  # type: ignore[arg-type]
         self._notes = tuple(examples.notes)
-        device = str(assembly.method.config.training.torch_device)
+        hardware = assembly.method.config.training.select_hardware(data.device)
         no_examples = TensorDataset(torch.zeros(0))
         evaluated = Examples(no_examples, dataset)
         self._site = build_site(
-            LocalTask.open(data.site, self.task, evaluated, assembly.network, assembly.method.seed, device)
+            LocalTask.open(data.site, self.task, evaluated, assembly.network, assembly.method.seed, hardware)
         )
 
     def evaluate(self, weights: Tensor, resamples: int = 0) -> CohortResult:

@@ -7,6 +7,7 @@ A site sets it in a *site file* (YAML or JSON) or in an environment variable. A 
     methods:              # optional: settings that a method leaves to the site
       scbf: {rate: 0.1}
     checkpoints: /scratch # optional: folder of the site's checkpoints; off: keep none
+    device: cuda:1        # optional: where the site computes, for jobs with device: auto
     dicom: {cache: nifti} # optional: data has a folder of DICOM series for each subject
 """
 
@@ -57,6 +58,9 @@ class SiteFile(BaseModel):
     withdrawn: tuple[Name, ...] = Field((), description="identifiers of subjects that must not be used")
     checkpoints: Path | Literal[False] | None = Field(
         None, description="folder of the site's checkpoints, from which it resumes after a crash; off: keep none"
+    )
+    device: str | None = Field(
+        None, pattern=r"^(cpu|cuda(:\d{1,2})?)$", description="where this site computes if the job leaves it open"
     )
     dicom: DicomRules | None = Field(None, description="data has DICOM series, and which of them are used")
 
@@ -131,7 +135,11 @@ def format_site_file(site: SiteData) -> str:
     """Return the content of a site file as JSON, which is also valid YAML."""
     methods = {name: dict(settings) for name, settings in site.methods.items()}
     content = SiteFile(
-        data=site.path.absolute(), subset=site.subset, methods=methods, withdrawn=tuple(sorted(site.withdrawn))
+        data=site.path.absolute(),
+        subset=site.subset,
+        methods=methods,
+        withdrawn=tuple(sorted(site.withdrawn)),
+        device=site.device,
     )
     return content.model_dump_json(exclude_defaults=True)
 
@@ -147,7 +155,7 @@ def _read_site_file(site: str, file: Path) -> SiteData:
         raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
     path = file.parent / content.data.expanduser()
     withdrawn = frozenset(content.withdrawn)
-    located = _check_exists(SiteData(site, path, content.subset, content.methods, withdrawn), str(file))
+    located = _check_exists(SiteData(site, path, content.subset, content.methods, withdrawn, content.device), str(file))
     if content.dicom is None:
         return located
     cache = file.parent / content.dicom.cache.expanduser()

@@ -1,0 +1,29 @@
+"""A device that is not the CPU, for tests without a GPU: torch refuses to mix its tensors with those of the CPU."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.utils.cpp_extension import load
+
+
+@cache
+def open_other_device() -> torch.device:
+    """Compile and register the device of ``other_device.cpp``, which takes half a minute the first time."""
+    torch.utils.rename_privateuse1_backend("other")
+    module = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,
+        get_rng_state=lambda device=0: torch.empty(0, dtype=torch.uint8),
+        set_rng_state=lambda state, device=0: None,
+        get_amp_supported_dtype=lambda: [torch.bfloat16],
+    )
+    torch._register_device_module("other", module)
+    load("other_device", [str(Path(__file__).with_suffix(".cpp"))])
+    return torch.device("other", 0)
