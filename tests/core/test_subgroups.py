@@ -10,15 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flare_sparse.core.names import clean_name
 from flare_sparse.core.subgroups import (
     ERROR,
     SUBJECTS,
     label_values,
+    make_plain,
     measure_subgroups,
     name_metric,
     parse_subgroup,
+    split_metric,
     suppress_small,
 )
+from flare_sparse.tasks.task import is_metric_name
 
 
 @given(st.dictionaries(st.text("abcdef", min_size=1, max_size=2), st.integers(1, 40), max_size=8), st.integers(2, 20))
@@ -90,9 +94,31 @@ def test_labels_are_values_or_bins_and_have_no_markup() -> None:
     assert label_values(np.array([59.9, 60.0, -0.5, np.inf]), 10.0) == ["50 to 60", "60 to 70", "-10 to 0", "missing"]
     assert label_values(np.array([260100023.0, 1.5]), None) == ["260100023", "1.5"]
     assert label_values(np.array(["007", "7", "NA"]), None) == ["007", "7", "NA"]
-    assert label_values(np.array(["<b>GE</b>", "", "Siemens 3T"]), None) == ["_b_GE__b_", "missing", "Siemens 3T"]
+    assert label_values(np.array(["<b>GE</b>", "", "Siemens 3T"]), None) == [
+        "\uff1cb\uff1eGE\uff1c/b\uff1e",
+        "missing",
+        "Siemens 3T",
+    ]
     with pytest.raises(ValueError, match="bins need numbers"):
         label_values(np.array(["F"]), 10.0)
     for wrong in ("", "age:", "age:0", "age:ten", "age:10:5"):
         with pytest.raises(ValueError, match=r"expected the name of a column|the width of the bins is 0"):
             parse_subgroup(wrong)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60), min_size=1, max_size=6))
+def test_no_metric_of_a_subgroup_vanishes_and_no_two_subgroups_become_one(names: list[str]) -> None:
+    """Whatever signs a site's values have: each has a label of its own, which a metric's name may have, or an error."""
+    values = np.array(names, dtype=object)
+    written_alike = len({make_plain(clean_name(name)) or "missing" for name in names})
+    if written_alike < len({clean_name(name) for name in names}):
+        with pytest.raises(ValueError, match="would have one label"):
+            label_values(values, None)
+        return
+    labels = label_values(values, None)
+    assert len(set(labels)) == written_alike
+    for column in ("x" * 100, "dose [mg/l] <b>"):
+        for label in labels:
+            name = f"error of {name_metric('m' * 64, column, label)}"
+            assert is_metric_name(name)
+            assert split_metric(name) == (f"error of {'m' * 64}", f"{make_plain(column)}={label}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from ..core.errors import ConfigError
 from ..core.observer import SILENT, Observer
 from ..results.runs.description import find_warnings
 from ..tasks.data.source import write_site_files
+from ..tasks.table_config import TableConfig
 
 if TYPE_CHECKING:
     from ..flare.questions import QuestionRecipe
@@ -53,7 +54,7 @@ def describe_study(
     from ..flare.statistics import RESULT, DescriptionRecipe
 
     content = run_statistics_job(study, DescriptionRecipe(study.config.job, least), RESULT, out, kit, observer)
-    record = build_record(study.config.name, least, content)
+    record = build_record(study.config.name, least, content, list_expected(study))
     write_json(out / RECORD, record)
     write_description(record, out)
     return record
@@ -92,7 +93,15 @@ def run_statistics_job(
     return simulate_statistics(recipe, sorted(sites), site_files, out, result, observer)
 
 
-def build_record(name: str, least: int, columns: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+def list_expected(study: Study) -> list[str]:
+    """Return the columns that a study of a table needs; empty for other tasks."""
+    settings = study.load_task().config
+    return [*settings.features, settings.target] if isinstance(settings, TableConfig) else []
+
+
+def build_record(
+    name: str, least: int, columns: Mapping[str, Mapping[str, Mapping[str, Any]]], expected: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the record of a description: its statistics by column and site, and what they warn of."""
     sites = sorted({site for by_site in columns.values() for site in by_site})
     return {
@@ -100,5 +109,5 @@ def build_record(name: str, least: int, columns: Mapping[str, Mapping[str, Mappi
         "sites": sites,
         "least": least,
         "columns": columns,
-        "warnings": find_warnings(columns, sites),
+        "warnings": find_warnings(columns, sites, expected),
     }

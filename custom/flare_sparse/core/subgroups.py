@@ -23,9 +23,13 @@ EVERYONE = "all=subjects"
 """The cell of all test subjects, which tells how many are left out."""
 RESAMPLES = 200
 """Bootstrap resamples of a standard error: it is then within 10 % of that of many, in 19 of 20 cases."""
-_NAME = re.compile(r"(.+) in ([^=]+=.+)")
-_SPECIFICATION = re.compile(r"[^:]+(:[0-9]+(\.[0-9]+)?)?")
-_LONGEST_LABEL = 24
+_NAME = re.compile(r"(.+?) in ([^=]+=.+)")
+_SPECIFICATION = re.compile(r"[^:=]{1,100}(:[0-9]+(\.[0-9]+)?)?")
+LONGEST_CELL = 200
+"""Most characters of the name of a subgroup, ``column=label``."""
+_LONGEST_LABEL = LONGEST_CELL - 100 - 1
+# Names of metrics have no markup (tasks/task.py): in its place stand the same signs in full width.
+_PLAIN = str.maketrans({sign: chr(ord(sign) + 0xFEE0) for sign in "<>&\"'`\\[]"})
 
 
 def parse_subgroup(text: str) -> tuple[str, float | None]:
@@ -38,7 +42,10 @@ def parse_subgroup(text: str) -> tuple[str, float | None]:
         ValueError: it is no name of a column, with or without a positive width.
     """
     if not _SPECIFICATION.fullmatch(text):
-        raise ValueError(f"{text!r}: expected the name of a column, with a width of bins for numbers, such as age:10")
+        raise ValueError(
+            f"{text!r}: expected the name of a column, at most 100 characters without : and =, with a width of bins "
+            "for numbers, such as age:10"
+        )
     column, _, width = text.partition(":")
     if width and float(width) == 0:
         raise ValueError(f"{text!r}: the width of the bins is 0")
@@ -52,10 +59,17 @@ def label_values(values: np.ndarray, width: float | None) -> list[str]:
     (['60 to 70', 'missing'], ['F', 'missing'])
 
     Raises:
-        ValueError: bins are asked for, and the values are text.
+        ValueError: bins are asked for, and the values are text, or the labels of two values would be the same.
     """
     if width is None:
-        return [_label_name(name) for name in format_names(values)]
+        names = format_names(values)
+        label_of = {name: make_plain(name)[:_LONGEST_LABEL] or MISSING for name in set(names)}
+        name_of = {label: name for name, label in label_of.items()}
+        if alike := [name for name, label in label_of.items() if name_of[label] != name]:
+            raise ValueError(
+                f"{name_of[label_of[alike[0]]]!r} and {alike[0]!r} would have one label; rename one of them"
+            )
+        return [label_of[name] for name in names]
     try:
         return [_label_number(value, width) for value in parse_numbers(values).tolist()]
     except ValueError as error:
@@ -68,7 +82,7 @@ def name_metric(metric: str, column: str, label: str) -> str:
     >>> name_metric("mae", "sex", "F")
     'mae in sex=F'
     """
-    return f"{metric} in {column}={label}"
+    return f"{metric} in {make_plain(column)}={label}"
 
 
 def split_metric(name: str) -> tuple[str, str] | None:
@@ -132,9 +146,9 @@ def measure_subgroups(
     return shown | estimates
 
 
-def _label_name(name: str) -> str:
-    # Names of metrics have no markup.
-    return re.sub(r"[^\w .:+-]", "_", name)[:_LONGEST_LABEL] or MISSING
+def make_plain(name: str) -> str:
+    """Return a name for that of a metric: without markup, and without signs that cannot be printed."""
+    return "".join(sign if sign.isprintable() else "_" for sign in name.translate(_PLAIN))
 
 
 def _label_number(value: float, width: float) -> str:

@@ -24,7 +24,7 @@ from ..core.params import separate_tensors
 from ..core.reading import MinibatchReader, move_batch, stack_examples
 from ..core.settings import Settings
 from ..core.split import Split, SplitConfig
-from ..core.subgroups import label_values, parse_subgroup
+from ..core.subgroups import ERROR, LONGEST_CELL, label_values, parse_subgroup, split_metric
 
 VALIDATION = "validation_"
 """Prefix of the names of the metrics on validation examples."""
@@ -36,7 +36,7 @@ EPSILON = "epsilon"
 """Name of the number, sent with the metrics, that says what a run has charged the site's subjects so far."""
 COUNTS = (TEST_EXAMPLES, VALIDATION_EXAMPLES)
 """Names of the metrics that are numbers of examples."""
-METRIC_NAMES = "1 to 64 printable characters without quotes, brackets [ ] and < > & \\ `"
+METRIC_NAMES = "1 to 64 printable characters without quotes, brackets [ ] and < > & \\ `, for a subgroup 200 more"
 """What the name of a metric may be, for errors."""
 _MAX_NAME_LENGTH = 64
 # Names enter records, terminals and the report page: no markup, no quotes, no control characters.
@@ -50,7 +50,10 @@ def get_count_name(metric: str) -> str:
 
 def is_metric_name(name: object) -> bool:
     """Return whether a site may report a metric of this name: :data:`METRIC_NAMES`."""
-    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_LENGTH:
+    if not isinstance(name, str):
+        return False
+    metric, cell = split_metric(name) or (name, "")
+    if not 0 < len(metric.removeprefix(ERROR)) <= _MAX_NAME_LENGTH or len(cell) > LONGEST_CELL:
         return False
     # Not printable: control characters, line breaks, escape sequences, and marks that reverse the direction of text.
     return name.isprintable() and not name.isspace() and _MARKUP.isdisjoint(name)

@@ -49,6 +49,21 @@ def test_uneven_labels_and_missing_values_are_named() -> None:
     ]
 
 
+def test_nothing_is_said_about_a_share_that_a_site_did_not_send() -> None:
+    columns = {
+        "sex=F": {"B": share(0.58)},
+        "sex=M": {"A": share(0.5), "B": share(0.42)},
+        "lab=missing": {"B": share(0.4)},
+        "lab": {"B": number(0, 1)},
+        "tesla": {"A": number(3.5, 0), "B": number(3.5, 0)},
+    }
+    assert find_warnings(columns, ["A", "B"], ["sex", "dose"]) == [
+        "dose: no site reported it: too few rows have a value",
+        "lab: A reported none, or too few rows",
+        "tesla: 3.5 in all rows: a column that does not vary tells a model nothing",
+    ]
+
+
 def test_column_in_another_unit_is_named_once_and_a_shift_is_none() -> None:
     columns = {
         "height": {"A": number(170, 9), "B": number(172, 9), "C": number(1.7, 0.09)},

@@ -78,6 +78,8 @@ def check_site(
         user_task: the user task of that job, if it has one.
         environment: variables that may name the location of the data.
     """
+    if not kit.is_dir():
+        raise ConfigError(f"{kit}: there is no such folder; give the startup kit of this site")
     yield _run_check("startup kit", lambda: _check_kit(kit))
     yield from (
         _check_version(name, series)

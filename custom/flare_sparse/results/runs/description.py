@@ -20,17 +20,20 @@ def is_label(column: str) -> bool:
     return "=" in column
 
 
-def find_warnings(columns: Mapping[str, Sites], sites: Sequence[str]) -> list[str]:
+def find_warnings(columns: Mapping[str, Sites], sites: Sequence[str], expected: Sequence[str] = ()) -> list[str]:
     """Return what may decide a study before it runs, one sentence each.
 
     Args:
         columns: statistics by column and site.
         sites: names of all sites.
+        expected: columns that the study needs.
     """
-    return [*_compare_labels(columns, sites), *_compare_numbers(columns, sites)]
+    known = {name.partition("=")[0] for name in columns}
+    unknown = [f"{name}: no site reported it: too few rows have a value" for name in expected if name not in known]
+    return [*unknown, *_compare_labels(columns), *_compare_numbers(columns, sites)]
 
 
-def _compare_labels(columns: Mapping[str, Sites], sites: Sequence[str]) -> Iterator[str]:
+def _compare_labels(columns: Mapping[str, Sites]) -> Iterator[str]:
     shares: dict[str, dict[str, dict[str, float]]] = {}
     for column, by_site in columns.items():
         if is_label(column):
@@ -46,9 +49,13 @@ def _compare_labels(columns: Mapping[str, Sites], sites: Sequence[str]) -> Itera
                 "its place"
             )
             continue
-        # A site without a share of missing values has few of them or none.
-        by_site = {site: known.get(site, {}) for site in sites} if labels == ["missing"] else known
-        spans = {label: sorted((own.get(label, 0.0), site) for site, own in by_site.items()) for label in labels}
+        # A share that a site did not send may be small, or left out to protect a rare label beside it. But of a site
+        # that sent the numbers, few are missing or none.
+        whole = {site: {"missing": 0.0} for site in columns.get(name, ()) if site not in known}
+        shares_at = {**known, **whole}
+        spans = {
+            label: sorted((own[label], site) for site, own in shares_at.items() if label in own) for label in labels
+        }
         label = max(labels, key=lambda each: spans[each][-1][0] - spans[each][0][0])
         (low, first), (high, last) = spans[label][0], spans[label][-1]
         if high - low >= UNEVEN:
@@ -71,6 +78,10 @@ def _compare_numbers(columns: Mapping[str, Sites], sites: Sequence[str]) -> Iter
             continue
         if lacking := [site for site in sites if site not in by_site]:
             yield f"{name}: {', '.join(lacking)} reported none, or too few rows"
+        if len({own["mean"] for own in by_site.values()}) == 1 and not any(own["stddev"] for own in by_site.values()):
+            value = next(iter(by_site.values()))["mean"]
+            yield f"{name}: {value:.4g} in all rows: a column that does not vary tells a model nothing"
+            continue
         for site, own in by_site.items():
             others = [part for other, part in by_site.items() if other != site]
             if not others:

@@ -10,7 +10,7 @@ from math import hypot, inf, sqrt
 from statistics import NormalDist
 from typing import Any
 
-from ...core.subgroups import ERROR, EVERYONE, SUBJECTS, split_metric
+from ...core.subgroups import ERROR, EVERYONE, SUBJECTS, make_plain, parse_subgroup, split_metric
 from .results import RunResult
 
 LEVEL = 0.95
@@ -103,7 +103,8 @@ def pool_subgroups(run: RunResult) -> list[Subgroup]:
         for cell, values in by_cell.items():
             if (count := values.pop(SUBJECTS, 0.0)) >= 1:
                 cells.setdefault(cell, []).append((count, values))
-    order = [text.partition(":")[0] for text in run.config.get("task", {}).get("subgroups", [])]
+    subgroups = run.config.get("task", {}).get("subgroups", [])
+    order = [make_plain(parse_subgroup(text)[0]) for text in subgroups]
     pooled = [_pool(cell, parts) for cell, parts in cells.items()]
     return sorted(pooled, key=lambda cell: (order.index(cell.column) if cell.column in order else 99, _sort_key(cell)))
 

@@ -25,6 +25,8 @@ MAX_VALUES = 2**28
 """Most voxels of an image whose shape is not known beforehand, over all channels: 1 GiB in float32."""
 SPACING_MM = (0.1, 20.0)
 SPACING_TOLERANCE = 0.02
+LABEL_TOLERANCE = 1e-3
+"""Largest distance of a label from a whole number: slopes and float32 leave 0.9999 or 0.99999994."""
 MAX_VOXEL = 1e15
 """Largest absolute value of a voxel: in float32, the squares of a volume with larger ones sum to infinity."""
 _CHUNK = 2**20
@@ -110,6 +112,20 @@ def check_voxels(file: Path, voxels: np.ndarray) -> None:
     largest = float(np.abs(voxels).max(initial=0))
     if largest > MAX_VOXEL:
         raise DataError(f"{file.name}: a voxel of {largest:.3g}; expected at most {MAX_VOXEL:g}: rescale the image")
+
+
+def round_labels(file: Path, values: np.ndarray) -> np.ndarray:
+    """Return the whole numbers of a label map that was stored as floats, of the same type.
+
+    Raises:
+        DataError: a value is further from a whole number than rounding while storing explains.
+    """
+    whole: np.ndarray = np.rint(values)
+    if len(wrong := values[~(np.abs(values - whole) <= LABEL_TOLERANCE)]):
+        raise DataError(
+            f"{file.name}: label {wrong[0]:.9g}; expected whole numbers: resample a label map with nearest neighbours"
+        )
+    return whole
 
 
 def _check_axes(file: Path, shape: tuple[int, ...], axes: int) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from ...core.errors import DataError
 from .cases import Case, CaseFiles
-from .nifti import check_voxels, format_shape, read_nifti
+from .nifti import check_voxels, format_shape, read_nifti, round_labels
 
 Normalization = Literal["volume", "nonzero", "none"]
 Item = tuple[Tensor, Tensor, Tensor]
@@ -80,10 +80,7 @@ class Preparation:
         check_grid(file, labels, image_file, image)
         if len(labels.shape) > 3 and labels.shape[3] != 1:
             raise DataError(f"{file.name}: {format_shape(labels.shape)} voxels; expected one label for each voxel")
-        values = _read_values(file, labels).reshape(labels.shape[:3])
-        whole = np.rint(values)
-        if not np.array_equal(values, whole):
-            raise DataError(f"{file.name}: label {values[values != whole][0]:g}; expected whole numbers")
+        whole = round_labels(file, _read_values(file, labels).reshape(labels.shape[:3]))
         classes = np.zeros(whole.shape, dtype=np.uint8)
         for value in np.unique(whole).astype(int).tolist():
             if value in self.values:
@@ -186,30 +183,35 @@ def measure_distance(shape: Sequence[int], affine: np.ndarray, reference: np.nda
     return float(np.abs((affine - reference) @ corners.T).max())
 
 
-def check_files(files: CaseFiles) -> None:
-    """Check that every file of a case is a complete volume with the voxels of the first image.
-
-    Raises:
-        DataError: a file is missing or damaged, or lies elsewhere than the first image.
-    """
-    labels = files.require_labels()
-    check_volumes((*files.images, labels))
-
-
-def check_volumes(volumes: Sequence[Path], axes: int = 3) -> None:
+def check_volumes(volumes: Sequence[Path], axes: int = 3, *, canonical: bool = True, remedy: str = "") -> None:
     """Check that files are complete volumes with the voxels of the first one.
 
     Args:
         volumes: the files.
         axes: axes of a volume: 3, or 2 for plane images.
+        canonical: the network reads volumes turned to RAS+ orientation; False: as they are stored.
+        remedy: what to do about volumes that lie at the same place and are stored in different orientations.
 
     Raises:
-        DataError: a file is missing or damaged, or lies elsewhere than the first one.
+        DataError: a file is missing or damaged, or lies elsewhere than the first one, or its voxels are stored in
+            another order and are read so.
     """
     first, *others = volumes
-    reference = read_nifti(first, None, axes=axes)
+    reference = read_nifti(first, None, axes=axes, canonical=canonical)
     for file in others:
-        check_grid(file, read_nifti(file, None, axes=axes), first, reference, axes)
+        image = read_nifti(file, None, axes=axes, canonical=canonical)
+        orientations = [describe_orientation(each) for each in (image, reference)]
+        if not canonical and axes == 3 and orientations[0] != orientations[1]:
+            raise DataError(
+                f"{file.name} is stored in {orientations[0]} orientation and {first.name} in {orientations[1]}, and "
+                f"voxels are read as they are stored: {remedy or 'store both alike'}"
+            )
+        check_grid(file, image, first, reference, axes)
+
+
+def describe_orientation(image: Any) -> str:
+    """Return the directions of a volume's axes, such as ``RAS``."""
+    return "".join(code or "?" for code in nib.aff2axcodes(image.affine))
 
 
 def write_labels(file: Path, labels: Tensor, original: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from ...core.errors import ConfigError, DataError
 from ...core.settings import Settings
 from ..data.cases import CaseFiles
-from .raw import SHARED, check_shared, find_raw_cases, read_dataset
+from .raw import SHARED, check_alignment, check_shared, explain_reader_error, find_raw_cases, read_dataset
 
 FORMAT = 1
 MANTISSA_BITS = 12
@@ -218,10 +218,13 @@ def merge_fingerprints(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
         raise ConfigError("some images have two dimensions and others three; nnU-Net plans one or the other")
     for name, other in find_differences(fingerprints).items():
         values = " and ".join(str(getattr(fingerprints[number], name)) for number in (0, other))
-        raise ConfigError(
-            f"the fingerprints differ in {name}: {values}; every site needs the same dataset.json "
-            "(channel_names, labels, file_ending) and the same --total"
+        remedy = (
+            'SimpleITK refuses images whose axes are not at right angles; set "overwrite_image_reader_writer": '
+            '"NibabelIO" in dataset.json at all sites, and compute all fingerprints again'
+            if name == "reader"
+            else "every site needs the same dataset.json (channel_names, labels, file_ending) and the same --total"
         )
+        raise ConfigError(f"the fingerprints differ in {name}: {values}; {remedy}")
     return first.model_copy(
         update={
             "geometry": tuple(sorted(case for part in fingerprints for case in part.geometry)),
@@ -264,7 +267,8 @@ def find_reader(dataset: Mapping[str, Any], example: Path) -> Any:
     from nnunetv2.imageio.reader_writer_registry import determine_reader_writer_from_dataset_json
 
     try:
-        with redirect_stdout(StringIO()):
+        # nnU-Net prints a traceback for each reader that does not read the example, and takes the next one.
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             return determine_reader_writer_from_dataset_json(dict(dataset), str(example), verbose=False)
     except RuntimeError as error:
         raise DataError(f"{example.name}: {error}") from error
@@ -277,11 +281,13 @@ def _get_analysis(reader: Any, samples_per_case: int) -> Callable[[CaseFiles], A
         if case.problem:
             raise DataError(case.problem)
         labels = str(case.require_labels())
+        check_alignment(case, reader.__name__, needs_labels=True)
         # nnU-Net's readers raise errors of their libraries; analysis asserts.
         try:
             return DatasetFingerprintExtractor.analyze_case([*map(str, case.images)], labels, reader, samples_per_case)
         except Exception as error:
-            raise DataError(f"{case.images[0].name}: nnU-Net cannot analyse the case: {error}") from error
+            text = explain_reader_error(error)
+            raise DataError(f"{case.images[0].name}: nnU-Net cannot analyse the case: {text}") from error
 
     return analyze
 

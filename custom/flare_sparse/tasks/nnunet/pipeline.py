@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ...core.errors import ConfigError, DataError
 from ...core.seeds import seed_torch
 from ..data.cases import CaseFiles
-from ..data.segmentation import check_files
+from ..data.nifti import round_labels
+from .raw import check_alignment, explain_reader_error
 
 TRAINER = "nnUNetTrainer"
 MAX_VOXELS = 2**30
 """Most voxels of a case on the plan's grid: a job cannot ask a site to allocate more."""
-_NIFTI = (".nii", ".nii.gz")
 
 
 @contextmanager
@@ -115,15 +115,15 @@ class Pipeline:
         if files.problem:
             raise DataError(files.problem)
         labels_file = files.require_labels() if needs_labels else None
-        if needs_labels and self.dataset["file_ending"] in _NIFTI:
-            check_files(files)
         reader = self.plans.image_reader_writer_class()
+        check_alignment(files, type(reader).__name__, needs_labels=needs_labels)
         preprocessor = self.configuration.preprocessor_class(verbose=False)
         # nnU-Net's readers raise errors of their libraries, and its checks are assertions.
         try:
             with redirect_stdout(StringIO()):
                 image, properties = reader.read_images([*map(str, files.images)])
-                truth = None if labels_file is None else reader.read_seg(str(labels_file))[0]
+                # nnU-Net's preprocessing cuts the digits after the point off.
+                truth = None if labels_file is None else round_labels(labels_file, reader.read_seg(str(labels_file))[0])
                 self._check_voxels(files, image, truth)
                 self._check_size(image, properties["spacing"])
                 prepared, labels, properties = preprocessor.run_case_npy(
@@ -132,7 +132,8 @@ class Pipeline:
         except DataError:
             raise
         except Exception as error:
-            raise DataError(f"{files.images[0].name}: nnU-Net's preprocessing fails: {error}") from error
+            text = explain_reader_error(error)
+            raise DataError(f"{files.images[0].name}: nnU-Net's preprocessing fails: {text}") from error
         values = np.zeros(0, np.int16) if truth is None else truth[0].astype(np.int16)
         return Prepared(name, prepared.astype(np.float32), labels.astype(np.int16), properties, values)
 

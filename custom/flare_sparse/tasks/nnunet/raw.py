@@ -11,9 +11,14 @@ from typing import Any
 
 from ...core.errors import DataError
 from ..data.cases import CaseFiles, find_bids_cases
+from ..data.segmentation import check_volumes
 from ..task import SiteData
 
 DATASET = "dataset.json"
+TURNING_READER = "NibabelIOWithReorient"
+"""nnU-Net's reader that turns images to RAS; all others read voxels as they are stored."""
+_READER_SETTING = "overwrite_image_reader_writer"
+_NIFTI = (".nii", ".nii.gz")
 SHARED = ("channel_names", "labels", "file_ending", "regions_class_order", "overwrite_image_reader_writer")
 
 
@@ -58,6 +63,34 @@ def check_shared(dataset: Mapping[str, Any]) -> None:
         raise ValueError("labels: regions need regions_class_order")
     if order is not None and not (isinstance(order, list) and all(type(number) is int for number in order)):
         raise ValueError("regions_class_order: expected whole numbers")
+
+
+def check_alignment(case: CaseFiles, reader: str, *, needs_labels: bool) -> None:
+    """Check that the files of a case have the same voxels in the order in which nnU-Net reads them.
+
+    Args:
+        case: the case.
+        reader: name of nnU-Net's class that reads the images.
+        needs_labels: whether the label map is read, too.
+
+    Raises:
+        DataError: a file is missing or damaged, or lies elsewhere than the first one, or is stored in another
+            orientation and read so.
+    """
+    files = (*case.images, case.require_labels()) if needs_labels else case.images
+    if files[0].name.endswith(_NIFTI):
+        remedy = f'set "{_READER_SETTING}": "{TURNING_READER}" in dataset.json at all sites, or reorient one file'
+        check_volumes(files, canonical=reader == TURNING_READER, remedy=remedy)
+
+
+def explain_reader_error(error: Exception) -> str:
+    """Return the text of an error of nnU-Net's readers, with the setting that mends it."""
+    if "orthonormal" not in str(error):
+        return str(error)
+    return (
+        "the axes of the image are not at right angles, which SimpleITK refuses; set "
+        f'"{_READER_SETTING}": "NibabelIO" in dataset.json at all sites, and compute all fingerprints again'
+    )
 
 
 def check_channels(case: CaseFiles, wanted: int) -> CaseFiles:
