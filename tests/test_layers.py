@@ -41,6 +41,7 @@ ORDER = (
     ("methods.support",),
     ("methods",),
     ("client",),
+    ("rounds.link",),
     ("rounds.endpoints", "rounds.streams"),
     ("rounds.federation",),
     ("rounds",),

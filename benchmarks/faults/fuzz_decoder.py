@@ -41,15 +41,16 @@ from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire import envelope
 from flare_sparse.wire.formats import FORMATS
 from flare_sparse.wire.messages import Decoded
-from flare_sparse.wire.plan import Plan
+from flare_sparse.wire.plan import NO_NAME, Plan
 
 SLACK_BYTES = 16 * 2**20
 SECONDS = 1.0
 MOST_BYTES = 40_960
 LENGTHS = slice(96, 112)
 CODES: dict[int, Encoding] = {encoding.code: encoding for encoding in ENCODINGS.values()}
-IDENTITY = (slice(0, 4), slice(5, 6), slice(12, 24), slice(32, 72))  # magic; round and sequence; kind, run and layout
-KNOWN = slice(72, 88)
+# Magic; round and sequence; names, kind, run and layout.
+IDENTITY = (slice(0, 4), slice(5, 6), slice(12, 24), slice(32, 88))
+KNOWN = slice(24, 32)
 
 
 def build_layout(*shapes: tuple[int, ...]) -> Layout:
@@ -66,17 +67,19 @@ SMALL, LARGE = build_layout((6, 5), (7,), (), (4, 2, 3)), build_layout((100, 60)
 SERVER = Plan(
     SMALL,
     "0123456789abcdef",
+    base="4" * 16,
     base_mask=draw_mask(SMALL.size, 0.5),
-    base_sequence=4,
     base_vector=torch.linspace(-1, 1, SMALL.size),
+    target="7" * 16,
+    request="9" * 16,
     sequence=7,
     round=3,
     kind="train",
 )
 PLANS = (
     SERVER,
-    replace(SERVER, sequence=None, round=None, kind=None),
-    replace(SERVER, base_mask=None, base_sequence=None, base_vector=None),
+    replace(SERVER, target=None, request=None, sequence=None, round=None, kind=None),
+    replace(SERVER, base=None, base_mask=None, base_vector=None),
     replace(
         SERVER,
         layout=LARGE,
@@ -94,7 +97,7 @@ def build_seeds() -> list[bytes]:
     """Return valid messages of every plan, selection and number format, by every encoding that can write them."""
     messages = []
     for (number, plan), share, values in product(enumerate(PLANS), (0.0, 0.02, 0.3, 1.0), FORMATS):
-        full = replace(plan, sequence=7, round=3, kind="train")
+        full = replace(plan, target="7" * 16, request="9" * 16, sequence=7, round=3, kind="train")
         masks = [draw_mask(plan.layout.size, share)]
         if plan.base_mask is not None:
             masks += [plan.base_mask, plan.base_mask & masks[0]]
@@ -110,7 +113,7 @@ def build_seeds() -> list[bytes]:
                 if is_possible(name, full, mask)
             ]
         request = encode(
-            Patch(torch.ones(mask.count), mask, "previous" if plan.base_sequence else "zeros"), full, trainable=mask
+            Patch(torch.ones(mask.count), mask, "previous" if plan.base else "zeros"), full, trainable=mask
         )
         messages.append(bytes([number]) + request.data.tobytes())
     return sorted(set(messages))
@@ -130,8 +133,8 @@ def encode_by(name: str, plan: Plan, mask: Mask) -> np.ndarray:
     message = encode(Patch(torch.ones(mask.count), mask), plain_plan).data
     plain = read_header(message)
     values = message[plain.values_start :]
-    known = bytes.fromhex(plan.base_mask.fingerprint) if encoding.requires_base and plan.base_mask else bytes(16)
-    header = replace(plain, encoding=encoding.code, base_mask=known, selection_bytes=len(raw))
+    known = plan.base if encoding.requires_base and plan.base else NO_NAME
+    header = replace(plain, encoding=encoding.code, base=known, selection_bytes=len(raw))
     buffer = np.zeros(header.values_start + values.size, np.uint8)
     buffer[header.values_start :] = values
     buffer[HEADER_BYTES : HEADER_BYTES + len(raw)] = np.frombuffer(raw, np.uint8)
@@ -153,7 +156,7 @@ def with_checksums(message: np.ndarray) -> np.ndarray:
 @cache
 def build_empty_message(plan: Plan) -> np.ndarray:
     """Return a message of this plan without values."""
-    full = replace(plan, base_mask=None, sequence=7, round=3, kind="train")
+    full = replace(plan, base_mask=None, target="7" * 16, request="9" * 16, sequence=7, round=3, kind="train")
     return encode(Patch(torch.zeros(0), Mask.empty(plan.layout.size)), full).data
 
 
@@ -167,8 +170,8 @@ def with_identity(message: np.ndarray, plan: Plan) -> np.ndarray:
     message[4] = VERSION
     encoding = CODES.get(int(message[6]))
     requires_base = encoding is not None and encoding.requires_base and plan.base_mask is not None
-    base = bytes.fromhex(plan.base_mask.fingerprint) if requires_base and plan.base_mask else bytes(16)
-    message[KNOWN] = np.frombuffer(base, np.uint8)
+    base = plan.base if requires_base and plan.base else NO_NAME
+    message[KNOWN] = np.frombuffer(bytes.fromhex(base), np.uint8)
     return message
 
 

@@ -48,7 +48,7 @@ def time_ms(act: Callable[[], Any], runs: int = 9) -> float:
 
 def time_messages(layout: Layout, vector: torch.Tensor, mask: Mask, copy: np.ndarray) -> dict[str, Any]:
     """Return the times of messages whose mask both ends hold, in milliseconds and in copies of the dense model."""
-    plan = Plan(layout, "0" * 16, base_mask=mask, sequence=1, round=1, kind="train")
+    plan = Plan(layout, "0" * 16, "b" * 16, mask, target="7" * 16, request="9" * 16, sequence=1, round=1, kind="train")
     message = encode(Patch.from_vector(vector, mask), plan)
     patch, target = decode(message.data, plan).patch, vector.clone()
     before = time_ms(lambda: np.copyto(copy, vector.numpy()))

@@ -246,7 +246,7 @@ class Round:
         answers = {}
         for name, message in attempt.messages.items():
             with self.counters["site"] if self.is_counted and name == SITES[0] else nullcontext():
-                answers[name] = self._answer(self.sites[name], message, attempt.acknowledged.get(name))
+                answers[name] = self._answer(self.sites[name], message, attempt.counted.get(name))
         if self.is_counted:
             self.counters["server"].__enter__()
         return {
@@ -254,9 +254,9 @@ class Round:
             for name, (update, data) in answers.items()
         }
 
-    def _answer(self, endpoint: SiteEndpoint, message: Any, acknowledged: int | None) -> tuple[Update, Any]:
+    def _answer(self, endpoint: SiteEndpoint, message: Any, counted: str | None) -> tuple[Update, Any]:
         """Return an update and its message; as in FLARE, the update passes the site's filters as a DXO."""
-        request = endpoint.receive(message, acknowledged)
+        request = endpoint.receive(message, counted)
         update = endpoint.answer(request)
         shareable = update_to_dxo(update, self.layout).to_shareable()
         # FLARE's search before the first filter.

@@ -28,7 +28,7 @@ import torch
 from page_tables import write_section
 from torch import Tensor
 
-from flare_sparse.core.exchange import EVALUATE
+from flare_sparse.core.exchange import EVALUATE, RequestId
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.method import Method
 from flare_sparse.methods.registry import METHODS
@@ -38,7 +38,6 @@ from flare_sparse.privacy.secure_aggregation.shamir import SHARE_BYTES
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.server_sums import ServerSums
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.endpoints.site_state import RequestId
 from flare_sparse.rounds.endpoints.site_sums import SiteSums
 from flare_sparse.rounds.endpoints.update_store import UpdateStore
 from flare_sparse.rounds.federation import Connections, Federation, Reply, RoundRules, SumQuestions

@@ -48,7 +48,9 @@ def measure_formats(layout: Layout, draw: torch.Generator) -> list[dict[str, Any
     vector, change = (torch.randn(layout.size, generator=draw) * DEVIATION for _ in range(2))
     mask, held = Mask(torch.rand(layout.size, generator=draw) < 0.1), vector + change / 10
     mask.indices  # noqa: B018
-    plan = Plan(layout, "0" * 16, base_mask=mask, base_sequence=1, base_vector=held, sequence=2, round=1, kind="train")
+    plan = Plan(
+        layout, "0" * 16, "b" * 16, mask, held, target="7" * 16, request="9" * 16, sequence=2, round=1, kind="train"
+    )
     rows = []
     for values in get_args(ValueType):
 

@@ -127,9 +127,9 @@ def test_gaps_that_are_no_selection_are_rejected(catalogue: Any, values: Any) ->
 def test_difference_to_another_vector_asks_for_the_full_model_once(catalogue: Any, values: Any) -> None:
     """The first update that refers to a vector that the server did not send costs one more message, the second one."""
     wire = catalogue.MethodWire("fedavg", values)
-    outcome, _ = wire.run(lambda t, sent: with_header(sent, base_sequence=99) if t == 1 else sent)
+    outcome, _ = wire.run(lambda t, sent: with_header(sent, base="9" * 16) if t == 1 else sent)
     assert outcome.rounds[0].rejected == {"site-2": "E_NOT_HELD"}
-    outcome, _ = wire.run(lambda t, sent: with_header(sent, base=0) if t == 1 else sent)
+    outcome, _ = wire.run(lambda t, sent: with_header(sent, patch_base=0) if t == 1 else sent)
     assert outcome.rounds[0].rejected == {"site-2": "E_CANON"}
 
 

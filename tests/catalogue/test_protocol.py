@@ -26,9 +26,9 @@ from flare_sparse.flare.aggregator import StagingAggregator
 from flare_sparse.flare.filters import DecodeUpdate
 from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
 from flare_sparse.flare.session import ServerSession
-from flare_sparse.rounds.endpoints.bases import SiteBase
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.link import Vector
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.ledger import Ledger
 
@@ -61,17 +61,14 @@ def test_update_over_another_mask_is_rejected(wire: Any, encoding: str) -> None:
     """
     requires_base = encoding in ("shared", "shrink")
     wire.assert_rejects(
-        *[
-            ("E_NOT_HELD" if requires_base else "E_CANON", lambda sent: sent.with_header(base_mask=b"another mask...."))
-            for _ in "12"
-        ]
+        *[("E_NOT_HELD" if requires_base else "E_CANON", lambda sent: sent.with_header(base="a" * 16)) for _ in "12"]
     )
     if requires_base:
         rounds: list[int] = []
 
         def name_another_mask_once(t: int, sent: Any) -> Any:
             rounds.append(t)
-            return sent.with_header(base_mask=b"another mask....") if rounds.count(t) == 1 else sent
+            return sent.with_header(base="a" * 16) if rounds.count(t) == 1 else sent
 
         outcome, _ = wire.run(name_another_mask_once)
         assert rounds == [1, 1, 2, 2]
@@ -101,7 +98,9 @@ def test_update_over_another_base_is_rejected(wire: Any, encoding: str) -> None:
     wire.assert_rejects(
         ("E_LAYOUT", lambda sent: sent.with_header(layout=bytes.fromhex(other.fingerprint))),
         ("E_REPLAY", lambda sent: sent.with_header(sequence=sent.parts.header.sequence - 1)),
-        ("E_NOT_HELD", lambda sent: sent.with_header(base=1, base_sequence=1)),
+        ("E_REPLAY", lambda sent: sent.with_header(target="1" * 16)),
+        ("E_REPLAY", lambda sent: sent.with_header(request="1" * 16)),
+        ("E_NOT_HELD", lambda sent: sent.with_header(patch_base=1, base="1" * 16)),
         ("E_RUN", lambda sent: sent.with_header(run=bytes(7) + b"\1")),
     )
 
@@ -213,8 +212,11 @@ def build_request(sent: Any) -> np.ndarray:
     plan = Plan(
         endpoint.layout,
         endpoint.run,
+        base="b" * 16,
         base_mask=request.trainable,
-        sequence=endpoint._state.sequence,
+        target=endpoint._round.sent[sent.site].target.name,
+        request=endpoint._round.sent[sent.site].name,
+        sequence=endpoint._sequence,
         round=request.round,
         kind="train",
     )
@@ -257,7 +259,8 @@ def test_site_rejects_bad_requests_before_it_trains(catalogue: Any) -> None:
     changed[-12] ^= 1
     parts = catalogue.Parts.from_message(good)
     part = Mask(torch.arange(full.size) % 2 == 0)
-    site.server._state = replace(site.server._state, bases={"site-2": SiteBase(part, 0)})
+    vector = Vector("b" * 16, part)
+    site.server._link = replace(site.server._link, held={"site-2": vector.name}, vectors={vector.name: vector})
     partial = site.message(Patch.from_vector(site.bench.weights, part), part)
     nan = replace(parts, values=np.full(1, np.nan, "<f4").tobytes() + parts.values[4:]).to_message()
     for code, bad in (("E_CRC", changed), ("E_FINITE", nan), ("E_NOT_HELD", partial)):

@@ -36,8 +36,8 @@ def load_expected(file: str) -> tuple[Plan, dict[str, Any]]:
     plan = Plan(
         layout,
         expected["run"],
+        base=expected["base"],
         base_mask=unpack_mask(expected["base_mask"], layout.size),
-        base_sequence=expected["base_sequence"],
         base_vector=unpack_vector(expected.get("base_vector")),
     )
     return plan, expected["messages"][path.stem]
@@ -47,12 +47,12 @@ def check_meaning(file: str) -> None:
     """Decode a golden message and compare every part with its recorded meaning."""
     plan, meaning = load_expected(file)
     size = plan.layout.size
-    plan = replace(plan, sequence=meaning["sequence"], round=meaning["round"], kind=meaning["kind"])
+    plan = replace(plan, **{name: meaning[name] for name in ("target", "request", "sequence", "round", "kind")})
     decoded = decode((FOLDER / file).read_bytes(), plan)
     found = (decoded.encoding, decoded.values, decoded.content)
     assert found == (meaning["encoding"], meaning["values"], meaning["content"])
     assert (decoded.kind, decoded.round, decoded.sequence) == (meaning["kind"], meaning["round"], meaning["sequence"])
-    assert (decoded.patch.base, decoded.patch.mask) == (meaning["base"], unpack_mask(meaning["mask"], size))
+    assert (decoded.patch.base, decoded.patch.mask) == (meaning["patch_base"], unpack_mask(meaning["mask"], size))
     trainable = meaning["trainable"]
     assert decoded.trainable == (unpack_mask(trainable, size) if trainable is not None else None)
     assert decoded.patch.values.numpy().tobytes().hex() == meaning["numbers"]

@@ -191,7 +191,7 @@ class LocalFederation:
             self.restart_site(name)
         self.requested.append((attempt.round, name))
         endpoint = self.endpoints[name]
-        request = endpoint.receive(attempt.messages[name], attempt.acknowledged[name])
+        request = endpoint.receive(attempt.messages[name], attempt.counted[name])
         self._compare_vectors(name)
         update = endpoint.answer(request)
         changed = self.change_update(
@@ -222,10 +222,12 @@ class LocalFederation:
         yield from self.deliver_sum(questions).items()
 
     def _compare_vectors(self, name: str) -> None:
-        """Compare what a site reads in a message with what the server takes for it, which it keeps for differences."""
-        vector = self.server._state.vectors.get(name)
-        if vector is not None:
-            assert torch.equal(self.sites[name].weights, vector), f"the server takes another vector for that of {name}"
+        """Compare what a site reads in a message with what the server takes for it: by name, and by values if kept."""
+        target, held = self.server._round.sent[name].target, self.endpoints[name]._link.held
+        assert held is not None
+        assert target.name == held.name, f"the server takes another vector for that of {name}"
+        if target.values is not None:
+            assert torch.equal(self.sites[name].weights, target.values), f"another vector than that of {name}"
 
     def _compare_updates(self, name: str, upload: Upload, contribution: Contribution) -> None:
         """Compare what the server decodes with what the site takes for received, from which its residual follows."""

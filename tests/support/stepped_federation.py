@@ -7,24 +7,36 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from local_federation import LocalFederation, Upload
-from toy import ToyBench
+from toy import Toy, ToyBench
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import MissingBase, RoundFailed
+from flare_sparse.privacy.encryption import KeyContexts
+from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
 from flare_sparse.rounds.endpoints.site_state import SiteMemory
 from flare_sparse.rounds.federation import Outcome, Reply, RoundRules
 
 SITES = ("site-1", "site-2", "site-3")
-WAIT_S = 300.0
+WAIT_S = 100.0
 """Longer than a busy machine takes to import what torch's first optimiser needs."""
 LOSS_WORDS = ("starts without it", "starts from zero")
 """What the log of a site says when its residual or the memory of its method is lost."""
+
+
+PROTECTIONS = ("ckks", "masked")
+"""In the place of a number format: values that the server cannot read."""
+
+
+@cache
+def generate_contexts() -> KeyContexts:
+    return KeyContexts.generate()
 
 
 class Killed(BaseException):
@@ -60,7 +72,7 @@ class SteppedFederation(LocalFederation):
 
     Args:
         name: name of the method.
-        values: number format on the wire.
+        values: number format on the wire, or ``ckks`` or ``masked`` for float32 that is encrypted or summed.
         folder: folder of the checkpoints; None: none are written, and nothing can be resumed.
         rules: rules of the rounds; None: each needs all sites, in at most three attempts.
         settings: settings of the method.
@@ -71,11 +83,28 @@ class SteppedFederation(LocalFederation):
         without_base: sites that replied that they lack the base of a request.
     """
 
-    def __init__(self, name: str, values: Any, folder: Path | None, rules: RoundRules | None = None, **settings: Any):
+    def __init__(
+        self,
+        name: str,
+        values: Any,
+        folder: Path | None,
+        rules: RoundRules | None = None,
+        personal: Any = (),
+        **settings: Any,
+    ):
         self.folder = folder
         self.server_store = KillableStore(folder / SERVER, {}) if folder else None
         rules = rules or RoundRules(min_sites=len(SITES), retries=2)
-        super().__init__(name, ToyBench(), rules=rules, values=values, stores=self._open_store, **settings)
+        super().__init__(
+            name,
+            ToyBench(Toy(), personal=personal),
+            rules=rules,
+            values="float32" if values in PROTECTIONS else values,
+            contexts=generate_contexts() if values == "ckks" else None,
+            sum_rules=SumRules(8.0) if values == "masked" else None,
+            stores=self._open_store,
+            **settings,
+        )
         self.memories: dict[tuple[str, str, int], str] = {}
         self.full_models: list[tuple[str, int]] = []
         self.without_base: list[str] = []
@@ -105,7 +134,8 @@ class SteppedFederation(LocalFederation):
         """Deliver the waiting attempt and return the server's next event.
 
         Args:
-            losses: by site: ``request lost``, ``reply lost``, ``reply damaged`` or ``diverged``.
+            losses: by site: ``request lost``, ``reply lost``, ``reply damaged``, ``update rejected`` or
+                ``diverged``.
             dies: ``before saving`` or ``after saving``: the server is killed at its next checkpoint.
         """
         self.losses = losses
@@ -151,8 +181,10 @@ class SteppedFederation(LocalFederation):
             self._events.put(("error", error))
 
     def _record_memory(self, upload: Upload) -> Upload:
-        memory = upload.endpoint._state.memory
+        memory = upload.endpoint._current.memory
         self.memories[upload.site, upload.request.kind, upload.request.round] = compute_memory_digest(memory)
+        if self.losses.get(upload.site) == "update rejected" and upload.update.content in ("weights", "delta"):
+            return upload.with_values(upload.update.patch.values * 1e4 + 1)
         return upload
 
     def _lose_upload(self, upload: Upload) -> Upload | str | None:

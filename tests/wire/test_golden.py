@@ -28,7 +28,7 @@ def test_golden_message_keeps_its_meaning(file: str) -> None:
 def test_golden_message_requires_the_mask_or_base_it_refers_to(file: str) -> None:
     plan, _ = load_expected(file)
     with pytest.raises(MissingBase):
-        decode((FOLDER / file).read_bytes(), replace(plan, base_mask=None, base_sequence=None))
+        decode((FOLDER / file).read_bytes(), replace(plan, base=None, base_mask=None))
 
 
 def test_format_page_matches_header_and_encodings() -> None:

@@ -21,14 +21,24 @@ from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, VERSION, read_header, write_checksums, write_header
 from flare_sparse.wire.messages import Decoded
-from flare_sparse.wire.plan import Plan
+from flare_sparse.wire.plan import NO_NAME, Plan
 
 LAYOUT = Layout((TensorSpec("w", (6, 5), "weight"), TensorSpec("b", (7,), "bias"), TensorSpec("s", (), "other")))
 SIZE = LAYOUT.size
 MASK = Mask(torch.rand(SIZE, generator=torch.Generator().manual_seed(3)) < 0.4)
 BASE_MASK = MASK | Mask(torch.arange(SIZE) < 9)
 RUN = "0123456789abcdef"
-PLAN = Plan(LAYOUT, RUN, base_mask=BASE_MASK, base_sequence=4, sequence=7, round=3, kind="train")
+PLAN = Plan(
+    LAYOUT,
+    RUN,
+    base="4" * 16,
+    base_mask=BASE_MASK,
+    target="7" * 16,
+    request="9" * 16,
+    sequence=7,
+    round=3,
+    kind="train",
+)
 
 
 def build_message(mask: Mask = MASK, base_mask: Mask | None = BASE_MASK, **options: Any) -> np.ndarray:
@@ -45,7 +55,7 @@ def force_encoding(name: str, section: bytes | None = None, mask: Mask = MASK) -
     header = replace(
         read_header(build_message(mask, None)),
         encoding=encoding.code,
-        base_mask=bytes.fromhex(BASE_MASK.fingerprint) if encoding.requires_base else bytes(16),
+        base="4" * 16 if encoding.requires_base else NO_NAME,
         selection_bytes=len(section),
     )
     buffer = np.zeros(header.values_start + -(-4 * mask.count // 8) * 8, np.uint8)
@@ -56,9 +66,9 @@ def force_encoding(name: str, section: bytes | None = None, mask: Mask = MASK) -
     return buffer
 
 
-def change_header(**fields: Any) -> np.ndarray:
+def change_header(message: np.ndarray | None = None, **fields: Any) -> np.ndarray:
     """Return a message with other header fields and valid checksums."""
-    buffer = build_message().copy()
+    buffer = (build_message() if message is None else message).copy()
     header = replace(read_header(buffer), **fields)
     start = min(header.values_start, buffer.size)
     if start != read_header(buffer).values_start:
@@ -121,7 +131,7 @@ CASES: dict[str, tuple[str, np.ndarray]] = {
     "unknown trainable encoding": ("E_VERSION", change_header(trainable=99)),
     "unknown value type": ("E_DTYPE", change_header(values=10)),
     "unknown content": ("E_VERSION", change_header(content=9)),
-    "unknown base": ("E_VERSION", change_header(base=9)),
+    "unknown base": ("E_VERSION", change_header(patch_base=9)),
     "another run": ("E_RUN", change_header(run=bytes(8))),
     "another layout": ("E_LAYOUT", change_header(layout=bytes(16))),
     "another kind": ("E_KIND", change_header(kind="score")),
@@ -129,13 +139,15 @@ CASES: dict[str, tuple[str, np.ndarray]] = {
     "a kind with a hole": ("E_KIND", change_header(kind="a\0b")),
     "no kind": ("E_KIND", change_header(kind="")),
     "another round": ("E_ROUND", change_header(round=2)),
-    "another request": ("E_REPLAY", change_header(sequence=6)),
+    "another attempt": ("E_REPLAY", change_header(sequence=6)),
+    "another request": ("E_REPLAY", change_header(request="8" * 16)),
+    "another target": ("E_REPLAY", change_header(target="8" * 16)),
     "more scalars than entries": ("E_SIZE", change_header(scalars=SIZE + 1)),
     "2**60 scalars": ("E_SIZE", change_header(scalars=2**60)),
     "one scalar more": ("E_NNZ", force_encoding("bitmap", build_bitmap(FLIPPED))),
     "2**60 bytes of selection": ("E_LEN", change_header(selection_bytes=2**60)),
     "2**60 bytes of trainable": ("E_LEN", change_header(trainable_bytes=2**60)),
-    "a base that is not needed": ("E_CANON", change_header(base_sequence=3)),
+    "a base that is not needed": ("E_CANON", change_header(build_message(MASK, None), base="3" * 16)),
     "dense with a selection": ("E_LEN", force_encoding("dense", b"x")),
     "padding bits set": ("E_CANON", force_encoding("bitmap", build_bitmap(WRONG_BITS))),
     "unknown bitmap flag": ("E_CANON", force_encoding("bitmap", build_bitmap(MASK.bits.numpy(), flag=7))),
@@ -198,14 +210,14 @@ def test_overflow_of_float16_is_refused_and_large_float32_is_sent() -> None:
 def test_reference_to_a_mask_or_base_not_held_raises_missing_base() -> None:
     data = build_message(BASE_MASK, BASE_MASK)
     assert decode(data, PLAN).encoding == "shared"
-    for base_mask in (None, MASK):
-        with pytest.raises(MissingBase, match="mask"):
-            decode(data, replace(PLAN, base_mask=base_mask))
+    for other in (replace(PLAN, base_mask=None), replace(PLAN, base="3" * 16)):
+        with pytest.raises(MissingBase, match="base"):
+            decode(data, other)
     data = build_message(base="previous")
     assert decode(data, PLAN).patch.base == "previous"
-    for base_sequence in (None, 3):
+    for base in (None, "3" * 16):
         with pytest.raises(MissingBase, match="base"):
-            decode(data, replace(PLAN, base_sequence=base_sequence))
+            decode(data, replace(PLAN, base=base))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +296,7 @@ def test_checksum_detects_two_swapped_blocks(block: int) -> None:
         (Patch(torch.ones(3), MASK), PLAN, "patch.source"),
         (Patch(torch.ones(MASK.count, 1), MASK), PLAN, "patch.source"),
         (Patch(torch.ones(4), Mask.full(4)), PLAN, "patch.mask"),
-        (Patch(torch.ones(SIZE), MASK, "previous"), replace(PLAN, base_sequence=None), "plan.base_sequence"),
+        (Patch(torch.ones(SIZE), MASK, "previous"), replace(PLAN, base=None), "plan.base"),
         (Patch(torch.ones(SIZE), MASK), replace(PLAN, sequence=None), "sequence"),
         (Patch(torch.ones(SIZE), MASK), replace(PLAN, kind=""), "kind"),
         (Patch(torch.ones(SIZE), MASK), replace(PLAN, kind="a" * 17), "kind"),

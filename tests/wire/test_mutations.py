@@ -32,9 +32,11 @@ VECTOR = torch.randn(SIZE, generator=GENERATOR)
 PLAN = Plan(
     LAYOUT,
     "0123456789abcdef",
+    base="4" * 16,
     base_mask=BASE_MASK,
-    base_sequence=4,
     base_vector=VECTOR / 2,
+    target="7" * 16,
+    request="9" * 16,
     sequence=7,
     round=3,
     kind="train",
@@ -56,8 +58,8 @@ def build_messages() -> dict[str, np.ndarray]:
 
 
 # Offset and width of the header fields before the checksums (docs/wire-format.md).
-FIELDS = [(0, 4), (4, 2), *((at, 1) for at in range(6, 12)), (12, 4), (16, 8), (24, 8), (32, 16), (48, 8), (56, 16)]
-FIELDS += [(72, 16), (88, 8), (96, 8), (104, 8)]
+FIELDS = [(0, 4), (4, 2), *((at, 1) for at in range(6, 12)), (12, 4), (16, 8), (24, 8), (32, 8), (40, 8), (48, 16)]
+FIELDS += [(64, 8), (72, 16), (88, 8), (96, 8), (104, 8)]
 
 
 def fix_checksums(data: np.ndarray) -> np.ndarray:

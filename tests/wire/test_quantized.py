@@ -33,9 +33,17 @@ NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
 def build_plan(layout: Layout = LAYOUT, base_vector: torch.Tensor | None = None) -> Plan:
-    base_sequence = None if base_vector is None else 5
+    base = None if base_vector is None else "5" * 16
     return Plan(
-        layout, "0" * 16, base_sequence=base_sequence, base_vector=base_vector, sequence=7, round=3, kind="train"
+        layout,
+        "0" * 16,
+        base=base,
+        base_vector=base_vector,
+        target="7" * 16,
+        request="9" * 16,
+        sequence=7,
+        round=3,
+        kind="train",
     )
 
 
@@ -152,7 +160,7 @@ def test_weights_are_sent_as_differences_to_the_vector_of_the_receiver(values: V
     assert torch.equal(back.patch.values, message.received)
     error = (back.patch.values - mask.take(VECTOR))[:100].abs()
     assert (error <= compute_steps(mask.take(VECTOR - held)[:100], FORMATS[values].bits) + 1e-6).all()
-    for other in (build_plan(), replace(plan, base_sequence=4), replace(plan, base_vector=None)):
+    for other in (build_plan(), replace(plan, base="4" * 16), replace(plan, base_vector=None)):
         with pytest.raises(MissingBase, match="E_NOT_HELD"):
             decode(message.data, other)
 
@@ -168,7 +176,7 @@ def test_only_weights_are_differences() -> None:
     plan = build_plan(base_vector=VECTOR)
     assert not decode(send(VECTOR, "int4", plan).data, plan).is_difference
     data = send(VECTOR, "int4", plan).data
-    write_header(replace(read_header(data), base=2, base_sequence=5), data)
+    write_header(replace(read_header(data), patch_base=2, base="5" * 16), data)
     with pytest.raises(RejectedMessage, match=r"E_VERSION.*base"):
         decode(data, plan)
 

@@ -69,8 +69,9 @@ def selections(draw: st.DrawFn, size: int) -> Mask:
     return Mask.full(size) if kind == "full" else Mask.empty(size)
 
 
-def build_plan(layout: Layout, base_mask: Mask | None = None, base_sequence: int | None = None) -> Plan:
-    return Plan(layout, RUN, base_mask=base_mask, base_sequence=base_sequence, sequence=7, round=3, kind="train")
+def build_plan(layout: Layout, base_mask: Mask | None = None) -> Plan:
+    names = {"base": "5" * 16, "target": "7" * 16, "request": "9" * 16}
+    return Plan(layout, RUN, base_mask=base_mask, **names, sequence=7, round=3, kind="train")
 
 
 @pytest.mark.slow
@@ -79,12 +80,12 @@ def build_plan(layout: Layout, base_mask: Mask | None = None, base_sequence: int
 def test_decoded_message_equals_encoded_message_bit_for_bit(data: st.DataObject, layout: Layout) -> None:
     mask, base_mask = data.draw(selections(layout.size)), data.draw(selections(layout.size))
     trainable = data.draw(st.none() | selections(layout.size))
-    plan = build_plan(layout, data.draw(st.sampled_from([None, base_mask, mask])), base_sequence=5)
+    plan = build_plan(layout, data.draw(st.sampled_from([None, base_mask, mask])))
     base = data.draw(st.sampled_from(["zeros", "previous"]))
     numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
     values = torch.tensor(data.draw(st.lists(numbers, min_size=mask.count, max_size=mask.count)), dtype=torch.float32)
     sent = encode(Patch(values, mask, base), plan, content="delta", trainable=trainable)
-    back = decode(sent.data, replace(plan, sequence=None, round=None, kind=None), "site-1")
+    back = decode(sent.data, replace(plan, target=None, request=None, sequence=None, round=None, kind=None), "site-1")
     assert back.patch.values.view(torch.int32).tolist() == values.view(torch.int32).tolist()
     assert (back.patch.mask, back.patch.base, back.content, back.trainable) == (mask, base, "delta", trainable)
     assert (back.kind, back.round, back.sequence) == ("train", 3, 7)
@@ -148,7 +149,9 @@ DIFFERENT = {
     "sequence": 8,
     "round": 4,
     "kind": "score",
-    "base_sequence": 6,
+    "base": "6" * 16,
+    "target": "8" * 16,
+    "request": "8" * 16,
 }
 
 
@@ -157,7 +160,7 @@ DIFFERENT = {
 @given(st.data(), layouts(), st.sampled_from(sorted(DIFFERENT)))
 def test_message_is_refused_under_any_other_plan(data: st.DataObject, layout: Layout, field: str) -> None:
     mask = data.draw(selections(layout.size))
-    plan = build_plan(layout, base_sequence=5)
+    plan = build_plan(layout)
     sent = encode(Patch.from_vector(torch.ones(layout.size), mask, "previous"), plan)
     other = replace(plan, **{field: DIFFERENT[field]})  # type: ignore[arg-type]
     with pytest.raises(WireError):

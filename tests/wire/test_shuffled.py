@@ -27,7 +27,7 @@ WEIGHTS = torch.randn(SIZE, generator=torch.Generator().manual_seed(1)) / 30
 
 def build_plan(size: int) -> Plan:
     layout = Layout((TensorSpec("w", (size,), "weight"),))
-    return Plan(layout, "0" * 16, sequence=7, round=3, kind="train")
+    return Plan(layout, "0" * 16, target="7" * 16, request="9" * 16, sequence=7, round=3, kind="train")
 
 
 def write(vector: torch.Tensor, values: ValueType, **options: torch.Tensor) -> np.ndarray:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,9 +77,12 @@ class Patch:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the selected entries and their values, 64 hex digits."""
+        """SHA-256 of the selected entries and their values, or the ciphertext of encrypted ones; 64 hex digits."""
         digest = hashlib.sha256(bytes.fromhex(self.mask.fingerprint))
-        digest.update(self.values.detach().contiguous().numpy().astype("<f4", copy=False).data)
+        if self.encrypted is not None:
+            digest.update(self.encrypted.data.contiguous().numpy().data)
+        else:
+            digest.update(self.values.detach().contiguous().numpy().astype("<f4", copy=False).data)
         return digest.hexdigest()
 
     @classmethod
@@ -116,6 +119,13 @@ class Request:
     round: int
     model: Patch
     trainable: Mask
+
+
+class RequestId(NamedTuple):
+    """Kind and round of a request. Every attempt at one request has the same id."""
+
+    kind: str
+    round: int
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from .checkpoints import mark_job_finished
 from .feed import STATS, TOPIC, RecordFeed
 from .job_settings import SERVER_SECTIONS, check_shown_settings
 from .payload import (
-    ACKNOWLEDGED,
+    COUNTED,
     HELLO,
     REPLY,
     SUM,
@@ -274,8 +274,8 @@ class FederatedController(Controller):
         self._aggregator.reset(fl_ctx)
         tasks = []
         self._polling.restart()
-        for message, sites in _group_sites(attempt.messages, attempt.acknowledged):
-            meta = {"kind": attempt.kind, "round": attempt.round, ACKNOWLEDGED: attempt.acknowledged[sites[0]]}
+        for message, sites in _group_sites(attempt.messages, attempt.counted):
+            meta = {"kind": attempt.kind, "round": attempt.round, COUNTED: attempt.counted[sites[0]]}
             data = message_to_shareable(message, meta)
             task = Task(
                 name=TASK, data=data, timeout=_to_whole_seconds(timeout_s), result_received_cb=self._receive_result
@@ -332,17 +332,17 @@ def _list_connected_sites(fl_ctx: FLContext, min_sites: int) -> list[str]:
 
 
 def _group_sites(
-    messages: Mapping[str, np.ndarray], acknowledged: Mapping[str, int] | None = None
+    messages: Mapping[str, np.ndarray], counted: Mapping[str, str | None] | None = None
 ) -> Iterator[tuple[np.ndarray, list[str]]]:
     """Yield each distinct buffer with the sites that get it in one FLARE task: it is stored and streamed once for them.
 
     Args:
         messages: by site.
-        acknowledged: number of the last known update, by site, which is the same for all sites of a task.
+        counted: name of the last answer that counts, by site, which is the same for all sites of a task.
     """
-    groups: dict[tuple[int, int | None], list[str]] = {}
+    groups: dict[tuple[int, str | None], list[str]] = {}
     for site, message in messages.items():
-        groups.setdefault((id(message), acknowledged[site] if acknowledged else None), []).append(site)
+        groups.setdefault((id(message), counted[site] if counted else None), []).append(site)
     for sites in groups.values():
         yield messages[sites[0]], sites
 

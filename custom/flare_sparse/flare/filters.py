@@ -18,7 +18,7 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 from ..core.errors import CheckpointError, RejectedMessage, WireError, get_failure_code
 from ..rounds.federation import Reply
 from .payload import (
-    ACKNOWLEDGED,
+    COUNTED,
     EVENTS,
     REPLY,
     REQUEST,
@@ -45,7 +45,7 @@ class DecodeRequest(Filter):
         try:
             message, meta = shareable_to_message(shareable, "server")
             endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
-            shareable[REQUEST] = endpoint.receive(message, meta.get(ACKNOWLEDGED))
+            shareable[REQUEST] = endpoint.receive(message, meta.get(COUNTED))
         # FLARE would log an error raised here with its text, and it streams logs to the server. The executor answers
         # with the error's code instead.
         except Exception as error:  # noqa: BLE001

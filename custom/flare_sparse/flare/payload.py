@@ -38,8 +38,9 @@ SUM = "sum"
 QUESTION = "question"
 """Name of the FLARE task of a question that trains nothing; also the only key in its data."""
 
-EVENTS, ACKNOWLEDGED = "events", "acknowledged"
-"""Keys beside a message: a site's events with its update, and the site's last known update with a request."""
+EVENTS, COUNTED = "events", "counted"
+"""Keys beside a message: a site's events with its update, and with a request the name of its last answer that counts.
+"""
 
 CODE_HEADER = "flare_sparse_code"
 MISSING_BASE_HEADER = "flare_sparse_not_held"

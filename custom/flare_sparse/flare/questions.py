@@ -36,8 +36,8 @@ from ..config.schema import JobConfig
 from ..config.yaml_files import format_yaml
 from ..core.checkpoint.writing import write_json
 from ..core.errors import RequestRefused, get_failure_code
+from ..core.exchange import RequestId
 from ..rounds.endpoints.request_log import RequestLog
-from ..rounds.endpoints.site_state import RequestId
 from ..tasks.data.source import find_site_data
 from ..tasks.task import SiteData
 from .egress import install_recorder

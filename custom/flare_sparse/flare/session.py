@@ -37,8 +37,8 @@ from ..privacy.dp.account import PRIVACY_FOLDER, Budget, PrivacyAccount
 from ..privacy.dp.scripts import PRIVACY_VARIABLE
 from ..results.runs.model_files import save_site_model
 from ..results.runs.record import LAYER_COMPUTE, write_layer_compute
-from ..rounds.endpoints.bases import InitialModel
 from ..rounds.endpoints.model_change import ChangeLimit
+from ..rounds.endpoints.plans import InitialModel
 from ..rounds.endpoints.request_log import RequestLog
 from ..rounds.endpoints.server import SERVER, ServerEndpoint
 from ..rounds.endpoints.server_sums import ServerSums

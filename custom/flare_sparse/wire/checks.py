@@ -9,19 +9,19 @@ from ..core.exchange import Base, Patch
 from .encodings import Encoding
 from .envelope import Header, is_kind
 from .formats import FORMAT_CODES, ValueFormat
-from .plan import Plan
+from .plan import NO_NAME, Plan
 
 T = TypeVar("T")
 
-NO_MASK = bytes(16)
-"""Mask fingerprint in the header of a message whose encoding refers to no mask."""
 
-
-def check_sender_plan(plan: Plan) -> None:
-    """Raise ValueError unless the plan identifies a request."""
-    if plan.sequence is None or plan.round is None or plan.kind is None or not is_kind(plan.kind):
+def check_sender_plan(plan: Plan, *, is_named: bool = True) -> None:
+    """Raise ValueError unless the plan identifies a request, with its names if they are not computed later."""
+    names = (plan.target, plan.request) if is_named else ()
+    given = (*names, plan.sequence, plan.round, plan.kind)
+    if None in given or not is_kind(plan.kind or ""):
         raise ValueError(
-            f"plan: a sender needs sequence, round and a kind of 1 to 16 printable ASCII characters, found {plan}"
+            "plan: a sender needs target, request, sequence, round and a kind of 1 to 16 printable ASCII characters, "
+            f"found {plan}"
         )
 
 
@@ -33,8 +33,9 @@ def check_patch(patch: Patch, plan: Plan) -> None:
     # A source of any other size would be gathered without an error and send the wrong entries.
     if shape not in ((patch.mask.count,), (total,)):
         raise ValueError(f"patch.source: expected shape ({patch.mask.count},) or ({total},), found {shape}")
-    if patch.base == "previous" and plan.base_sequence is None:
-        raise ValueError('plan.base_sequence: base "previous" needs the sequence number of the receiver\'s vector')
+    has_base = plan.base_mask is not None or plan.base_vector is not None or patch.base == "previous"
+    if has_base and plan.base is None:
+        raise ValueError("plan.base: a message over a vector needs its name")
 
 
 def check_identity(header: Header, plan: Plan) -> None:
@@ -46,33 +47,27 @@ def check_identity(header: Header, plan: Plan) -> None:
         ("E_KIND", "kind", plan.kind, header.kind),
         ("E_ROUND", "round", plan.round, header.round),
         ("E_REPLAY", "sequence", plan.sequence, header.sequence),
+        ("E_REPLAY", "target", plan.target, header.target),
+        ("E_REPLAY", "request", plan.request, header.request),
     ):
         if expected is not None and found != expected:
             raise RejectedMessage(code, field, _format_field(expected), _format_field(found))
 
 
 def check_base(header: Header, base: Base, encoding: Encoding, plan: Plan, *, is_difference: bool) -> None:
-    """Check that the receiver holds the mask and the vector that the message refers to.
+    """Check that the receiver holds the vector that the message builds on.
 
     Raises:
-        MissingBase: the receiver does not hold them; the sender can send the full model instead.
-        RejectedMessage: the message names a mask or a vector that it does not use.
+        MissingBase: the receiver does not hold it; the sender can send the full model instead.
+        RejectedMessage: the message names a vector that it does not use.
     """
-    if encoding.requires_base:
-        fingerprint = bytes.fromhex(plan.base_mask.fingerprint) if plan.base_mask else None
-        if header.base_mask != fingerprint:
-            expected, found = _format_field(fingerprint), _format_field(header.base_mask)
-            raise MissingBase("E_NOT_HELD", "mask", expected, found)
+    if encoding.requires_base or base == "previous" or is_difference:
+        lacks = (encoding.requires_base and plan.base_mask is None) or (is_difference and plan.base_vector is None)
+        if lacks or header.base != plan.base:
+            raise MissingBase("E_NOT_HELD", "base", plan.base, header.base)
     # An unused field must be zero: a message has one valid form, and no data can be hidden in it.
-    elif header.base_mask != NO_MASK:
-        raise RejectedMessage("E_CANON", "mask fingerprint", "zeros", _format_field(header.base_mask))
-    if base == "previous" or is_difference:
-        if is_difference and plan.base_vector is None:
-            raise MissingBase("E_NOT_HELD", "base", "a message without differences", header.base_sequence)
-        if plan.base_sequence is None or header.base_sequence != plan.base_sequence:
-            raise MissingBase("E_NOT_HELD", "base", plan.base_sequence, header.base_sequence)
-    elif header.base_sequence:
-        raise RejectedMessage("E_CANON", "base", 0, header.base_sequence)
+    elif header.base != NO_NAME:
+        raise RejectedMessage("E_CANON", "base", NO_NAME, header.base)
 
 
 def find_value_format(code: int, plan: Plan) -> ValueFormat:

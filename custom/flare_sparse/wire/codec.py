@@ -6,7 +6,8 @@ plan before it allocates anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,13 +17,13 @@ from ..core.errors import RejectedMessage, WireError
 from ..core.exchange import Base, Content, EncryptedValues, Patch
 from ..core.mask import Mask
 from . import ciphertexts
-from .checks import NO_MASK, check_base, check_identity, check_patch, check_sender_plan, find_by_code, find_value_format
+from .checks import check_base, check_identity, check_patch, check_sender_plan, find_by_code, find_value_format
 from .encoding_choice import choose_encoding, compute_selection_entropy
 from .encodings import Encoding, find_encoding
 from .envelope import HEADER_BYTES, Header, read_header, round_up_to_words, write_header
 from .formats import FORMAT_CODES, FORMATS, ValueFormat, ValueType, is_quantized
 from .messages import Decoded, Encoded
-from .plan import Plan
+from .plan import NO_NAME, Plan
 from .sections import WITHOUT_BASE, CodedValues, code_values, measure_section, read_section
 from .values import compute_min_value_bytes, write_values
 
@@ -56,24 +57,27 @@ def encode(
     values: ValueType = "float32",
     residual: Tensor | None = None,
     generator: torch.Generator | None = None,
+    name: Callable[[Tensor | None], tuple[str, str]] | None = None,
 ) -> Encoded:
     """Return the message that carries a patch.
 
     Args:
         patch: values and the entries that they belong to.
-        plan: the receiver's plan; ``sequence``, ``round`` and ``kind`` must be given.
+        plan: the receiver's plan; everything from ``target`` on must be given, if ``name`` is not.
         content: kind of the values.
         trainable: second selection of a request, encoded relative to ``patch.mask``.
         values: number format; ignored for an encrypted patch. ``Encoded.residual`` is its rounding error. A quantized
             format sends weights as differences to ``plan.base_vector``; without that, in ``WITHOUT_BASE``.
         residual: residual of the previous message.
         generator: source of the rounding of a quantized format, in the same state for every attempt at a request.
+        name: returns ``target`` and ``request`` from the values that the receiver reads, ``Encoded.received``; None:
+            those of the plan.
 
     Raises:
         RejectedMessage: a value is not finite in this format.
         ValueError: the plan is incomplete, or the patch does not fit its layout.
     """
-    check_sender_plan(plan)
+    check_sender_plan(plan, is_named=name is None)
     check_patch(patch, plan)
     if is_quantized(values) and content == "weights" and plan.base_vector is None:
         values = WITHOUT_BASE
@@ -90,9 +94,12 @@ def encode(
     if coded is None:
         dtype = FORMATS[values].dtype
         assert dtype is not None, "quantized values are coded"
-        coded = CodedValues(buffer[start:end], write_values(patch, dtype, residual, buffer[start:end]))
+        coded = CodedValues(buffer[start:end], *write_values(patch, dtype, residual, buffer[start:end]))
     else:
         buffer[start:end] = coded.section
+    if name is not None:
+        target, request = name(coded.received)
+        header = replace(header, target=target, request=request)
     # Last: the checksums in the header cover everything else.
     write_header(header, buffer)
     return Encoded(
@@ -105,6 +112,8 @@ def encode(
         floor_bytes=values_bytes + _compute_selection_floor(patch, trainable, plan, sections),
         residual=coded.residual,
         received=coded.received,
+        base=None if header.base == NO_NAME else header.base,
+        request=header.request,
     )
 
 
@@ -136,22 +145,22 @@ def _build_header(patch: Patch, plan: Plan, sections: _Sections, content: Conten
     assert plan.sequence is not None
     assert plan.round is not None
     assert plan.kind is not None
-    base_mask = plan.base_mask if sections.encoding.requires_base else None
     is_difference = is_quantized(values) and content == "weights" and plan.base_vector is not None
-    refers_to_base = is_difference or patch.base == "previous"
+    builds_on_base = is_difference or patch.base == "previous" or sections.encoding.requires_base
     return Header(
         encoding=sections.encoding.code,
         trainable=sections.trainable_code,
         values=FORMAT_CODES[values],
         content=_CONTENTS_BY_CODE.index(content),
-        base=_BASES_BY_CODE.index(patch.base) + _DIFFERENCE * is_difference,
+        patch_base=_BASES_BY_CODE.index(patch.base) + _DIFFERENCE * is_difference,
         round=plan.round,
         sequence=plan.sequence,
-        base_sequence=(plan.base_sequence or 0) if refers_to_base else 0,
+        base=(plan.base or NO_NAME) if builds_on_base else NO_NAME,
+        target=plan.target or NO_NAME,
+        request=plan.request or NO_NAME,
         kind=plan.kind,
         run=bytes.fromhex(plan.run),
         layout=bytes.fromhex(plan.layout.fingerprint),
-        base_mask=bytes.fromhex(base_mask.fingerprint) if base_mask is not None else NO_MASK,
         scalars=patch.mask.count,
         selection_bytes=len(sections.selection),
         trainable_bytes=len(sections.trainable),
@@ -188,17 +197,16 @@ def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: 
         raise error.attach_site(site) from error
 
 
-def read_sequences(data: bytes | bytearray | memoryview | np.ndarray, site: str = "?") -> tuple[int, int]:
-    """Return the sequence numbers of a message and of its base (0: none), which a receiver needs to build its plan.
+def read_names(data: bytes | bytearray | memoryview | np.ndarray, site: str = "?") -> Header:
+    """Return the header of a message, whose names a receiver needs to build its plan.
 
     Raises:
         RejectedMessage: the message is malformed or damaged.
     """
     try:
-        header = _read_header(data, site)
+        return _read_header(data, site)
     except WireError as error:
         raise error.attach_site(site) from error
-    return header.sequence, header.base_sequence
 
 
 def read_summary(data: np.ndarray) -> tuple[Header, Content]:
@@ -239,8 +247,8 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     encoding = find_encoding(header.encoding, "encoding")
     value_format = find_value_format(header.values, plan)
     content = find_by_code(_CONTENTS_BY_CODE, header.content, "content")
-    is_difference = is_quantized(value_format) and content == "weights" and header.base >= _DIFFERENCE
-    base = find_by_code(_BASES_BY_CODE, header.base - _DIFFERENCE * is_difference, "base")
+    is_difference = is_quantized(value_format) and content == "weights" and header.patch_base >= _DIFFERENCE
+    base = find_by_code(_BASES_BY_CODE, header.patch_base - _DIFFERENCE * is_difference, "base")
     check_base(header, base, encoding, plan, is_difference=is_difference)
     # Every size is known to be right before a section is decoded: first the number of values, then the exact length.
     if header.scalars > plan.layout.size:
@@ -273,6 +281,8 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
         kind=header.kind,
         round=header.round,
         sequence=header.sequence,
+        target=header.target,
+        request=header.request,
         encoding=encoding.name,
         values=value_format,
         selection_bytes=header.selection_bytes + header.trainable_bytes,

@@ -17,7 +17,7 @@ HEADER_BYTES = 128
 
 _KIND_BYTES = 16
 # "<" fixes little-endian order without alignment padding: the bytes do not depend on the host.
-_FIELDS = struct.Struct("<4sH6BIQQ16s8s16s16sQQQ")
+_FIELDS = struct.Struct("<4sH6BIQ8s8s8s16s8s16sQQQ")
 _CHECKSUMS = struct.Struct("<IIQ")
 # A prime: blocks of a power-of-two size that trade places move their words to other lanes.
 _LANES = 509
@@ -33,14 +33,15 @@ class Header:
         trainable: code of the trainable section's encoding; 0: the message has no such section.
         values: code of the value format.
         content: code of the content.
-        base: code of the base.
+        patch_base: code of the patch's base.
         round: round of the request.
-        sequence: sequence number of the request.
-        base_sequence: sequence number of the message that carried the base; 0 for base "zeros".
+        sequence: number of the attempt.
+        base: name of the vector that the message builds on; ``NO_NAME``: it builds on none.
+        target: name of the vector that the request leads to.
+        request: name of the request.
         kind: kind of the request.
         run: 8 bytes that identify the run.
         layout: 16 bytes, fingerprint of the layout.
-        base_mask: 16 bytes, fingerprint of the mask that the encoding refers to; zeros if it refers to none.
         scalars: number of values.
         selection_bytes: length of the selection section.
         trainable_bytes: length of the trainable section.
@@ -50,14 +51,15 @@ class Header:
     trainable: int
     values: int
     content: int
-    base: int
+    patch_base: int
     round: int
     sequence: int
-    base_sequence: int
+    base: str
+    target: str
+    request: str
     kind: str
     run: bytes
     layout: bytes
-    base_mask: bytes
     scalars: int
     selection_bytes: int
     trainable_bytes: int
@@ -87,15 +89,14 @@ def write_header(header: Header, buffer: np.ndarray) -> None:
         header.trainable,
         header.values,
         header.content,
-        header.base,
+        header.patch_base,
         0,
         header.round,
         header.sequence,
-        header.base_sequence,
+        *(bytes.fromhex(name) for name in (header.base, header.target, header.request)),
         header.kind.encode("ascii"),
         header.run,
         header.layout,
-        header.base_mask,
         header.scalars,
         header.selection_bytes,
         header.trainable_bytes,
@@ -122,7 +123,7 @@ def read_header(buffer: np.ndarray) -> Header:
     magic, version, encoding, trainable, values, content, base, reserved, *rest = _FIELDS.unpack(
         buffer[: _FIELDS.size].tobytes()
     )
-    round_, sequence, base_sequence, kind, run, layout, base_mask, scalars, selection_bytes, trainable_bytes = rest
+    round_, sequence, base_name, target, request, kind, run, layout, scalars, selection_bytes, trainable_bytes = rest
     checksums = _CHECKSUMS.unpack(buffer[_FIELDS.size : HEADER_BYTES].tobytes())
     if (magic, version) != (MAGIC, VERSION):
         raise RejectedMessage("E_VERSION", "magic, version", (MAGIC, VERSION), (magic, version))
@@ -137,8 +138,8 @@ def read_header(buffer: np.ndarray) -> Header:
     if not is_kind(name.decode("latin-1")):
         raise RejectedMessage("E_KIND", "kind", "printable ASCII, zero-padded", kind)
     header = Header(
-        encoding, trainable, values, content, base, round_, sequence, base_sequence, name.decode("ascii"),
-        run, layout, base_mask, scalars, selection_bytes, trainable_bytes,
+        encoding, trainable, values, content, base, round_, sequence, base_name.hex(), target.hex(), request.hex(),
+        name.decode("ascii"), run, layout, scalars, selection_bytes, trainable_bytes,
     )  # fmt: skip
     if header.values_start > buffer.size:
         raise RejectedMessage("E_LEN", "message", f"at least {header.values_start} bytes", buffer.size)

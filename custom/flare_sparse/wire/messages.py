@@ -25,7 +25,9 @@ class Encoded:
         values_bytes: length of the values section.
         floor_bytes: least number of bytes: the values, and the entropy of the selection given the receiver's base.
         residual: ``(P,)`` rounding error of the number format; None for float32 without an earlier residual.
-        received: ``(scalars,)`` the values that the receiver reads, if the format is quantized; else None.
+        received: ``(scalars,)`` the values that the receiver reads, if the format rounds; else None.
+        base: name of the vector that the message builds on; None: it builds on none.
+        request: name of the request that the message is or answers.
     """
 
     data: np.ndarray
@@ -37,6 +39,8 @@ class Encoded:
     floor_bytes: int
     residual: Tensor | None
     received: Tensor | None = None
+    base: str | None = None
+    request: str = ""
 
     @property
     def payload_bytes(self) -> int:
@@ -58,6 +62,8 @@ class Decoded:
     kind: str
     round: int
     sequence: int
+    target: str
+    request: str
     encoding: str
     values: ValueFormat
     selection_bytes: int

@@ -10,6 +10,14 @@ from torch import Tensor
 from ..core.mask import Mask
 from ..core.params import Layout
 
+NO_NAME = "0" * 16
+"""In the place of a name in a header: the message names nothing."""
+
+
+def is_name(value: object) -> bool:
+    """Whether a value is a name, such as that of a vector: 16 lower-case hex digits."""
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None
+
 
 @dataclass(frozen=True)
 class CiphertextFormat:
@@ -37,31 +45,37 @@ class Plan:
     Attributes:
         layout: layout of the model; each end builds its own.
         run: 16 hex digits that identify the run.
-        base_mask: mask that the receiver holds; None: it holds none.
-        base_sequence: sequence number of the message that carried the vector of the receiver; None: it has none.
-        base_vector: ``(P,)`` that vector, for formats that send weights as differences to it; None: such
-            messages cannot be sent or read.
-        sequence, round, kind: of the request that the message is or answers. A sender gives all three. A site that
-            receives a request does not know them yet and leaves them None; they are then not checked.
+        base: name of the vector that the receiver holds; None: it holds none.
+        base_mask: mask of the vector; for an update, the trainable mask of its request.
+        base_vector: ``(P,)`` the vector, for formats that send weights as differences to it; None: such messages
+            cannot be sent or read.
+        target: name of the vector that the request leads to.
+        request: name of the request that the message is or answers.
+        sequence, round, kind: of that request. A sender gives all of them, from ``target`` on. A site that receives a
+            request does not know them yet and leaves them None; they are then not checked.
         ciphertext_format: format of encrypted values; None: this end accepts no encrypted values.
 
     Raises:
-        ValueError: ``run`` is not 16 hex digits.
+        ValueError: ``run`` or a name is not 16 hex digits.
     """
 
     layout: Layout
     run: str
+    base: str | None = None
     base_mask: Mask | None = None
-    base_sequence: int | None = None
     base_vector: Tensor | None = field(default=None, compare=False, repr=False)
+    target: str | None = None
+    request: str | None = None
     sequence: int | None = None
     round: int | None = None
     kind: str | None = None
     ciphertext_format: CiphertextFormat | None = None
 
     def __post_init__(self) -> None:
-        if not re.fullmatch("[0-9a-f]{16}", self.run):
-            raise ValueError(f"run: expected 16 lower-case hex digits, found {self.run!r}")
+        for field_name in ("run", "base", "target", "request"):
+            value = getattr(self, field_name)
+            if not is_name(value or "" if field_name == "run" else value or NO_NAME):
+                raise ValueError(f"{field_name}: expected 16 lower-case hex digits, found {value!r}")
 
     @property
     def max_message_bytes(self) -> int:

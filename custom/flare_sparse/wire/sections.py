@@ -29,7 +29,7 @@ class CodedValues:
     Attributes:
         section: uint8 ``(n,)``.
         residual: ``(P,)`` what the message loses to rounding, with what earlier ones lost elsewhere; None: nothing.
-        received: ``(k,)`` the values that the receiver reads, if the format is quantized; else None.
+        received: ``(k,)`` the values that the receiver reads, if the format rounds; else None.
     """
 
     section: np.ndarray
@@ -103,8 +103,8 @@ def _code_compressed(patch: Patch, dtype: torch.dtype, residual: Tensor | None) 
         RejectedMessage: a value is not finite in this type.
     """
     plain = np.empty(dtype.itemsize * patch.mask.count, np.uint8)
-    new_residual = write_values(patch, dtype, residual, plain)
-    return CodedValues(pack_shuffled(plain, dtype.itemsize), new_residual)
+    new_residual, received = write_values(patch, dtype, residual, plain)
+    return CodedValues(pack_shuffled(plain, dtype.itemsize), new_residual, received)
 
 
 def measure_section(buffer: np.ndarray, scalars: int, value_type: ValueType) -> int:

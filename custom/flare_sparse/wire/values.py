@@ -24,7 +24,9 @@ def compute_min_value_bytes(scalars: int, value_type: ValueType) -> int:
     return LENGTH_BYTES * width if FORMATS[value_type].is_compressed else width * scalars
 
 
-def write_values(patch: Patch, dtype: torch.dtype, residual: Tensor | None, out: np.ndarray) -> Tensor | None:
+def write_values(
+    patch: Patch, dtype: torch.dtype, residual: Tensor | None, out: np.ndarray
+) -> tuple[Tensor | None, Tensor | None]:
     """Write a patch's ``k`` values to ``out``.
 
     Args:
@@ -34,7 +36,8 @@ def write_values(patch: Patch, dtype: torch.dtype, residual: Tensor | None, out:
         out: uint8 ``(k * dtype.itemsize,)``, the values section of the message.
 
     Returns:
-        The new residual ``(P,)``, unchanged outside ``patch.mask``. float32 does not round and returns ``residual``.
+        The new residual ``(P,)``, unchanged outside ``patch.mask``, and the values ``(k,)`` that a receiver reads.
+        float32 does not round: ``residual`` stays, and the receiver reads the values of the patch (None).
 
     Raises:
         RejectedMessage: a value is NaN, infinite, or out of the format's range; the message must not be sent.
@@ -47,7 +50,7 @@ def write_values(patch: Patch, dtype: torch.dtype, residual: Tensor | None, out:
             # mode="clip" skips numpy's bounds check: indices of a mask are in range.
             np.take(source, patch.mask.indices.numpy(), out=target, mode="clip")
         require_finite(target, "values")
-        return residual
+        return residual, None
     # Error feedback: without it, an update below half a unit in the last place would be rounded away in every round and
     # never reach the receiver. The residual carries it over until it is large enough to be represented.
     new_residual, exact = add_residual(patch, residual)
@@ -56,7 +59,7 @@ def write_values(patch: Patch, dtype: torch.dtype, residual: Tensor | None, out:
     require_finite(widened.numpy(), f"values as {str(dtype).removeprefix('torch.')}")
     # numpy has no bfloat16: the bits travel as integers, in the byte order that "<i" fixes.
     np.copyto(out.view(f"<i{dtype.itemsize}"), rounded.contiguous().view(_INTEGERS[dtype.itemsize]).numpy())
-    return patch.mask.put(exact - widened, new_residual)
+    return patch.mask.put(exact - widened, new_residual), widened
 
 
 def add_residual(patch: Patch, residual: Tensor | None) -> tuple[Tensor, Tensor]:

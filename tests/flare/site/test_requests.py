@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
+from flare_sparse.core.exchange import RequestId
 from flare_sparse.rounds.endpoints.request_log import RequestLog
-from flare_sparse.rounds.endpoints.site_state import RequestId
 
 RUN = "00112233445566ff"
 MODELS = [f"{number:064x}" for number in range(4)]

@@ -11,7 +11,7 @@ from torch import nn
 from toy import Plain, Toy, ToyBench
 
 from flare_sparse.compute.structure.scaling import InputScaler, build_statistics_mask
-from flare_sparse.rounds.endpoints.bases import InitialModel
+from flare_sparse.rounds.endpoints.plans import InitialModel
 from flare_sparse.rounds.federation import Outcome, RoundRules
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
 from flare_sparse.rounds.local.run import Transport, run_locally

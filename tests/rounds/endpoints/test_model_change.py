@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from flare_sparse.core.errors import RequestRefused
-from flare_sparse.core.exchange import Content, Patch, Update
+from flare_sparse.core.exchange import Content, Patch, RequestId, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.rounds.endpoints.model_change import ChangeLimit
-from flare_sparse.rounds.endpoints.site_state import RequestId
 
 LAYOUT = Layout.from_module(nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)))
 FULL = Mask.full(LAYOUT.size)

@@ -15,9 +15,10 @@ from flare_sparse.core.exchange import Patch, Request
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.method import SCORE
 from flare_sparse.methods.support.averaging import FINETUNE
-from flare_sparse.rounds.endpoints.bases import SiteBase, plan_request
+from flare_sparse.rounds.endpoints.plans import plan_request
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
+from flare_sparse.rounds.link import Vector
 from flare_sparse.wire.codec import encode
 
 RUN = "0" * 16
@@ -31,7 +32,7 @@ class HostileServer:
         self.layout, self.method = bench.layout, bench.method(method, **settings)
         self.log = RequestLog(RUN, self.method.count_requests, attempts=1, max_starts=max_starts)
         self.endpoint = SiteEndpoint(bench.site(1), self.method, RUN, "float32", limits=RequestLimits(self.log))
-        self.base: SiteBase | None = None
+        self.base: Vector | None = None
         self.sequence = 0
 
     def send(self, kind: str, t: int, live: Mask, trainable: Mask | None = None) -> Request:
@@ -39,10 +40,9 @@ class HostileServer:
         self.sequence += 1
         trainable = trainable or live
         patch = Patch.from_vector(torch.ones(self.layout.size) * live.bits, live)
-        plan = plan_request(
-            self.layout, RUN, self.base, request=Request(kind, t, patch, trainable), sequence=self.sequence
-        )
-        self.base = SiteBase(live, self.sequence)
+        plan = plan_request(self.layout, RUN, self.base, sequence=self.sequence, round=t, kind=kind)
+        self.base = Vector.of(patch)
+        plan = replace(plan, target=self.base.name, request=f"{self.sequence:016x}")
         return self.endpoint.receive(encode(patch, plan, trainable=trainable).data)
 
 

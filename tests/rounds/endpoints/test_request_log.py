@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flare_sparse.core.errors import RequestRefused
+from flare_sparse.core.exchange import RequestId
 from flare_sparse.privacy.secure_aggregation.limits import RevealedSum
 from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
-from flare_sparse.rounds.endpoints.site_state import RequestId
 
 
 def build_digest(model: int) -> str:

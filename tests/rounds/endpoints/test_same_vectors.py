@@ -13,8 +13,8 @@ from local_federation import LocalFederation
 from toy import Plain, ToyBench
 
 from flare_sparse.rounds.endpoints.server import Attempt
-from flare_sparse.rounds.endpoints.server_state import KEPT_VECTORS
 from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.link import KEPT_VECTORS
 
 
 @pytest.mark.slow

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from toy import ToyBench
 
 from flare_sparse.core.errors import RejectedMessage
-from flare_sparse.core.exchange import Patch, Request
+from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
-from flare_sparse.rounds.endpoints.bases import SiteBase, plan_request
+from flare_sparse.rounds.endpoints.plans import plan_request
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.link import Vector
 from flare_sparse.wire.codec import encode
 
 RUN = "0" * 16
@@ -27,17 +30,19 @@ class Sender:
         self.layout = bench.layout
         # A method that allows any mask.
         self.endpoint = SiteEndpoint(bench.site(1), bench.method("dispfl", rounds=9), RUN, "float32")
-        self.base: SiteBase | None = None
-        self.sequence = 0
+        self.base: Vector | None = None
+        self.sequence, self.vector = 0, torch.zeros(self.layout.size)
 
     def send(self, patch: Patch) -> torch.Tensor:
         """Return the site's vector after it has received a patch."""
         self.sequence += 1
         mask = self.base.mask if patch.base == "previous" and self.base else patch.mask
-        request = Request("train", self.sequence, patch, mask)
-        plan = plan_request(self.layout, RUN, self.base, request=request, sequence=self.sequence)
+        self.vector = patch.write_into(self.vector.clone()) if patch.base == "previous" else patch.to_vector()
+        target = Vector.of(Patch.from_vector(self.vector, mask))
+        plan = plan_request(self.layout, RUN, self.base, sequence=self.sequence, round=self.sequence, kind="train")
+        plan = replace(plan, target=target.name, request=target.name)
         self.endpoint.receive(encode(patch, plan, trainable=mask).data)
-        self.base = SiteBase(mask, self.sequence)
+        self.base = target
         return self.endpoint.site.weights
 
 
@@ -73,7 +78,8 @@ def test_equal_models_have_equal_digests_whatever_patches_they_came_in() -> None
     size, draw = ToyBench().layout.size, torch.Generator().manual_seed(1)
     mask = Mask(torch.rand(size, generator=draw) < 0.5)
     part = Mask(mask.bits & (torch.arange(size) % 3 == 0))
-    old, new = (torch.randn(size, generator=draw) for _ in range(2))
+    # Not below 0, as the running variances among them.
+    old, new = (torch.rand(size, generator=draw) for _ in range(2))
     latest = torch.where(part.bits, new, old)
     first, second, third = Sender(ToyBench()), Sender(ToyBench()), Sender(ToyBench())
     first.send(Patch.from_vector(old, mask))

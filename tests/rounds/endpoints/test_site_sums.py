@@ -8,14 +8,13 @@ import torch
 from secure_sums import refuses
 from toy import ToyBench
 
-from flare_sparse.core.exchange import Patch, Update
+from flare_sparse.core.exchange import Patch, RequestId, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.aggregation.weighted import weigh_by_examples
 from flare_sparse.privacy.secure_aggregation.identities import generate_identity
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, pack_share, unpack_message
 from flare_sparse.privacy.secure_aggregation.pads import SumId
-from flare_sparse.rounds.endpoints.site_state import RequestId
 from flare_sparse.rounds.endpoints.site_sums import SiteSums
 from flare_sparse.rounds.endpoints.sums import build_ring
 
@@ -32,7 +31,7 @@ def build_site(rules: SumRules = CLEAR, *, has_update: bool = True) -> SiteSums:
     site = SiteSums(identity, BENCH.layout, RUN, rules, lambda kind: weigh_by_examples)
     if has_update:
         update = Update(Patch(MODEL + 0.25, MASK), "weights", 10)
-        site.withhold(update, RequestId("train", 1), 3, MODEL)
+        site.withhold(update, RequestId("train", 1), MODEL)
     return site
 
 
@@ -73,7 +72,7 @@ def test_site_refuses_sums_of_another_update_and_shares_with_which_a_sum_could_w
         ("E_WEIGHT", ask(0.0)),
         ("E_WEIGHT", ask(float("nan"))),
         ("E_REPLAY", ask(sum_id=SumId(RUN, "train", 2, 4))),
-        ("E_REPLAY", ask(sum_id=SumId(RUN, "train", 1, 2))),
+        ("E_REPLAY", ask(sum_id=SumId(RUN, "train", 1, 0))),
         ("E_REPLAY", ask(sum_id=SumId("1" * 16, "train", 1, 4))),
         ("E_LEN", pack_message(Step.TERMS, SUM_ID, bytes(7))),
     ):

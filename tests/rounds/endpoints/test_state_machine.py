@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ from hypothesis.stateful import run_state_machine_as_test
 from random_faults import STEPS, RandomAbsences, RandomFaults, build_settings
 
 from flare_sparse.core.checkpoint.store import Store
-from flare_sparse.rounds.endpoints import server, site
+from flare_sparse.rounds.endpoints import server
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.endpoints.site_state import SiteState
+from flare_sparse.rounds.link import SiteLink
 
 
 def rewrite(owner: Any, name: str, module: Any, old: str, new: str) -> Any:
@@ -38,31 +39,38 @@ def leave_damaged_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Store, "_set_aside", lambda *_: None)
 
 
-def ignore_age_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sites with one mask and bases of different age share an encoded request."""
-    old = 'sequence = base.sequence if sent.base == "previous" or self._sends_differences else None'
-    _rewrite_identity(monkeypatch, old, "sequence = None")
+def ignore_names_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites with one mask that hold different vectors share an encoded request."""
+    name, old = "encode_requests", "requests[*key, request.message.base] = request"
+    changed = rewrite(ServerEndpoint, name, server, old, "requests[*key, None] = request")
+    monkeypatch.setattr(ServerEndpoint, name, changed)
 
 
-def ignore_vectors_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sites that hold different vectors of one attempt share an encoded difference."""
-    _rewrite_identity(monkeypatch, "id(base.vector) if self._sends_differences else None", "None")
+def forget_nothing_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer starts from the memory after the newest one, which holds no longer what that one sent."""
+
+    def recall(link: SiteLink[Any], counted: str | None, empty: Any) -> Any:
+        return (list(link.answers.values())[-1].memory if link.answers else empty), False
+
+    monkeypatch.setattr(SiteLink, "recall", recall)
 
 
-def _rewrite_identity(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
-    name = "_identify_message"
-    monkeypatch.setattr(ServerEndpoint, name, rewrite(ServerEndpoint, name, server, old, new))
+def count_what_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that was received counts for its site, whether or not the server then uses it."""
+    decode = ServerEndpoint.decode
+
+    def count(endpoint: ServerEndpoint, site: str, *message: Any) -> Any:
+        contribution = decode(endpoint, site, *message)
+        counted = {**endpoint._link.counted, site: endpoint._round.answers[site]}
+        endpoint._link = replace(endpoint._link, counted=counted)
+        return contribution
+
+    monkeypatch.setattr(ServerEndpoint, "decode", count)
 
 
-def keep_memory_in_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A retry starts from the memory after the discarded update, which holds no longer what that update sent."""
-    monkeypatch.setattr(SiteState, "_get_initial_memory", lambda state, request: state.memory_after)
-
-
-def restart_from_newest_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site starts from a checkpoint after the base of the message, of a course of the run that the server lost."""
-    old = "base_sequence + 1 if base_sequence else sequence"
-    monkeypatch.setattr(SiteEndpoint, "_restart", rewrite(SiteEndpoint, "_restart", site, old, "sequence"))
+def hold_the_newest_vector_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site that starts again does not take the vector of an earlier checkpoint, on which the request builds."""
+    monkeypatch.setattr(SiteEndpoint, "_list_checkpoints", lambda endpoint: iter(()))
 
 
 def keep_no_reserve_at_sites(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +120,6 @@ def damage_two_server_checkpoints(machine: RandomFaults) -> None:
     machine.resume()
 
 
-def lose_one_request(machine: RandomFaults) -> None:
-    machine.begin("scbf", "float32")
-    machine.deliver({}, None)
-    machine.deliver({"site-2": "request lost"}, None)
-
-
 def lose_one_reply(machine: RandomFaults) -> None:
     machine.begin("topk_ef", "bfloat16")
     machine.deliver({}, None)
@@ -140,24 +142,27 @@ def damage_one_server_checkpoint(machine: RandomFaults) -> None:
     assert not machine.log.count, "the memory of a site is lost"
 
 
-def take_another_course(machine: RandomAbsences) -> None:
-    machine.participation = 0.67
-    machine.begin("neurosfl", "int4")
-    for dies in (None, None, "before saving"):
-        machine.deliver({}, dies)
-    # Another update of site-3 to round 1 follows; site-1 has a checkpoint of round 2 after the former one.
-    machine._damage("site-3", "byte flipped", 4)
-    machine.base_losses["site-3"] += 1
-    machine.damage_server("byte flipped", 1)
-    machine.resume()
+def restart_before_a_retry(machine: RandomFaults) -> None:
+    machine.begin("fedavg", "int4")
+    machine.deliver({}, None)
+    machine.deliver({"site-2": "reply lost"}, None)
+    assert machine.federation is not None
+    machine.federation.restart_site("site-2")
+
+
+def reject_one_update(machine: RandomFaults) -> None:
+    machine.begin("topk_ef", "bfloat16")
+    machine.deliver({}, None)
+    machine.deliver({"site-3": "update rejected"}, None)
+    machine.deliver({}, None)
 
 
 MUTATIONS = [
     (leave_damaged_checkpoints, RandomFaults, damage_two_server_checkpoints, "CheckpointError"),
-    (ignore_age_of_bases, RandomFaults, lose_one_request, "a request over a base that it never held"),
-    (ignore_vectors_of_bases, RandomAbsences, miss_one_round, "the server takes another vector"),
-    (keep_memory_in_retries, RandomFaults, lose_one_reply, "memory of site-"),
-    (restart_from_newest_checkpoints, RandomAbsences, take_another_course, "the server takes another vector"),
+    (ignore_names_of_bases, RandomAbsences, miss_one_round, "a request over a base that it never held"),
+    (forget_nothing_that_does_not_count, RandomFaults, lose_one_reply, "memory of site-"),
+    (count_what_is_rejected, RandomFaults, reject_one_update, "memory of site-3"),
+    (hold_the_newest_vector_alone, RandomFaults, restart_before_a_retry, "a request over a base that it never held"),
     (keep_no_reserve_at_sites, RandomFaults, damage_one_server_checkpoint, "memory of a site"),
 ]
 """What is taken out, the machine and its steps that show it, and what the machine says then."""
@@ -188,8 +193,9 @@ def test_steps_fail_only_where_a_fix_is_taken_out(
     ("machine", "mutate", "message"),
     [
         (RandomAbsences, leave_damaged_checkpoints, "CheckpointError"),
-        (RandomAbsences, ignore_vectors_of_bases, "the server takes another vector"),
-        (FaultsOverBases, keep_memory_in_retries, "memory of site-"),
+        (RandomAbsences, ignore_names_of_bases, "a request over a base that it never held"),
+        (FaultsOverBases, forget_nothing_that_does_not_count, "memory of site-"),
+        (FaultsOverBases, count_what_is_rejected, "memory of site-"),
     ],
 )
 def test_search_finds_a_fix_that_is_taken_out(

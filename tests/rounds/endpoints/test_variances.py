@@ -15,13 +15,13 @@ from toy import Toy, ToyBench
 from flare_sparse.core.exchange import Assignment, Patch, Request, UpdateSpec
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.rounds.endpoints.bases import correct_variances
+from flare_sparse.rounds.endpoints.plans import correct_variances
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.plan import Plan
 
 LAYOUT = Layout((TensorSpec("1.weight", (4,), "norm"), TensorSpec("1.running_var", (4,), "buffer")))
-PLAN = Plan(LAYOUT, "0" * 16, sequence=7, round=3, kind="train")
+PLAN = Plan(LAYOUT, "0" * 16, target="7" * 16, request="9" * 16, sequence=7, round=3, kind="train")
 FORMATS = get_args(ValueType)
 VARIANCES = ToyBench(Toy()).layout.select(lambda spec: spec.name.endswith("running_var"))
 
@@ -68,7 +68,7 @@ def test_site_reads_negative_variances_as_zero(values: Any) -> None:
     request = Request("train", 1, patch, patch.mask)
     attempt = federation.server.encode_requests({"site-1": Assignment(request, UpdateSpec(mask=patch.mask))})
     before = attempt.messages["site-1"].copy()
-    received = federation.endpoints["site-1"].receive(attempt.messages["site-1"], 0)
+    received = federation.endpoints["site-1"].receive(attempt.messages["site-1"])
     weights = federation.endpoints["site-1"].site.weights
     assert (weights[VARIANCES] == 0).all()
     assert torch.equal(received.model.to_vector(), weights)

@@ -179,7 +179,7 @@ def test_site_without_its_newest_checkpoint_sends_nothing_twice(
     resumed = build(folder, name, values)
     memories = []
     resumed.change_update = lambda upload: (
-        (memories.append(upload.endpoint._state.memory) if upload.site == SITE else None) or upload
+        (memories.append(upload.endpoint._current.memory) if upload.site == SITE else None) or upload
     )
     outcome = resumed.run(resume=True)
     assert memories[0].residual is None

@@ -105,7 +105,7 @@ def test_site_that_lost_its_checkpoints_is_sent_the_full_model_once(name: str, v
     deliver = disturbed.deliver
 
     def record(attempt: Any) -> Any:
-        residuals[attempt.sequence] = dict(disturbed.server._state.residuals)
+        residuals[attempt.sequence] = dict(disturbed.server._link.residuals)
         return deliver(attempt)
 
     disturbed.deliver = record  # type: ignore[method-assign]

@@ -17,11 +17,10 @@ from flare_sparse.config.policy.policy import PRESETS, read_policy
 from flare_sparse.config.schema import build_task
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.core.exchange import Request
+from flare_sparse.core.exchange import Request, RequestId
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.endpoints.site_state import RequestId
 from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.tasks.models.base import MODELS_VARIABLE
 
@@ -85,8 +84,8 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestLog]:
     policies = [read_policy(preset) for preset in PRESETS.values()]
     receive = SiteEndpoint.receive
 
-    def receive_and_admit(endpoint: SiteEndpoint, data: Any, acknowledged: int | None = None) -> Request:
-        request = receive(endpoint, data, acknowledged)
+    def receive_and_admit(endpoint: SiteEndpoint, data: Any, counted: str | None = None) -> Request:
+        request = receive(endpoint, data, counted)
         # The estimate's own sites are not asked in a run.
         if isinstance(endpoint.site.trainer, DryTrainer):
             return request

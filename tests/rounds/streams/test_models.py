@@ -33,8 +33,8 @@ def send(sender: ModelSender, receiver: ModelReceiver, arrays: Arrays, round_: i
     sent = sender.encode(arrays, round_, how, "site-1")
     receiver.decode(sent.encoded.data, sent.model.specs if sent.has_specs else None)
     assert receiver.held is not None
-    assert torch.equal(receiver.held.vector, sent.received)
-    assert receiver.held.sequence == sent.model.sequence
+    assert torch.equal(receiver.held.vector, sent.received.values)
+    assert receiver.held.target == sent.received.name == sent.model.target
     return sent
 
 
@@ -49,7 +49,7 @@ def test_both_ends_hold_the_same_bits_and_the_model_arrives_in_the_end(keep: Any
     send(sender, receiver, build_arrays(seed + 1), 0, how)
     first = (target.vector - receiver.held.vector).norm()
     for round_ in range(1, 60):
-        sender.acknowledge("site-1")
+        sender.accept("site-1", "a" * 16)
         send(sender, receiver, target, round_, how)
     # What a message leaves out is in the difference of the next one: error feedback without a residual.
     assert (target.vector - receiver.held.vector).norm() < 0.02 * first
@@ -60,13 +60,13 @@ def test_exact_settings_deliver_every_model_with_its_bits() -> None:
     for round_ in range(3):
         send(sender, receiver, build_arrays(round_), round_, StreamSettings(values="float32_zstd"))
         assert torch.equal(receiver.held.vector, build_arrays(round_).vector)
-        sender.acknowledge("site-1")
+        sender.accept("site-1", "a" * 16)
 
 
 def test_delta_has_the_share_of_entries_and_all_running_statistics() -> None:
     sender, receiver = ModelSender(RUN, "model"), ModelReceiver(RUN, "model")
     assert send(sender, receiver, build_arrays(0), 0, StreamSettings(0.1)).encoded.scalars == 310
-    sender.acknowledge("site-1")
+    sender.accept("site-1", "a" * 16)
     # 306 entries without the 4 of the running variance.
     assert send(sender, receiver, build_arrays(1), 1, StreamSettings(0.1)).encoded.scalars == 30 + 4
 
@@ -75,9 +75,9 @@ def test_receiver_that_did_not_answer_gets_the_whole_model() -> None:
     sender, receiver = ModelSender(RUN, "model"), ModelReceiver(RUN, "model")
     send(sender, receiver, build_arrays(0), 0, StreamSettings(0.1))
     assert send(sender, receiver, build_arrays(1), 1, StreamSettings(0.1)).has_specs
-    sender.acknowledge("site-1")
+    sender.accept("site-1", "a" * 16)
     assert not send(sender, receiver, build_arrays(2), 2, StreamSettings(0.1)).has_specs
-    sender.acknowledge("site-1")
+    sender.accept("site-1", "a" * 16)
     sender.forget("site-1")
     assert send(sender, receiver, build_arrays(3), 3, StreamSettings(0.1)).has_specs
 
@@ -86,17 +86,17 @@ def test_receivers_that_hold_the_same_model_share_a_message() -> None:
     sender = ModelSender(RUN, "model")
     first = [sender.encode(build_arrays(0), 0, StreamSettings(0.1), name) for name in ("a", "b")]
     assert first[0] is first[1]
-    sender.acknowledge("a")
+    sender.accept("a", "a" * 16)
     later = {name: sender.encode(build_arrays(1), 1, StreamSettings(0.1), name) for name in ("a", "b")}
     assert [later["a"].encoded.scalars, later["b"].encoded.scalars] == [34, 310]
-    assert sender.find_model(later["a"].model.sequence, "a") is later["a"].model
-    assert sender.find_model(later["a"].model.sequence, "b") is None
+    assert sender.find_model(later["a"].model.target, "a") is later["a"].model
+    assert sender.find_model(later["a"].model.target, "b") is None
 
 
 def test_receiver_without_the_base_says_so_and_keeps_its_model() -> None:
     sender, receiver, restarted = ModelSender(RUN, "model"), ModelReceiver(RUN, "model"), ModelReceiver(RUN, "model")
     send(sender, receiver, build_arrays(0), 0, StreamSettings(0.1))
-    sender.acknowledge("site-1")
+    sender.accept("site-1", "a" * 16)
     sent = sender.encode(build_arrays(1), 1, StreamSettings(0.1), "site-1")
     with pytest.raises(MissingBase):
         restarted.decode(sent.encoded.data, None)
@@ -183,6 +183,6 @@ def test_invalid_setting_is_named(arguments: Any, field: Any) -> None:
 def test_mask_that_names_no_array_is_an_error() -> None:
     sender = ModelSender(RUN, "model")
     sender.encode(build_arrays(0), 0, StreamSettings(mask=("backbone.*",)), "a")
-    sender.acknowledge("a")
+    sender.accept("a", "a" * 16)
     with pytest.raises(ConfigError, match=r"no array matches \['backbone.\*'\]; the arrays are conv.weight"):
         sender.encode(build_arrays(1), 1, StreamSettings(mask=("backbone.*",)), "a")

@@ -18,9 +18,8 @@ from flare_sparse.core.mask import Mask, floor_fraction, top_k
 from flare_sparse.rounds.streams.arrays import ArraySpec
 from flare_sparse.rounds.streams.models import HeldModel
 from flare_sparse.rounds.streams.settings import StreamSettings
-from flare_sparse.rounds.streams.updates import SentUpdate, UpdateMemory, decode_update, encode_update
+from flare_sparse.rounds.streams.updates import SentUpdate, decode_update, encode_update
 
-EMPTY = UpdateMemory()
 RUN = "0123456789abcdef"
 SPECS = (
     ArraySpec("conv.weight", (4, 3), "float32", "numpy"),
@@ -28,19 +27,19 @@ SPECS = (
     ArraySpec("head.bias", (6,), "float32", "numpy"),
 )
 BUFFERS = torch.tensor([False] * 12 + [True] * 2 + [False] * 6)
-REQUEST = HeldModel(SPECS, torch.linspace(-1, 1, 20), sequence=77, round=3)
+REQUEST = HeldModel(SPECS, torch.linspace(-1, 1, 20), target="7" * 16, request="9" * 16, round=3)
 vectors = nps.arrays(np.float32, 20, elements=st.floats(-8, 8, width=16)).map(torch.from_numpy)
 
 
 def encode(
     update: Tensor,
     settings: StreamSettings,
-    memory: UpdateMemory = EMPTY,
+    residual: Tensor | None = None,
     missing: Sequence[str] = (),
     *,
     is_delta: bool = True,
 ) -> SentUpdate:
-    return encode_update(update, REQUEST, memory, settings, run=RUN, kind="model", is_delta=is_delta, missing=missing)
+    return encode_update(update, REQUEST, residual, settings, run=RUN, kind="model", is_delta=is_delta, missing=missing)
 
 
 def decode(sent: SentUpdate, request: HeldModel = REQUEST, *, is_delta: bool = True) -> Tensor:
@@ -53,11 +52,10 @@ def test_message_and_residual_add_up_to_delta_and_residual_before(
 ) -> None:
     before = torch.where(BUFFERS, 0.0, before)
     settings = StreamSettings(keep, values)
-    sent = encode(delta, settings, UpdateMemory(before))
+    sent = encode(delta, settings, before)
     received = decode(sent)
     total = delta + (0 if settings.is_exact else before)
-    memory = sent.memory.settle(None)
-    residual = torch.zeros(20) if memory.residual is None else memory.residual
+    residual = torch.zeros(20) if sent.residual is None else sent.residual
     if values.startswith("float32"):
         assert torch.equal((received + residual)[~BUFFERS], total[~BUFFERS])
     else:
@@ -70,32 +68,23 @@ def test_message_carries_exactly_the_largest_entries_and_all_running_statistics(
     delta: Any, before: Any, keep: Any
 ) -> None:
     before = torch.where(BUFFERS, 0.0, before)
-    received = decode(encode(delta, StreamSettings(keep), UpdateMemory(before)))
+    received = decode(encode(delta, StreamSettings(keep), before))
     total = delta + before
     k = max(floor_fraction(keep, 18), 1)
     expected = top_k(total.abs(), k, Mask(~BUFFERS)) | Mask(BUFFERS)
     assert torch.equal(received, torch.where(expected.bits, total, 0.0))
 
 
-@given(vectors, vectors, st.floats(0.01, 0.99), st.sampled_from(["float32", "bfloat16", "int4"]))
-def test_lost_update_returns_to_the_residual_whole(delta: Any, before: Any, keep: Any, values: Any) -> None:
-    before = torch.where(BUFFERS, 0.0, before)
-    memory = encode(delta, StreamSettings(keep, values), UpdateMemory(before)).memory
-    assert torch.equal(memory.settle(76).residual, torch.where(BUFFERS, 0.0, delta + before))
-    assert memory.settle(77) == UpdateMemory(memory.residual)
-
-
 @given(vectors, st.floats(0.01, 1))
 def test_without_error_feedback_nothing_is_kept(delta: Any, keep: Any) -> None:
-    memory = encode(delta, StreamSettings(keep, error_feedback=False), UpdateMemory(torch.ones(20))).memory
-    assert memory == UpdateMemory()
+    assert encode(delta, StreamSettings(keep, error_feedback=False), torch.ones(20)).residual is None
 
 
 def test_mask_limits_what_travels_and_what_is_kept() -> None:
     delta = torch.arange(1.0, 21.0)
     sent = encode(delta, StreamSettings(0.5, mask=("head.*",)))
     assert decode(sent).tolist() == [0.0] * 17 + [18.0, 19.0, 20.0]
-    assert sent.memory.settle(77).residual.tolist() == [0.0] * 14 + [15.0, 16.0, 17.0] + [0.0] * 3
+    assert sent.residual.tolist() == [0.0] * 14 + [15.0, 16.0, 17.0] + [0.0] * 3
 
 
 def test_array_that_the_update_does_not_have_keeps_its_residual() -> None:
@@ -103,9 +92,9 @@ def test_array_that_the_update_does_not_have_keeps_its_residual() -> None:
     delta[:12] = 1
     before = torch.zeros(20)
     before[14:] = 5
-    sent = encode(delta, StreamSettings(0.5), UpdateMemory(before), missing=["head.bias", "norm.running_var"])
+    sent = encode(delta, StreamSettings(0.5), before, missing=["head.bias", "norm.running_var"])
     assert decode(sent).tolist() == [1.0] * 6 + [0.0] * 14
-    assert sent.memory.settle(77).residual.tolist() == [0.0] * 6 + [1.0] * 6 + [0.0] * 2 + [5.0] * 6
+    assert sent.residual.tolist() == [0.0] * 6 + [1.0] * 6 + [0.0] * 2 + [5.0] * 6
 
 
 @given(vectors, st.floats(0.01, 1), st.sampled_from(["float32", "bfloat16"]), st.booleans())
@@ -113,7 +102,7 @@ def test_array_that_is_left_out_for_two_rounds_adds_nothing_to_its_residual(
     before: Any, keep: Any, values: Any, is_delta: Any
 ) -> None:
     head, settings = slice(14, 20), StreamSettings(keep, values, mask=("*",))
-    memory = UpdateMemory(torch.where(BUFFERS, 0.0, before))
+    memory = torch.where(BUFFERS, 0.0, before)
     # As align_arrays fills it: 0 where an array is missing, in weights as in a delta.
     update = torch.full((20,), 0.5)
     update[head] = 0
@@ -121,17 +110,16 @@ def test_array_that_is_left_out_for_two_rounds_adds_nothing_to_its_residual(
         sent = encode(update, settings, memory, ["head.bias"], is_delta=is_delta)
         unchanged = torch.zeros(6) if is_delta else REQUEST.vector[head]
         assert torch.equal(decode(sent, is_delta=is_delta)[head], unchanged)
-        assert torch.equal(sent.memory.residual[head], before[head])
-        assert torch.equal(sent.memory.settle(76).residual[head], before[head])
-        memory = sent.memory.settle(None)
+        assert torch.equal(sent.residual[head], before[head])
+        memory = sent.residual
 
 
 def test_array_that_is_sent_again_arrives_as_it_was_trained() -> None:
     update, settings = REQUEST.vector.clone(), StreamSettings(0.5)
     update[14:] = 0
-    memory = EMPTY
+    memory = None
     for _ in range(2):
-        memory = encode(update, settings, memory, ["head.bias"], is_delta=False).memory.settle(None)
+        memory = encode(update, settings, memory, ["head.bias"], is_delta=False).residual
     trained = REQUEST.vector + 0.125 * (torch.arange(20) >= 14)
     received = decode(encode(trained, settings, memory, is_delta=False), is_delta=False)
     assert torch.equal(received[14:], trained[14:])
@@ -140,8 +128,8 @@ def test_array_that_is_sent_again_arrives_as_it_was_trained() -> None:
 def test_weights_are_the_model_of_the_receiver_plus_the_delta() -> None:
     """The site holds a model that lags behind the server's; what the server has not sent yet must not get lost."""
     weights = REQUEST.vector + torch.eye(20)[5]
-    sent = encode_update(weights, REQUEST, UpdateMemory(), StreamSettings(0.06), run=RUN, kind="model", is_delta=False)
-    ahead = HeldModel(SPECS, torch.full((20,), 3.0), sequence=77, round=3)
+    sent = encode_update(weights, REQUEST, None, StreamSettings(0.06), run=RUN, kind="model", is_delta=False)
+    ahead = HeldModel(SPECS, torch.full((20,), 3.0), target="7" * 16, request="9" * 16, round=3)
     expected = torch.full((20,), 3.0)
     expected[5] += (weights - REQUEST.vector)[5]
     assert torch.equal(decode(sent, ahead, is_delta=False), expected)
@@ -150,9 +138,7 @@ def test_weights_are_the_model_of_the_receiver_plus_the_delta() -> None:
 @pytest.mark.parametrize("values", ["float32", "float32_zstd"])
 def test_complete_weights_arrive_with_their_bits(values: Any) -> None:
     weights = torch.randn(20, generator=torch.Generator().manual_seed(1))
-    sent = encode_update(
-        weights, REQUEST, UpdateMemory(), StreamSettings(values=values), run=RUN, kind="model", is_delta=False
-    )
+    sent = encode_update(weights, REQUEST, None, StreamSettings(values=values), run=RUN, kind="model", is_delta=False)
     assert torch.equal(decode(sent, is_delta=False), weights)
 
 
@@ -168,6 +154,6 @@ def test_damaged_update_is_rejected(position: Any, flip: Any) -> None:
 def test_update_of_another_request_is_rejected() -> None:
     sent = encode(torch.ones(20), StreamSettings(0.3))
     with pytest.raises(RejectedMessage, match="E_REPLAY"):
-        decode(sent, HeldModel(SPECS, REQUEST.vector, sequence=78, round=3))
+        decode(sent, HeldModel(SPECS, REQUEST.vector, target="8" * 16, request="9" * 16, round=3))
     with pytest.raises(RejectedMessage, match="E_ROUND"):
-        decode(sent, HeldModel(SPECS, REQUEST.vector, sequence=77, round=4))
+        decode(sent, HeldModel(SPECS, REQUEST.vector, target="7" * 16, request="9" * 16, round=4))

@@ -72,9 +72,11 @@ BASE_VECTOR = BASE_MASK.put(
 PLAN = Plan(
     LAYOUT,
     "00112233aabbccdd",
+    base="0123456789abcdef",
     base_mask=BASE_MASK,
-    base_sequence=41,
     base_vector=BASE_VECTOR,
+    target="fedcba9876543210",
+    request="0011223344556677",
     sequence=42,
     round=7,
     kind="train",
@@ -94,8 +96,8 @@ def force_encoding(name: str, values: ValueType) -> np.ndarray:
     value_words = shortest[header.values_start :]
     section = encoding.encode(mask, BASE_MASK, LAYOUT)
     assert section is not None
-    fingerprint = bytes.fromhex(BASE_MASK.fingerprint) if encoding.requires_base else bytes(16)
-    header = replace(header, encoding=encoding.code, base_mask=fingerprint, selection_bytes=len(section))
+    base = PLAN.base if encoding.requires_base else header.base
+    header = replace(header, encoding=encoding.code, base=base, selection_bytes=len(section))
     message = np.zeros(header.values_start + value_words.size, np.uint8)
     message[HEADER_BYTES : HEADER_BYTES + len(section)] = np.frombuffer(section, np.uint8)
     message[header.values_start :] = value_words
@@ -127,7 +129,9 @@ def describe(decoded: Decoded) -> dict[str, Any]:
         "kind": decoded.kind,
         "round": decoded.round,
         "sequence": decoded.sequence,
-        "base": decoded.patch.base,
+        "target": decoded.target,
+        "request": decoded.request,
+        "patch_base": decoded.patch.base,
         "mask": decoded.patch.mask.packed.hex(),
         "trainable": decoded.trainable.packed.hex() if decoded.trainable else None,
         "numbers": decoded.patch.values.numpy().astype("<f4").tobytes().hex(),
@@ -139,7 +143,7 @@ def main() -> None:
         "layout": [[entry.name, entry.shape, entry.role] for entry in LAYOUT.tensors],
         "run": PLAN.run,
         "base_mask": BASE_MASK.packed.hex(),
-        "base_sequence": PLAN.base_sequence,
+        "base": PLAN.base,
         "base_vector": BASE_VECTOR.numpy().astype("<f4").tobytes().hex(),
         "messages": {},
     }

@@ -2,8 +2,8 @@
 
 ``SiteResultPolicy`` is a filter of the site. It sees an update as ordinary named arrays, makes it comply with the
 policy or refuses it, and remembers the approved update. FLARE runs a job's filters after a site's, so a filter of the
-job could still change the update. ``SiteLastGate`` therefore decodes the message after all filters and lets only the
-approved update leave. The third guard, which checks jobs, is in :mod:`~flare_sparse.flare.site.authorizer`.
+job could still change the update. ``SiteLastGate`` therefore encodes the approved update again after all filters and
+lets only that message leave. The third guard, which checks jobs, is in :mod:`~flare_sparse.flare.site.authorizer`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,12 @@ from ...config.policy.initial import find_changed_tensor
 from ...config.policy.isolation import MAX_EXAMPLES, withhold_isolated_units
 from ...config.policy.policy import Policy, raise_refusals
 from ...core.errors import FlareSparseError, PolicyRefusal
-from ...core.exchange import STATISTICS, Patch, Request, Update
+from ...core.exchange import STATISTICS, Patch, Request, RequestId, Update
 from ...core.mask import Mask
-from ...privacy.encryption import PRECISION
 from ...rounds.endpoints.request_log import RequestLog
 from ...rounds.endpoints.site import SiteEndpoint
-from ...rounds.endpoints.site_state import RequestId
 from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES
-from ...wire.codec import decode
-from ...wire.formats import FORMATS, ValueFormat, is_quantized
-from ...wire.messages import Decoded
+from ...wire.messages import Encoded
 from ..egress import install_recorder, iterate_buffers
 from ..payload import (
     EVENTS,
@@ -63,8 +59,6 @@ from ..workspace import find_job_file, write_site_error
 
 APPROVED = "flare_sparse.approved"
 """Key of the approved update in FLARE's context; the property is private, so it does not leave the site."""
-_ROUNDING = 2.0**-6
-"""Least tolerance for values that were rounded and not quantized, relative to each value and to the largest one."""
 
 
 class SiteResultPolicy(Filter):
@@ -222,20 +216,18 @@ class SiteLastGate(FLComponent):
             raise PolicyRefusal(
                 "this site's policy: a filter of the job added something to the message, the examples and the metrics"
             )
-        decoded = _decode_message(message, endpoint, endpoint.request)
-        size = len(message)
-        if approved.content != "metrics":
-            decoded, size = _attach_withheld(decoded, approved, endpoint, policy, size)
-        if policy.encrypted and decoded.content in ("weights", "delta") and decoded.values != "ckks":
+        expected = _encode_approved(approved, endpoint, policy)
+        if policy.encrypted and approved.content in ("weights", "delta") and expected.values != "ckks":
             raise PolicyRefusal(
-                f"this site's policy: encrypted: the {decoded.content} are not encrypted; set wire.encryption: ckks"
+                f"this site's policy: encrypted: the {approved.content} are not encrypted; set wire.encryption: ckks"
             )
-        _check_approved(decoded, meta, _round_approved(decoded, approved, endpoint))
+        _check_approved(message, meta, approved, expected)
         # Checked again on the encoded message: only now is its size known, and rounding may have changed the norm.
-        values = decoded.patch.values - (_get_reference(approved, endpoint) if approved.content == "weights" else 0)
-        mask, layout = decoded.patch.mask, endpoint.site.layout
-        refusals = policy.find_refusals(decoded.content, endpoint.site.trainer.usage, mask, values, layout, size)
-        raise_refusals(refusals)
+        values = approved.patch.values if expected.received is None or endpoint.sums else expected.received
+        values = values - (_get_reference(approved, endpoint) if approved.content == "weights" else 0)
+        size = max(len(message), endpoint.sums.message_bytes if endpoint.sums else 0)
+        mask, layout = approved.patch.mask, endpoint.site.layout
+        raise_refusals(policy.find_refusals(approved.content, endpoint.site.trainer.usage, mask, values, layout, size))
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
         # The endpoint's own events: a filter of the job may have changed those of the message.
         return update_to_shareable(np.asarray(message), replace(approved, metrics=metrics), endpoint.events)
@@ -282,24 +274,25 @@ def _discard_withheld(fl_ctx: FLContext) -> None:
             sums.discard()
 
 
-def _attach_withheld(
-    decoded: Decoded, approved: Update, endpoint: SiteEndpoint, policy: Policy, size: int
-) -> tuple[Decoded, int]:
-    """Return the message as if it had the values that it withholds for a sum, and the bytes with which these leave.
+def _encode_approved(approved: Update, endpoint: SiteEndpoint, policy: Policy) -> Encoded:
+    """Return the message of the approved update, without values if these wait for a sum.
 
     Raises:
-        PolicyRefusal: the withheld values are not the approved ones, or values of a single site would be readable.
+        PolicyRefusal: the values that wait are not the approved ones, or values of a single site would be readable.
     """
-    sums = endpoint.sums
-    if policy.masked and (sums is None or not sums.rules.is_padded):
-        raise PolicyRefusal(
-            f"this site's policy: masked: the server could read the {approved.content}; set wire.aggregation: masked"
-        )
-    if sums is None:
-        return decoded, size
-    if decoded.content != "metrics" or not sums.is_withheld(approved.patch):
-        raise PolicyRefusal("this site's policy: a filter of the job changed the values that wait for the sum")
-    return replace(decoded, content=approved.content, patch=approved.patch), max(size, sums.message_bytes)
+    assert endpoint.request is not None, "an update answers a request"
+    sums, sent = endpoint.sums, approved
+    if approved.content != "metrics":
+        if policy.masked and (sums is None or not sums.rules.is_padded):
+            raise PolicyRefusal(
+                f"this site's policy: masked: the server could read the {approved.content}; set wire.aggregation: "
+                "masked"
+            )
+        if sums is not None and not sums.is_withheld(approved.patch):
+            raise PolicyRefusal("this site's policy: a filter of the job changed the values that wait for the sum")
+        if sums is not None:
+            sent = sums.drop_values(approved)
+    return endpoint.encode_message(endpoint.request, sent)
 
 
 def _get_code(error: Exception) -> str:
@@ -355,51 +348,14 @@ def _get_reference(update: Update, endpoint: SiteEndpoint) -> Any:
     return update.patch.mask.take(endpoint.site.weights) if update.content == "weights" else 0.0
 
 
-def _decode_message(message: Any, endpoint: SiteEndpoint, request: Request) -> Decoded:
-    """Decode an update as the server will, and decrypt it with the site's key, which the server does not have."""
-    ciphertext_format = endpoint.cipher.ciphertext_format if endpoint.cipher else None
-    plan = replace(endpoint.plan_update(request), ciphertext_format=ciphertext_format)
-    decoded = decode(message, plan, endpoint.site.name)
-    return replace(decoded, patch=endpoint.decrypt(decoded.patch))
+def _check_approved(message: Any, meta: dict[str, Any], approved: Update, expected: Encoded) -> None:
+    """Compare bytes: a message is a function of its update, the request and what the site has left to send.
 
-
-def _round_approved(decoded: Decoded, approved: Update, endpoint: SiteEndpoint) -> Update:
-    """Return the approved update with the values that its message must have, if these are quantized.
-
-    Few bits round by more than a useful tolerance, but the rounding depends on the site's own seed and residual only.
+    Raises:
+        PolicyRefusal: the message is not that of the approved update.
     """
-    if not is_quantized(decoded.values) or decoded.patch.mask != approved.patch.mask:
-        return approved
-    assert endpoint.request is not None
-    received = endpoint.encode_message(endpoint.request, approved).received
-    return approved if received is None else replace(approved, patch=Patch(received, approved.patch.mask))
-
-
-def _compute_tolerance(form: ValueFormat, values: torch.Tensor) -> tuple[float, float]:
-    """Return the relative and the absolute tolerance between decoded and approved values.
-
-    A message rounds its values to the number format; anything beyond that is a change by a filter of the job.
-    """
-    if form == "ckks":
-        return PRECISION, PRECISION
-    # Quantized values are compared after rounding, see _round_approved.
-    rounding = FORMATS[form].rounding
-    if not rounding or is_quantized(form) or not values.numel():
-        return 0.0, 0.0
-    tolerance = max(_ROUNDING, 2 * rounding)
-    return tolerance, tolerance * float(values.abs().max())
-
-
-def _check_approved(decoded: Decoded, meta: dict[str, Any], approved: Update) -> None:
-    """Raises:
-    PolicyRefusal: the message differs from the approved update.
-    """
-    expected, actual = approved.patch.values, decoded.patch.values
-    rtol, atol = _compute_tolerance(decoded.values, expected)
     is_approved = (
-        decoded.content == approved.content
-        and decoded.patch.mask == approved.patch.mask
-        and (torch.equal(expected, actual) if not atol else torch.allclose(expected, actual, rtol=rtol, atol=atol))
+        np.array_equal(np.asarray(message), expected.data)
         and meta.get("examples") == approved.num_examples
         and set(meta.get("metrics", {})) <= set(approved.metrics)
         and all(approved.metrics[name] == value for name, value in meta.get("metrics", {}).items())

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ...core.exchange import Contribution
+from ...core.exchange import Contribution, EncryptedValues
+from ...core.mask import Mask
 from ...methods.aggregation.weighted import weigh_by_examples
 from ...privacy.encryption import ServerCipher
 from ...wire.ciphertexts import get_key_id
-from .server_state import EncryptedModel
+
+
+@dataclass(frozen=True)
+class EncryptedModel:
+    """The model as a server without the key holds it: its mask and the ciphertext of its values."""
+
+    mask: Mask
+    values: EncryptedValues
 
 
 def aggregate_ciphertexts(cipher: ServerCipher, contributions: Sequence[Contribution]) -> EncryptedModel | None:

@@ -14,8 +14,8 @@ MODEL_UNCHANGED = "model_unchanged"
 
 DETAILS: Mapping[str, str] = {
     CHECKPOINT_DAMAGED: "checkpoint {sequence:08d} failed its checksums and is not used",
-    MEMORY_DROPPED: "the site restarted without the checkpoint of update {sequence}, which the server has; what the "
-    "site adds to its next update (a rounding residual, the method's memory) starts from zero",
+    MEMORY_DROPPED: "the site has lost what followed its last update that counts (attempt {sequence}); what it adds "
+    "to its next one (a rounding residual, the method's memory) starts from zero",
     MODEL_UNCHANGED: "the site's training changed no parameter (attempt {sequence}); is the learning rate 0, or does "
     "its script send what it received?",
     SCORES_BY_TRAINING: "the site's training script sends no gradients: its scores are |w * (w_before - w_after)| of "

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ...core.errors import RequestRefused
-from ...core.exchange import EVALUATE, STATISTICS, Update
+from ...core.exchange import EVALUATE, STATISTICS, RequestId, Update
 from ...core.mask import Mask
 from ...core.params import Layout
-from .site_state import RequestId
 
 
 def is_standstill(update: Update, weights: Tensor, layout: Layout) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.errors import RequestRefused
-from ...core.exchange import EVALUATE, STATISTICS
+from ...core.exchange import EVALUATE, STATISTICS, RequestId
 from ...core.mask import Mask
 from ...methods.method import Method
-from .site_state import RequestId
 
 
 def is_training(kind: str) -> bool:

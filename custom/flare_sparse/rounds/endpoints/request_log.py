@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...core.checkpoint.writing import write_json
 from ...core.errors import FlareSparseError, RequestRefused
+from ...core.exchange import RequestId
 from ...privacy.secure_aggregation.limits import RevealedSum, find_violation
-from .site_state import RequestId
 
 _METRICS = "metrics "
 

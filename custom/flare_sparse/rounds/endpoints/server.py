@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from ...core.errors import RejectedMessage
-from ...core.exchange import EVALUATE, STATISTICS, Assignment, Contribution, Patch, Request, UpdateSpec
+from ...core.exchange import (
+    EVALUATE,
+    STATISTICS,
+    Assignment,
+    Contribution,
+    Patch,
+    Request,
+    RequestId,
+    UpdateSpec,
+)
 from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...privacy.encryption import ServerCipher
 from ...wire.capabilities import Capabilities
 from ...wire.codec import compute_min_message_bytes, decode, encode
-from ...wire.formats import ValueType, is_quantized
+from ...wire.formats import FORMATS, ValueType, is_quantized
 from ...wire.ledger import Ledger
 from ...wire.messages import Decoded, Encoded
-from ...wire.plan import Plan
 from ...wire.values import is_representable
-from .bases import (
-    InitialModel,
-    SiteBase,
-    choose_values,
-    compute_site_vector,
-    correct_variances,
-    plan_request,
-    plan_update,
-)
-from .encrypted import aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
+from ..link import ServerLink, Vector, name_new_start, name_request
+from .encrypted import EncryptedModel, aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
 from .events import parse_events
+from .plans import InitialModel, choose_values, compute_target, correct_variances, plan_request, plan_update
 from .reported import validate_metrics, validate_num_examples
-from .server_state import EncryptedModel, ServerSnapshot, ServerState
 from .server_sums import ServerSums
 from .update_store import UpdateStore
 
 SERVER = "server"
 """The server's name where sites are identified by theirs, for example in the checkpoint folder."""
-
-_MessageKey = tuple[int, str | None, int | None, int | None]
-"""What one message depends on: the assignment, and mask, number and vector of the receiver's base where it uses them.
-"""
 
 
 @dataclass(frozen=True)
@@ -54,9 +50,7 @@ class Attempt:
         kind: kind of the requests.
         round: round of the requests.
         messages: uint8 buffer per site.
-        acknowledged: number of the attempt with the last update of each site that the server has, of those that no
-            retry replaces; 0: none. It travels beside the message and tells a restarted site whether its newest
-            checkpoint is that of its last update.
+        counted: name of the last answer of each site that counts, which travels beside the message; None: none.
         seconds: time for the replies; None: the transport decides.
     """
 
@@ -64,15 +58,60 @@ class Attempt:
     kind: str
     round: int
     messages: dict[str, np.ndarray]
-    acknowledged: dict[str, int] = field(default_factory=dict)
+    counted: dict[str, str | None] = field(default_factory=dict)
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class ServerSnapshot:
+    """What the server's end of the wire writes into a checkpoint.
+
+    Attributes:
+        sequence: number of the last attempt.
+        link: what it knows of its sites after the commit.
+        encrypted: the encrypted model; None: the model is in the method's state.
+    """
+
+    sequence: int = 0
+    link: ServerLink = field(default_factory=ServerLink)
+    encrypted: EncryptedModel | None = None
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A request as some sites were sent it: the message, its name, and the vector that it leads to."""
+
+    message: Encoded
+    name: str
+    target: Vector
+
+
+@dataclass
+class _OpenRound:
+    """What happened since the last commit; no message depends on it.
+
+    Attributes:
+        request: id of the requests.
+        models: number of different assignments.
+        sent: last request to each site.
+        answers: name of the last valid answer of each site.
+        residuals: residuals that become valid with the commit.
+        pending: assignments by site that have no valid update in this attempt; an update of another site is a replay.
+    """
+
+    request: RequestId | None = None
+    models: int = 1
+    sent: dict[str, _Sent] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
+    residuals: dict[str, Tensor | None] = field(default_factory=dict)
+    pending: dict[str, Assignment] = field(default_factory=dict)
 
 
 class ServerEndpoint:
     """Encodes requests, decodes updates and keeps the ledger, without FLARE and for every method.
 
-    :class:`~flare_sparse.rounds.endpoints.server_state.ServerState` is what the server remembers between messages.
-    It defines how a message, a retry and a restart change that state.
+    Between rounds it remembers a :class:`~flare_sparse.rounds.link.ServerLink`, which only a commit changes: a retry
+    and the first attempt of a server that was killed start from the same state, and so send the same.
 
     Args:
         layout: layout of the model.
@@ -98,7 +137,8 @@ class ServerEndpoint:
     ):
         self.layout, self.run, self.values, self.ledger, self.cipher = layout, run, values, ledger, cipher
         self.seed, self.sums, self.updates = seed, sums, updates or UpdateStore()
-        self._state = ServerState()
+        self._sequence, self._link, self._round = 0, ServerLink(), _OpenRound()
+        self._encrypted: EncryptedModel | None = None
         self._initial: InitialModel | None = None
         self._builders: set[str] = set()
         self._not_building: set[str] = set()
@@ -122,56 +162,51 @@ class ServerEndpoint:
     @property
     def encrypted(self) -> EncryptedModel | None:
         """The model since the first encrypted sum; None: the server can read the model."""
-        return self._state.encrypted
+        return self._encrypted
 
     def encode_requests(self, assignments: Mapping[str, Assignment]) -> Attempt:
-        """Encode one request per site; equal requests to sites with the same base are encoded once.
-
-        Retries are bit-identical: a site that missed an attempt does not change what the others receive.
+        """Encode one request per site; equal requests to sites that hold the same vector are encoded once.
 
         Args:
-            assignments: by site. The same objects as in the previous attempt make this a retry.
+            assignments: by site. Requests of the kind and round of the last ones are another attempt at these.
         """
-        is_retry = self._state.is_retry(assignments)
-        self._state = self._state.retry(assignments) if is_retry else self._state.start(assignments)
-        self.updates.set_num_sites(len(assignments), is_retry=is_retry)
-        encoded: dict[_MessageKey, Encoded] = {}
-        messages: dict[str, np.ndarray] = {}
-        patches: dict[str, Patch] = {}
-        residuals: dict[str, Tensor | None] = {}
-        vectors: dict[_MessageKey, Tensor] = {}
-        site_vectors: dict[str, Tensor] = {}
-        shortened: dict[int, Patch | None] = {}
-        bases = self._state.bases_before if self._sends_differences else self._state.bases
-        for site, assignment in sorted(assignments.items()):
-            patch = self._select_patch(bases.get(site), assignment)
-            # What is sent may be shorter than what the site then holds: the initial model, which it has built itself.
-            sent, base = self._shorten(site, patch, bases.get(site), shortened)
-            plan = plan_request(self.layout, self.run, base, request=assignment.request, sequence=self._state.sequence)
-            key = self._identify_message(assignment, sent, base)
-            if key not in encoded:
-                # A broadcast has one residual, since all sites hold the same vector; different models have their own.
-                stream = "all" if len(self._state.assignments) == 1 else site
-                # Of statistics alone nothing is rounded.
-                is_exact = self._sends_differences and sent is not patch and sent.mask.count > 0
-                values: ValueType = "float32_zstd" if is_exact else self.values
-                encoded[key] = self._encode_request(sent, plan, assignment.request, stream, values)
-                received = sent.values if is_exact else encoded[key].received
-                if received is not None:
-                    vectors[key] = compute_site_vector(Patch(received, sent.mask, sent.base), base)
-                # The residual of a broadcast is that of the regular patch. That of a full model counts only if no
-                # site of the stream can take the regular patch. Differences contain what earlier ones lost.
-                is_regular = sent is assignment.request.model or stream not in residuals
-                if not is_retry and not self._sends_differences and is_regular:
-                    residuals[stream] = _get_residual(encoded[key], sent)
-            messages[site], patches[site] = encoded[key].data, patch
-            if self._sends_differences:
-                site_vectors[site] = vectors[key]
-            self.ledger.record_sent(encoded[key], plan, site, assignment.expected.content)
-        self._state = self._state.send(patches, residuals, site_vectors)
         first = next(iter(assignments.values())).request
-        acknowledged = {site: self._state.acknowledged_before.get(site, 0) for site in messages}
-        return Attempt(self._state.sequence, first.kind, first.round, messages, acknowledged)
+        self._sequence += 1
+        if self._round.request != (first.kind, first.round):
+            models = len({id(assignment) for assignment in assignments.values()})
+            self._round = _OpenRound(RequestId(first.kind, first.round), models)
+        round_, is_first = self._round, not self._round.sent
+        round_.pending = dict(assignments)
+        self.updates.set_num_sites(len(assignments), is_retry=not is_first)
+        requests: dict[tuple[Any, ...], _Sent] = {}
+        shortened: dict[int, Patch | None] = {}
+        for site, assignment in sorted(assignments.items()):
+            base = self._link.find_base(site)
+            patch = self._select_patch(base, assignment)
+            # What is sent may be shorter than what the site then holds: the initial model, which it has built itself.
+            sent, base = self._shorten(site, patch, base, shortened)
+            key = id(assignment), base and base.mask.fingerprint
+            request = requests.get((*key, None)) or requests.get((*key, base and base.name))
+            if request is None:
+                # A broadcast has one rounding residual, since all sites hold the same vector; different models have
+                # their own.
+                stream = "all" if round_.models == 1 else site
+                request = self._encode_request(assignment, patch, sent, base, stream)
+                requests[*key, request.message.base] = request
+                # The residual of a broadcast is that of the regular patch. That of a full model counts only if no site
+                # of the stream can take the regular patch. Differences contain what earlier ones lost.
+                is_regular = sent is assignment.request.model or stream not in round_.residuals
+                if is_first and not self._sends_differences and is_regular:
+                    round_.residuals[stream] = _get_residual(request.message, sent)
+            round_.sent[site] = request
+            plan = plan_request(self.layout, self.run, base, **self._number(assignment.request))
+            self.ledger.record_sent(request.message, plan, site, assignment.expected.content)
+        messages = {site: round_.sent[site].message.data for site in assignments}
+        counted = {site: self._link.counted.get(site) for site in assignments}
+        return Attempt(self._sequence, first.kind, first.round, messages, counted)
+
+    def _number(self, request: Request) -> dict[str, Any]:
+        return {"sequence": self._sequence, "round": request.round, "kind": request.kind}
 
     @property
     def _sends_differences(self) -> bool:
@@ -179,8 +214,8 @@ class ServerEndpoint:
         return is_quantized(self.values)
 
     def _shorten(
-        self, site: str, patch: Patch, base: SiteBase | None, shortened: dict[int, Patch | None]
-    ) -> tuple[Patch, SiteBase | None]:
+        self, site: str, patch: Patch, base: Vector | None, shortened: dict[int, Patch | None]
+    ) -> tuple[Patch, Vector | None]:
         """Return what is sent in the place of a patch, and its base: less if the site has built the initial model.
 
         ``shortened`` keeps the result for each patch, whose values are all compared.
@@ -190,27 +225,55 @@ class ServerEndpoint:
         if id(patch) not in shortened:
             shortened[id(patch)] = self._initial.shorten(patch)
         short = shortened[id(patch)]
-        return (patch, base) if short is None else (short, self._initial.base)
+        return (patch, base) if short is None else (short, self._initial.vector)
 
-    def _identify_message(self, assignment: Assignment, sent: Patch, base: SiteBase | None) -> _MessageKey:
-        # A patch over the previous model names the receiver's base. Sites with one mask can hold bases of different
-        # age, for example after one of them missed an attempt, and each refuses a message over another base.
-        # Differences refer to the receiver's vector, whatever the patch applies to. Two sites can hold different
-        # vectors of one attempt, because one of them missed an earlier one and got a difference of its own.
-        if base is None:
-            return id(assignment), None, None, None
-        sequence = base.sequence if sent.base == "previous" or self._sends_differences else None
-        return id(assignment), base.mask.fingerprint, sequence, id(base.vector) if self._sends_differences else None
+    def _encode_request(
+        self, assignment: Assignment, patch: Patch, sent: Patch, base: Vector | None, stream: str
+    ) -> _Sent:
+        """Return the request that leads from a base to a patch, of which ``sent`` is what the base lacks.
 
-    def _encode_request(self, sent: Patch, plan: Plan, request: Request, stream: str, values: ValueType) -> Encoded:
-        return encode(
+        Args:
+            assignment: the request and its requirements.
+            patch: the patch that the site then holds.
+            sent: the patch to send.
+            base: vector that the site holds; None: none.
+            stream: stream of the rounding residual.
+        """
+        request, targets = assignment.request, [Vector("", patch.mask)]
+        # Of statistics alone nothing is rounded.
+        is_exact = self._sends_differences and sent is not patch and sent.mask.count > 0
+        # The whole model, which the site then holds if nothing is rounded.
+        whole = patch if patch.base == "zeros" else self._attach_ciphertext(assignment.full_model or patch)
+
+        def name(received: Tensor | None) -> tuple[str, str]:
+            """Return the names of the vector that the site then holds, and of the request."""
+            if patch.base == "previous" and not sent.mask.count:
+                assert base is not None, "a patch over the previous model is for a site with a base"
+                targets[0] = base
+            elif received is None:
+                targets[0] = Vector.of(self._correct(whole), keeps_values=self._sends_differences)
+            else:
+                values = compute_target(sent, received, base, self.layout)
+                mask = base.mask if patch.base == "previous" and base else patch.mask
+                found = Vector.of(Patch.from_vector(values, mask))
+                keeps_values = self._sends_differences or assignment.full_model is not None
+                targets[0] = replace(found, values=values) if keeps_values else found
+            target = targets[0].name
+            return target, name_request(self._link.commit, request.kind, request.round, target)
+
+        message = encode(
             sent,
-            plan,
+            plan_request(self.layout, self.run, base, **self._number(request)),
             trainable=request.trainable,
-            values=values,
-            residual=self._state.residuals_before.get(stream),
+            values="float32_zstd" if is_exact else self.values,
+            residual=self._link.residuals.get(stream),
             generator=make_generator(self.seed, "rounding", SERVER, stream, request.kind, request.round),
+            name=name,
         )
+        return _Sent(message, message.request, targets[0])
+
+    def _correct(self, patch: Patch) -> Patch:
+        return patch if patch.encrypted is not None else correct_variances(patch, self.layout)
 
     def decode(self, site: str, data: Any, examples: Any, metrics: Any, events: Any = ()) -> Contribution:
         """Decode and validate an update of the last attempt.
@@ -225,19 +288,23 @@ class ServerEndpoint:
         Raises:
             RejectedMessage: the site has no request to answer, or the update breaks a rule; the code says which.
         """
-        assignment = self._state.pending.get(site)
+        assignment = self._round.pending.get(site)
         if assignment is None:
-            raise RejectedMessage("E_REPLAY", "site", f"one of {sorted(self._state.pending)}", site, site)
-        ciphertext_format = self.cipher.ciphertext_format if self.cipher else None
+            raise RejectedMessage("E_REPLAY", "site", f"one of {sorted(self._round.pending)}", site, site)
+        sent = self._round.sent[site]
         plan = plan_update(
             self.layout,
             self.run,
             assignment.request,
-            self._state.sequence,
-            ciphertext_format,
-            self._state.vectors.get(site),
+            sent.target if self._sends_differences else replace(sent.target, values=None),
+            ciphertext_format=self.cipher.ciphertext_format if self.cipher else None,
+            sequence=self._sequence,
         )
         message = decode(data, plan, site)
+        # A site that has lost what it carried on says so: its answer is another one.
+        names = [sent.name, name_new_start(sent.name)] if site in self._link.counted else [sent.name]
+        if message.request not in names:
+            raise RejectedMessage("E_REPLAY", "request", names, message.request, site)
         if message.patch.base != "zeros" or message.trainable is not None:
             raise RejectedMessage("E_KIND", "base", "an update, with base zeros", "a request", site)
         self._check_values(message, assignment.expected, site)
@@ -250,20 +317,36 @@ class ServerEndpoint:
             message.content,
             validate_num_examples(examples, site),
             validate_metrics(metrics, site),
-            events=parse_events(events, self._state.sequence),
+            events=parse_events(events, self._sequence),
         )
         self.ledger.record_received(message, plan, site, len(data))
-        # Only a valid update acknowledges the request: an invalid one is no proof of the site's base.
-        self._state = self._state.acknowledge(site)
+        # Only a valid update is a proof of what the site holds.
+        del self._round.pending[site]
+        self._round.answers[site] = message.request
         return contribution
 
     def forget_base(self, site: str) -> None:
         """Send the full model to ``site`` with the next request; nothing else restores a lost base."""
-        if site in self._state.sent and self._state.sent[site].mask.is_full:
-            # It asks for everything: what it has built itself does not count, either.
-            self._not_building.add(site)
-            self._builders.discard(site)
-        self._state = self._state.forget_base(site)
+        # What it has built itself does not count, either.
+        self._not_building.add(site)
+        self._builders.discard(site)
+        self._link = self._link.forget([site])
+
+    def commit(self, arrived: Collection[str], counted: Collection[str]) -> None:
+        """Remember a round that is decided: what its sites hold, and which of their answers count.
+
+        Args:
+            arrived: sites with a valid answer, each of which holds the vector that it was sent.
+            counted: those whose answer the committed state has used. Of another answer nothing has arrived: its site
+                starts the next one from the memory before it.
+        """
+        round_ = self._round
+        # The request for statistics carries no model: what the sites hold is what they are sent next.
+        has_model = round_.request is not None and round_.request.kind != STATISTICS
+        sent = {site: round_.sent[site].target for site in arrived} if has_model else {}
+        answers = {site: round_.answers[site] for site in counted}
+        self._link = self._link.add_commit(sent, answers, round_.residuals, round_.models)
+        self._round = _OpenRound()
 
     def compute_min_upload(self, site: str, assignment: Assignment) -> tuple[int, int]:
         """Return the fewest entries and bytes of an update of ``site``; the bytes of its selection are not counted."""
@@ -285,7 +368,7 @@ class ServerEndpoint:
         """
         model = aggregate_ciphertexts(self.cipher, contributions) if self.cipher else None
         if model is not None:
-            self._state = self._state.aggregate(model)
+            self._encrypted = model
 
     def find_underweight_sites(self, contributions: Sequence[Contribution]) -> list[str]:
         """Return the sites whose share of an encrypted sum is below the smallest factor that the cipher can apply."""
@@ -293,24 +376,31 @@ class ServerEndpoint:
 
     def find_sites_with_wrong_key(self, contributions: Sequence[Contribution]) -> list[str]:
         """Return the sites whose update is encrypted with another key than the model or than most updates."""
-        return find_sites_with_wrong_key(contributions, self._state.encrypted)
+        return find_sites_with_wrong_key(contributions, self._encrypted)
 
     def snapshot(self) -> ServerSnapshot:
         """Return the part of a checkpoint that belongs to this endpoint."""
-        return self._state.snapshot()
+        return ServerSnapshot(self._sequence, self._link, self._encrypted)
 
     def restore(self, snapshot: ServerSnapshot) -> None:
-        """Continue from :meth:`snapshot`. A site without its base replies MissingBase and receives the full model."""
-        self._state = ServerState.restore(snapshot)
+        """Continue from :meth:`snapshot`. A site that holds another vector replies MissingBase."""
+        self._sequence, self._link, self._round = snapshot.sequence, snapshot.link, _OpenRound()
+        self._encrypted = snapshot.encrypted
 
     def step_back(self, snapshot: ServerSnapshot) -> None:
         """Continue from an older snapshot while the sites' processes run on; every site receives the full model."""
-        self._state = ServerState.restore(self._state.step_back(snapshot))
+        # The number of an attempt is used once. The sites hold later vectors than those of the snapshot.
+        self.restore(replace(snapshot, sequence=self._sequence, link=replace(snapshot.link, held={})))
 
-    def _select_patch(self, base: SiteBase | None, assignment: Assignment) -> Patch:
+    def _select_patch(self, base: Vector | None, assignment: Assignment) -> Patch:
         """Return the request's patch, or the full model for a site without the base that the patch applies to."""
         patch = assignment.request.model
-        if patch.base == "previous" and self._state.needs_full_model(base):
+        # Such a patch contains the change since the last commit's requests. Where values are rounded, what results
+        # depends on the vector that it is written into.
+        is_unknown = base is None or base.name not in self._link.latest
+        if not is_unknown and base is not None and patch.mask.count and FORMATS[self.values].rounding:
+            is_unknown = base.values is None
+        if patch.base == "previous" and is_unknown:
             assert assignment.full_model is not None, "a patch over the previous model needs Assignment.full_model"
             patch = assignment.full_model
         return self._attach_ciphertext(patch)
@@ -321,7 +411,7 @@ class ServerEndpoint:
         The method's state contains NaN where the server cannot read a value. A patch with another mask keeps the NaNs:
         it has no ciphertext, and the codec refuses to send NaN.
         """
-        model = self._state.encrypted
+        model = self._encrypted
         if model is None or patch.mask != model.mask:
             return patch
         return Patch.from_encrypted(model.values, patch.mask, patch.base)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 from ...compute.structure.scaling import drop_rests
 from ...core.checkpoint.store import Store
@@ -18,7 +20,7 @@ from ...core.errors import (
     abbreviate,
     describe_exception,
 )
-from ...core.exchange import EVALUATE, STATISTICS, Patch, Request, SiteEvent, Update
+from ...core.exchange import EVALUATE, STATISTICS, EncryptedValues, Patch, Request, RequestId, SiteEvent, Update
 from ...core.mask import Mask
 from ...core.memory import is_out_of_memory
 from ...core.seeds import make_generator
@@ -27,16 +29,18 @@ from ...privacy.encryption import SiteCipher
 from ...tasks.task import EPSILON
 from ...training import Site
 from ...wire.capabilities import local_capabilities
-from ...wire.codec import decode, encode, read_sequences
+from ...wire.codec import decode, encode, read_names
+from ...wire.envelope import Header
 from ...wire.formats import ValueType, is_quantized
 from ...wire.messages import Decoded, Encoded
-from ...wire.plan import Plan
-from .bases import InitialModel, SiteBase, choose_values, correct_variances, plan_request, plan_update
+from ...wire.plan import NO_NAME, Plan, is_name
+from ..link import Answer, SiteLink, Vector, name_new_start, name_vector
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event
 from .model_change import ChangeLimit, is_standstill
+from .plans import InitialModel, choose_values, correct_variances, plan_request, plan_update
 from .request_checks import check_kind, check_trainable, is_training
 from .request_log import RequestLog
-from .site_state import RequestId, SiteMemory, SiteSnapshot, SiteState
+from .site_state import SiteMemory, SiteSnapshot
 from .site_sums import SiteSums
 
 _LOG = logging.getLogger(__name__)
@@ -58,11 +62,29 @@ class RequestLimits:
 NO_LIMITS = RequestLimits()
 
 
+@dataclass(frozen=True)
+class _Received:
+    """A request that this site has accepted.
+
+    Attributes:
+        header: header of its message.
+        request: the request.
+        answer: name of the answer.
+        counted: name of the last answer that counts; None: none.
+        memory: memory from which the answer starts.
+    """
+
+    header: Header
+    request: Request
+    answer: str
+    counted: str | None
+    memory: SiteMemory = field(default_factory=SiteMemory)
+
+
 class SiteEndpoint:
     """Decodes requests, answers them and encodes the updates, without FLARE.
 
-    :class:`~flare_sparse.rounds.endpoints.site_state.SiteState` is what the site remembers between messages. It
-    defines how a message, a retry and a restart change that state.
+    Between messages it remembers the vector that it holds and a :class:`~flare_sparse.rounds.link.SiteLink`.
 
     Args:
         site: trains and evaluates.
@@ -99,55 +121,63 @@ class SiteEndpoint:
         self.requests, self.changes, self.initial = limits.requests, limits.changes, initial
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
-        self._state = SiteState()
+        self._link: SiteLink[SiteMemory] = SiteLink()
+        self._received: _Received | None = None
+        self._encrypted: tuple[str, EncryptedValues] | None = None
+        self._is_started = False
         self._trainable: Mask | None = None
 
-    def receive(self, data: Any, acknowledged: int | None = None) -> Request:
+    def receive(self, data: Any, counted: str | None = None) -> Request:
         """Decode a request and write its model into ``site.weights``.
 
         Args:
             data: the message.
-            acknowledged: number of the attempt with this site's last update that the server has, see
-                :class:`~flare_sparse.rounds.endpoints.server.Attempt`; None: unknown.
+            counted: name of this site's last answer that counts, see
+                :class:`~flare_sparse.rounds.endpoints.server.Attempt`; None: none.
 
         Raises:
-            MissingBase: this site does not hold the vector that the patch applies to; the server must send the full
+            MissingBase: this site does not hold the vector that the message builds on; the server must send the full
                 model.
             RejectedMessage: the message is malformed or outdated, or belongs to another run or model.
             RequestRefused: this site's copy of the job has no such request, or provides for no more of them.
             CheckpointError: the site's checkpoints belong to another job.
         """
-        # Checkpoints are loaded here and not in the constructor: the sequence number of the first message after the
-        # start decides which of them are still valid.
-        sequence, base_sequence = read_sequences(data, "server")
-        # The number travels beside the message, without a checksum: a wrong one would cost the site its residual.
-        if acknowledged is not None and (type(acknowledged) is not int or not 0 <= acknowledged < sequence):
-            raise RejectedMessage("E_KIND", "acknowledged", f"below {sequence}", abbreviate(acknowledged), "server")
-        if self._state.sequence == 0:
-            self._restart(sequence, base_sequence, acknowledged)
-        message = self._decode_request(data)
-        if message.sequence <= self._state.sequence:
-            raise RejectedMessage("E_REPLAY", "sequence", f"above {self._state.sequence}", message.sequence, "server")
-        if message.trainable is None:
-            raise RejectedMessage("E_KIND", "trainable", "a request", "an update", "server")
-        request_id = RequestId(message.kind, message.round)
-        check_kind(self.method, request_id)
-        patch = correct_variances(self.decrypt(message.patch), self.site.layout)
-        previous = self._trainable or (self._state.base.mask if self._state.base else message.trainable)
-        base = self._apply_patch(patch, message.sequence)
-        if acknowledged is not None and self._is_discarded(request_id, acknowledged):
-            self._take_back_update()
-        self._state = self._state.receive(request_id, base)
-        self.site.receive(self._state.memory.method)
+        header = read_names(data, "server")
+        # The name travels beside the message, without a checksum: a wrong one would cost the site its residual.
+        if counted is not None and not is_name(counted):
+            raise RejectedMessage("E_KIND", "counted", "16 hex digits", abbreviate(counted), "server")
+        last = self._received.header.sequence if self._received else 0
+        if header.sequence <= last:
+            raise RejectedMessage("E_REPLAY", "sequence", f"above {last}", header.sequence, "server")
+        if not self._is_started:
+            self._restart(header.sequence)
+        held = self._link.held
+        previous = self._trainable or (held.mask if held else None)
+        request = self._find_retried(header) or self._decode_request(data, header)
+        request_id = RequestId(request.kind, request.round)
+        held = self._link.held
+        assert held is not None, "the request has led to a vector"
+        memory, is_lost = self._link.recall(counted, SiteMemory())
+        answer = name_new_start(header.request) if is_lost else header.request
+        # Once for all attempts at a request.
+        if is_lost and (self._received is None or self._received.answer != answer):
+            self._report(SiteEvent(MEMORY_DROPPED, header.sequence))
+        self._received = _Received(header, request, answer, counted, memory)
+        self.site.receive(memory.method)
         # Refused after the state has changed: the site holds the model that its weights contain.
-        check_trainable(self.method, request_id, message.trainable, base.mask)
+        check_trainable(self.method, request_id, request.trainable, held.mask)
         # A mask to which removed entries return is that of an earlier round, or one that isolates weights.
-        can_regrow = not (is_training(message.kind) and self.method.prunes_for_good)
-        self._apply_limits(request_id, base.mask, is_regrown=not (can_regrow or message.trainable <= previous))
-        self.request = Request(message.kind, message.round, patch, message.trainable)
-        if is_training(message.kind):
-            self._trainable = message.trainable
-        return self.request
+        can_regrow = not (is_training(request.kind) and self.method.prunes_for_good)
+        is_regrown = not (can_regrow or previous is None or request.trainable <= previous)
+        self._apply_limits(request_id, held.mask, is_regrown=is_regrown)
+        self.request = request
+        if is_training(request.kind):
+            self._trainable = request.trainable
+        return request
+
+    def _report(self, event: SiteEvent) -> None:
+        self.events = (*self.events, event)
+        _LOG.warning(describe_event(event))
 
     def _apply_limits(self, request: RequestId, live: Mask, *, is_regrown: bool) -> None:
         """Raises:
@@ -157,17 +187,6 @@ class SiteEndpoint:
             self.changes.admit(request, self.site.weights, live)
         if self.requests is not None:
             self.requests.admit(request, self.compute_model_digest(), is_regrown=is_regrown)
-
-    def _take_back_update(self) -> None:
-        """Continue from the memory before the last update, whose checkpoint is deleted."""
-        if self.store is not None:
-            self.store.delete(self._state.checkpoint or 0)
-        self._state = self._state.take_back()
-
-    def _is_discarded(self, request: RequestId, acknowledged: int) -> bool:
-        """Return whether the server goes on to another request without the last update of this site."""
-        state = self._state
-        return request not in (state.received, state.answered) and acknowledged < (state.checkpoint or 0)
 
     def compute_model_digest(self) -> str:
         """Return the digest of the model that this site holds; equal models have equal digests at all sites."""
@@ -204,7 +223,7 @@ class SiteEndpoint:
             notices.append(MODEL_UNCHANGED)
         # Reported once, with the number of the first attempt, so that the server knows a repeated report.
         reported = {event.event for event in self.events}
-        new = [SiteEvent(code, self._state.sequence) for code in notices if code not in reported]
+        new = [SiteEvent(code, self._current.header.sequence) for code in notices if code not in reported]
         self.events = (*self.events, *new)
         if self.changes is not None:
             self.changes.measure(update, self.site.weights)
@@ -236,12 +255,12 @@ class SiteEndpoint:
             RejectedMessage: a value is not finite, or cannot be encrypted or summed; nothing may be sent.
             CheckpointError: the checkpoint could not be written; nothing may be sent.
         """
-        residual = self._state.memory.residual
+        residual = self._current.memory.residual
         if self.sums is not None:
             request_id = RequestId(request.kind, request.round)
             # Sums without pads have no keys that the digest could enter.
             digest = self.compute_model_digest() if self.sums.rules.is_padded else ""
-            update = self.sums.withhold(update, request_id, self._state.sequence, self.site.weights, digest)
+            update = self.sums.withhold(update, request_id, self.site.weights, digest)
         encoded = self.encode_message(request, update)
         # Error feedback applies to model values only: an update of scores or metrics leaves the residual unchanged.
         if update.content in ("weights", "delta"):
@@ -249,7 +268,7 @@ class SiteEndpoint:
             # An entry that is switched off keeps no residual: it would arrive with it when it is regrown.
             if update.is_complete and residual is not None:
                 residual = residual.where(update.patch.mask.bits, 0.0)
-        self._record_answer(RequestId(request.kind, request.round), SiteMemory(residual, dict(self.site.memory)))
+        self._record_answer(SiteMemory(residual, dict(self.site.memory)))
         return encoded
 
     def encode_message(self, request: Request, update: Update) -> Encoded:
@@ -263,14 +282,23 @@ class SiteEndpoint:
             self.plan_update(request),
             content=update.content,
             values=choose_values(update.content, self.values, self.initial),
-            residual=self._state.memory.residual,
+            residual=self._current.memory.residual,
             generator=make_generator(self.method.seed, "rounding", self.site.name, request.kind, request.round),
         )
 
     def plan_update(self, request: Request) -> Plan:
         """Return the plan of the update that answers ``request``."""
-        vector = self.site.weights if is_quantized(self.values) else None
-        return plan_update(self.site.layout, self.run, request, self._state.sequence, vector=vector)
+        current, held = self._current, self._link.held
+        assert held is not None, "a request was received"
+        target = replace(held, values=self.site.weights) if is_quantized(self.values) else held
+        return plan_update(
+            self.site.layout, self.run, request, target, request_name=current.answer, sequence=current.header.sequence
+        )
+
+    @property
+    def _current(self) -> _Received:
+        assert self._received is not None, "a request was received"
+        return self._received
 
     def build_hello(self, **limits: Any) -> dict[str, str | int | float]:
         """Return the hello: this site's capabilities, sent to the server before the first request.
@@ -295,125 +323,126 @@ class SiteEndpoint:
         """Return the patch to send: weights and deltas encrypted if the job asks for it, scores and metrics never."""
         if self.cipher is None or update.content not in ("weights", "delta"):
             return update.patch
-        return replace(update.patch, encrypted=self.cipher.encrypt(update.patch.values))
+        # Encryption is random: it is done once for each update, so that a message is a function of what it carries.
+        key = f"{self._current.answer} {update.patch.digest}"
+        if self._encrypted is None or self._encrypted[0] != key:
+            self._encrypted = key, self.cipher.encrypt(update.patch.values)
+        return replace(update.patch, encrypted=self._encrypted[1])
 
-    def _decode_request(self, data: Any) -> Decoded:
-        """Decode a message over the current base or, if it is a retry, over a base from before an earlier attempt.
+    def _find_retried(self, header: Header) -> Request | None:
+        """Return the last request if a message is another attempt at it, whose model this site then holds already."""
+        last, held = self._received, self._link.held
+        # The message builds on the vector before this one, which no longer is there.
+        is_same = last is not None and replace(header, sequence=0) == replace(last.header, sequence=0)
+        return last.request if last is not None and is_same and held and held.name == header.target else None
+
+    def _decode_request(self, data: Any, header: Header) -> Request:
+        """Return the request of a message, and hold the vector to which it leads.
 
         Raises:
             MissingBase: as in :meth:`receive`.
             RejectedMessage: as in :meth:`receive`.
+            RequestRefused: as in :meth:`receive`.
         """
-        try:
-            return self._decode_over(self._state.base, data)
-        except MissingBase:
-            # The server encodes a retry over the last base that this site acknowledged. If the site's update was lost
-            # in transit, the site is one base ahead. All attempts carry the same vector, so the older base is valid.
-            for base in reversed(self._state.earlier_bases):
-                with suppress(MissingBase):
-                    message = self._decode_over(base, data)
-                    if (message.kind, message.round) == self._state.received:
-                        return self._keep_vector(message) if message.is_difference else message
-            if self.initial is not None:
-                with suppress(MissingBase):
-                    return self._decode_over_initial(data, self.initial)
-            raise
-
-    def _decode_over_initial(self, data: Any, initial: InitialModel) -> Decoded:
-        """Return a message over the initial model as one of the whole model, which the server could also send."""
-        message = decode(data, plan_request(self.site.layout, self.run, initial.base), "server")
-        return replace(message, patch=initial.complete(message.patch))
-
-    def _keep_vector(self, message: Decoded) -> Decoded:
-        """Return a message whose differences this site has added already with the values that the site holds."""
-        mask = message.patch.mask
-        return replace(message, patch=Patch(mask.take(self.site.weights).clone(), mask, message.patch.base))
-
-    def _decode_over(self, base: SiteBase | None, data: Any) -> Decoded:
         ciphertext_format = self.cipher.ciphertext_format if self.cipher else None
-        if base is not None:
-            base = replace(base, vector=self.site.weights)
-        plan = plan_request(self.site.layout, self.run, base, ciphertext_format=ciphertext_format)
-        return decode(data, plan, "server")
+        plan = plan_request(
+            self.site.layout, self.run, self._find_base(header.base), ciphertext_format=ciphertext_format
+        )
+        message = decode(data, plan, "server")
+        if message.trainable is None:
+            raise RejectedMessage("E_KIND", "trainable", "a request", "an update", "server")
+        check_kind(self.method, RequestId(message.kind, message.round))
+        patch = correct_variances(self.decrypt(message.patch), self.site.layout)
+        self._apply_patch(patch, message)
+        return Request(message.kind, message.round, patch, message.trainable)
 
-    def _apply_patch(self, patch: Patch, sequence: int) -> SiteBase:
-        """Write a patch into the weights of the site, set its ``live_patch``, and return the new base."""
-        base = self._state.base
-        if patch.base == "previous" and base is not None:
-            mask = base.mask
-            # The entries outside the base's mask are zero at both ends, and neither stores or sends them.
-            if not patch.mask <= mask:
-                raise RejectedMessage("E_MASK", "selection", "entries of the previous model", "others", "server")
-        else:
-            # Entries outside the mask are zero by definition; those of an unchanged mask are zero already.
-            if base is None or patch.mask != base.mask:
-                self.site.weights.zero_()
-            mask = patch.mask
+    def _find_base(self, name: str) -> Vector | None:
+        """Return a vector that this site holds, which its weights then contain; None: it does not hold it."""
+        held = self._link.held
+        if name != NO_NAME and (held is None or name != held.name):
+            snapshots = self._list_checkpoints()
+            stored = next((snapshot for snapshot in snapshots if snapshot.held == name), None)
+            if stored is not None:
+                self._hold(stored.vector, stored.to_vector())
+            elif self.initial is not None and name == self.initial.vector.name:
+                self._hold(self.initial.vector, self.initial.weights.clone())
+        held = self._link.held
+        return None if held is None else replace(held, values=self.site.weights)
+
+    def _hold(self, vector: Vector, weights: Tensor) -> None:
+        self.site.weights, self.site.live_patch = weights, Patch.from_vector(weights, vector.mask)
+        self._link = replace(self._link, held=replace(vector, values=None))
+
+    def _apply_patch(self, patch: Patch, message: Decoded) -> None:
+        """Write a patch into the weights of the site, and set its ``live_patch``.
+
+        Raises:
+            MissingBase: this leads to another vector than the server's.
+            RejectedMessage: a patch over the previous model has other entries.
+        """
+        held, is_whole = self._link.held, patch.base == "zeros"
+        # Entries outside the mask are zero by definition, and neither end stores or sends them; those of an unchanged
+        # mask are zero already.
+        if is_whole and (held is None or patch.mask != held.mask):
+            self.site.weights.zero_()
+        if not is_whole and held is not None and not patch.mask <= held.mask:
+            raise RejectedMessage("E_MASK", "selection", "entries of the previous model", "others", "server")
+        mask = patch.mask if is_whole or held is None else held.mask
         patch.write_into(self.site.weights)
         # The values of a whole model are at hand: the digest, the training and the checkpoint need not gather them.
-        is_whole = patch.base == "zeros"
         self.site.live_patch = Patch(patch.values, mask) if is_whole else Patch.from_vector(self.site.weights, mask)
-        return SiteBase(mask, sequence)
+        if message.patch.encrypted is not None:
+            name = name_vector(message.patch)
+        elif not is_whole and not patch.mask.count and held is not None:
+            name = held.name
+        else:
+            name = name_vector(self.site.live_patch)
+        self._link = replace(self._link, held=Vector(name, mask) if name == message.target else None)
+        if name != message.target:
+            raise MissingBase("E_NOT_HELD", "target", message.target, name, "server")
 
-    def _restart(self, sequence: int, base_sequence: int, acknowledged: int | None) -> None:
-        """Restart from the checkpoints before message ``sequence``, and record what is lost.
+    def _list_checkpoints(self) -> Iterator[SiteSnapshot]:
+        """Yield the intact checkpoints, the newest first."""
+        found = self.store.load(SiteSnapshot) if self.store is not None else None
+        while found is not None and self.store is not None:
+            yield found[1]
+            found = self.store.load(SiteSnapshot, below=found[0])
+
+    def _restart(self, sequence: int) -> None:
+        """Restart from the checkpoints before an attempt, the first of this process.
 
         Args:
-            sequence: number of the first message of this process.
-            base_sequence: number of the message that carried its base; 0: it applies to no earlier message.
-            acknowledged: as in :meth:`receive`.
+            sequence: number of the attempt.
         """
-        # Checkpoints with this number or a higher one belong to updates that the server discarded when it resumed.
-        # Those after the message's base do, too: a server that goes back gives the numbers of attempts again.
-        limit = base_sequence + 1 if base_sequence else sequence
-        damaged = self._load_checkpoints(self.store, min(limit, sequence)) if self.store is not None else []
-        events = [SiteEvent(CHECKPOINT_DAMAGED, number) for number in damaged]
-        # A checkpoint is written before its update is sent, so a damaged one stands for an update that an unknowing
-        # server may have.
-        latest = max([0, *damaged]) if acknowledged is None else acknowledged
-        # The residual before a lost update holds values that the update sent. Used again, they would be sent twice.
-        if latest > self._state.sequence:
-            self._state = self._state.forget_memory()
-            events.append(SiteEvent(MEMORY_DROPPED, latest))
-        self.events = tuple(events)
-        for event in events:
-            _LOG.warning(describe_event(event))
+        self._is_started = True
+        if self.store is None:
+            return
+        # Those with this number or a higher one belong to answers that the server has lost: it gives numbers again.
+        self.store.delete(sequence)
+        answers, found = {}, self.store.load(SiteSnapshot)
+        if found is not None:
+            self._hold(found[1].vector, found[1].to_vector())
+        while found is not None:
+            number, snapshot = found
+            answers[snapshot.name] = Answer(snapshot.after, snapshot.memory, number)
+            found = self.store.load(SiteSnapshot, below=number)
+        self._link = replace(self._link, answers=answers)
+        for number in self.store.list_damaged():
+            self._report(SiteEvent(CHECKPOINT_DAMAGED, number))
 
-    def _load_checkpoints(self, store: Store, limit: int) -> list[int]:
-        """Load the newest state below a number, delete later ones, and return the numbers of damaged checkpoints."""
-        store.delete(limit)
-        newest = store.load(SiteSnapshot)
-        if newest is None:
-            return store.list_damaged()
-        _, snapshot = newest
-        fallback = _load_previous_request(store, newest)
-        reserve = _load_previous_request(store, fallback) if fallback else None
-        self.site.weights, self.site.live_patch = snapshot.to_vector(), Patch(snapshot.values, snapshot.base.mask)
-        damaged = store.list_damaged()
-        self._state = SiteState.restart(
-            snapshot, fallback[1] if fallback else None, damaged, reserve=reserve[0] if reserve else None
-        )
-        return damaged
-
-    def _record_answer(self, request: RequestId, memory: SiteMemory) -> None:
-        """Write the checkpoint of an update, then change the state.
+    def _record_answer(self, memory: SiteMemory) -> None:
+        """Write the checkpoint of an answer, then change the state.
 
         Raises:
             CheckpointError: the checkpoint could not be written; the state is unchanged.
         """
-        state = self._state.answer(request, memory)
+        current, held, live = self._current, self._link.held, self.site.live_patch
+        assert held is not None, "an update answers a request that was received"
+        assert live is not None
+        number = current.header.sequence
+        link = self._link.add_answer(current.answer, current.counted, memory, number)
         if self.store is not None:
-            assert state.base is not None, "an update answers a request that was received"
-            assert self.site.live_patch is not None
-            snapshot = SiteSnapshot(*request, self.site.live_patch.values, state.base, memory)
-            self.store.save(state.sequence, snapshot, also_keep=(state.fallback, state.reserve))
-        self._state = state
-
-
-def _load_previous_request(store: Store, checkpoint: tuple[int, SiteSnapshot]) -> tuple[int, SiteSnapshot] | None:
-    """Return the newest checkpoint before another one that is of another request; None without one."""
-    # Each attempt at a request has its own checkpoint; a retry starts from the one before the first of them.
-    request, previous = checkpoint[1].request, store.load(SiteSnapshot, below=checkpoint[0])
-    while previous is not None and previous[1].request == request:
-        previous = store.load(SiteSnapshot, below=previous[0])
-    return previous
+            after = link.answers[current.answer].after
+            snapshot = SiteSnapshot(current.answer, after, held.name, held.mask, live.values, memory)
+            self.store.save(number, snapshot, also_keep=[answer.number for answer in link.answers.values()])
+        self._link = link

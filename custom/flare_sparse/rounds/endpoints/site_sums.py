@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import RejectedMessage, RequestRefused
-from ...core.exchange import Patch, Update
+from ...core.exchange import Patch, RequestId, Update
 from ...core.params import Layout
 from ...methods.aggregation.weighted import Weights
 from ...privacy.secure_aggregation.identities import SiteIdentity
@@ -32,7 +32,6 @@ from ...privacy.secure_aggregation.pads import SumId, read_sum_id
 from ...privacy.secure_aggregation.party import SumParty
 from ...privacy.secure_aggregation.rings import RingFormat
 from .request_log import RequestLog
-from .site_state import RequestId
 from .sums import build_ring, compute_reference, compute_shares
 
 
@@ -42,7 +41,6 @@ class Withheld:
 
     Attributes:
         request: id of the request that it answers.
-        sequence: number of the attempt.
         update: the update.
         values: float64 ``(k,)``, what is summed.
         ring: format of the values.
@@ -50,7 +48,6 @@ class Withheld:
     """
 
     request: RequestId
-    sequence: int
     update: Update
     values: np.ndarray
     ring: RingFormat
@@ -97,15 +94,12 @@ class SiteSums:
         self._sum: RevealedSum | None = None
         self._newest = 0
 
-    def withhold(
-        self, update: Update, request: RequestId, sequence: int, model: Tensor, model_digest: str = ""
-    ) -> Update:
+    def withhold(self, update: Update, request: RequestId, model: Tensor, model_digest: str = "") -> Update:
         """Keep the values of an update for its sum, and return the update without them.
 
         Args:
             update: the update.
             request: id of the request that it answers.
-            sequence: number of the attempt.
             model: ``(P,)`` the model of the request.
             model_digest: its digest. A padded sum has values of one model only.
 
@@ -120,7 +114,11 @@ class SiteSums:
         values = update.patch.values.double().numpy() - compute_reference(update.content, mask, model)
         # Refused now and not in the sum, where it would cost the other sites an attempt.
         ring.encode(values, 1.0)
-        self._withheld = Withheld(request, sequence, update, values, ring, model_digest)
+        self._withheld = Withheld(request, update, values, ring, model_digest)
+        return self.drop_values(update)
+
+    def drop_values(self, update: Update) -> Update:
+        """Return an update as its message has it, without values."""
         return Update(Patch.empty(self.layout.size), "metrics", update.num_examples, update.metrics)
 
     def discard(self) -> None:
@@ -182,9 +180,9 @@ class SiteSums:
         RejectedMessage: the sum is not one over the update that waits, or an outdated one.
         """
         kind, t = withheld.request
-        # A number is used for one sum; the update belongs to this attempt or to an earlier one of the same request.
-        if (sum_id.run, sum_id.kind, sum_id.round) != (self.run, kind, t) or sum_id.sequence < withheld.sequence:
-            raise RejectedMessage("E_REPLAY", "sum", (kind, t, withheld.sequence), sum_id, "server")
+        # A number is used for one sum.
+        if (sum_id.run, sum_id.kind, sum_id.round) != (self.run, kind, t):
+            raise RejectedMessage("E_REPLAY", "sum", (kind, t), sum_id, "server")
         if sum_id.sequence <= self._newest:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._newest}", sum_id.sequence, "server")
         self._newest = sum_id.sequence

@@ -17,8 +17,7 @@ from ...core.checkpoint.store import Store
 from ...core.exchange import EVALUATE, Contribution, EncryptedValues
 from ...methods.method import Method
 from ...tasks.task import Metric
-from ..endpoints.server import SERVER, ServerEndpoint
-from ..endpoints.server_state import ServerSnapshot
+from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
 from .evaluation import BestModel, Evaluation
 from .events import ENDED_EARLY, METRICS_CONSTANT, TENSORS_CUT_OFF, UPDATE_DISCARDED, UPDATE_OPPOSED, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
@@ -133,9 +132,6 @@ class Federation:
         assignments = build_assignments(self.endpoint.layout, participants.sites)
         learn = partial(learn_statistics, self.endpoint.layout, build_state)
         result = self._rounds.run(assignments, participants.silent, progress.roster, learn)
-        # This exchange carried no model: the first patch over "previous" must not apply to it, also after a restart.
-        for site in assignments:
-            self.endpoint.forget_base(site)
         return self._commit(result, progress, method)
 
     def _step_back(self, failure: QuorumMissed, progress: Progress, start: Progress) -> Progress:
@@ -179,7 +175,7 @@ class Federation:
         )
         checkpoint = self.store.load(Snapshot[type(start.state)])  # type: ignore[misc]
         if checkpoint is None:
-            self.endpoint.step_back(ServerSnapshot(0, 0, {}, {}))
+            self.endpoint.step_back(ServerSnapshot())
             return start
         self.endpoint.step_back(checkpoint[1].endpoint)
         return Progress.from_snapshot(checkpoint[1])
@@ -225,6 +221,9 @@ class Federation:
         # before the sum of this round replaces it.
         best = self._select_best(progress, evaluation, method)
         self.endpoint.aggregate_encrypted(result.learned.contributions)
+        arrived = [contribution.site for contribution in result.last.accepted]
+        without_weight = {site for site, examples in result.learned.capped.items() if not examples}
+        self.endpoint.commit(arrived, [site for site in arrived if site not in without_weight])
         state = result.learned.state
         masks = (method.model(each).mask for each in (progress.state, state))
         if detail := describe_cut_tensors(self.endpoint.layout, *masks):

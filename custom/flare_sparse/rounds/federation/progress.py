@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ...wire.ledger import LedgerLine
-from ..endpoints.server_state import ServerSnapshot
+from ..endpoints.server import ServerSnapshot
 from .evaluation import BestModel
 from .records import RoundRecord
 from .rules import Roster

@@ -24,9 +24,9 @@ from ...training import Site
 from ...wire.capabilities import local_capabilities
 from ...wire.formats import ValueType
 from ...wire.ledger import Ledger
-from ..endpoints.bases import InitialModel
 from ..endpoints.egress import EgressLog, Outgoing, build_beside, describe_message
 from ..endpoints.events import pack_events
+from ..endpoints.plans import InitialModel
 from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.server_sums import ServerSums
 from ..endpoints.site import SiteEndpoint
@@ -210,7 +210,7 @@ class LocalSites:
                 yield name, get_failure_code(endpoint)
                 continue
             try:
-                update, data, events = self._answer(name, endpoint, message, attempt.acknowledged.get(name))
+                update, data, events = self._answer(name, endpoint, message, attempt.counted.get(name))
             except MissingBase as error:
                 # Not a failure: the server sends the full model.
                 yield name, error
@@ -262,11 +262,9 @@ class LocalSites:
         self._record(name, Outgoing("hello", ["versions and limits"], beside=hello))
         return hello
 
-    def _answer(
-        self, name: str, endpoint: SiteEndpoint, message: Any, acknowledged: int | None
-    ) -> tuple[Update, Any, Any]:
+    def _answer(self, name: str, endpoint: SiteEndpoint, message: Any, counted: str | None) -> tuple[Update, Any, Any]:
         """Return a site's update, its encoded message and its events."""
-        request = endpoint.receive(message, acknowledged)
+        request = endpoint.receive(message, counted)
         update = endpoint.answer(request)
         data, events = endpoint.encode(request, update).data, pack_events(endpoint.events)
         self._record(name, describe_message(data, build_beside(update, events)))

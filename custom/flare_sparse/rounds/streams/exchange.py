@@ -13,15 +13,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ...core.checkpoint.store import Store
 from ...core.errors import RejectedMessage
-from ...wire.codec import read_sequences
+from ...wire.codec import read_names
 from ...wire.ledger import Ledger, LedgerLine
+from ...wire.plan import is_name
+from ..link import Answer, SiteLink
 from .arrays import Arrays, read_specs, write_specs
 from .models import HeldModel, ModelReceiver, ModelSender
 from .packets import MODEL, Groups, Packet, align_arrays, build_kind, read_message, read_parts, restore_arrays
 from .settings import StreamSettings
-from .updates import UpdateMemory, decode_update, encode_update
+from .updates import decode_update, encode_update, name_update
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,13 @@ class StreamMemory:
 
     Attributes:
         held: the models that it holds, by stream.
-        updates: what it has not sent, by stream.
+        answers: what its last answers have not sent, by stream and name.
+        counted: name of the last answer that counts, by stream.
     """
 
     held: dict[str, HeldModel] = field(default_factory=dict)
-    updates: dict[str, UpdateMemory] = field(default_factory=dict)
+    answers: dict[str, dict[str, Answer[Tensor | None]]] = field(default_factory=dict)
+    counted: dict[str, str] = field(default_factory=dict)
 
 
 class Exchange:
@@ -55,8 +61,8 @@ class Exchange:
         self._number, memory = stored or (0, StreamMemory())
         self._senders: dict[str, ModelSender] = {}
         self._receivers = {name: self._build_receiver(name, held) for name, held in memory.held.items()}
-        self._updates = dict(memory.updates)
-        self._accepted: dict[str, int] = {}
+        self._links = {name: SiteLink[Tensor | None](answers=answers) for name, answers in memory.answers.items()}
+        self._counted: dict[str, str | None] = dict(memory.counted)
         self._current = memory.held.get(MODEL)
         self._lock = threading.RLock()
 
@@ -77,16 +83,16 @@ class Exchange:
                 parts[name] = {"message": sent.encoded.data}
                 if sent.has_specs:
                     parts[name]["arrays"] = write_specs(sent.model.specs)
+                # Of several receivers it is not known which answer counts: each one's last one does.
+                if receiver is not None:
+                    parts[name]["counted"] = sender.get_counted(receiver)
                 # A peer trains the model that it sends, too.
                 if name == MODEL and receiver is None:
                     self._current = sent.model
                 ledger = Ledger()
                 ledger.record_sent(sent.encoded, sent.plan, receiver or self._name, "weights")
                 self._record(ledger.lines[0])
-            packet: Packet = {"parts": parts}
-            if receiver is not None:
-                packet["acknowledged"] = self._accepted.get(receiver, 0)
-            return packet
+            return {"parts": parts}
 
     def decode_model(self, packet: Any, sender: str) -> Groups:
         """Return the arrays of a packet, by stream.
@@ -96,8 +102,9 @@ class Exchange:
             MissingBase: it is a delta to a model that this end does not hold.
         """
         with self._lock:
-            groups = {}
+            groups, counted = {}, {}
             for name, part in read_parts(packet, sender).items():
+                counted[name] = self._read_counted(name, part, sender)
                 receiver = self._receivers.setdefault(name, self._build_receiver(name))
                 specs = read_specs(part["arrays"]) if "arrays" in part else None
                 message = read_message(part, sender)
@@ -109,10 +116,7 @@ class Exchange:
                 ledger.record_received(decoded, plan, self._name, message.size)
                 self._record(replace(ledger.lines[0], direction="down"))
             self._current = self._receivers[MODEL].held
-            acknowledged = packet.get("acknowledged")
-            if acknowledged is not None and type(acknowledged) is not int:
-                raise RejectedMessage("E_KIND", "acknowledged", "a number", type(acknowledged).__name__, sender)
-            self._updates = {name: memory.settle(acknowledged) for name, memory in self._updates.items()}
+            self._counted |= counted
             return groups
 
     def encode_update(self, groups: Groups, settings: StreamSettings, *, is_delta: bool) -> Packet:
@@ -127,13 +131,14 @@ class Exchange:
             request = self._current
             if request is None:
                 raise RejectedMessage("E_NOT_HELD", "model", "a request with a model before the update", "none")
-            parts, memories = {}, {}
+            parts, links = {}, {}
             for name, group in groups.items():
                 update, part = align_arrays(group, request.specs)
+                link, counted = self._links.get(name, SiteLink()), self._counted.get(name)
                 sent = encode_update(
                     update,
                     request,
-                    self._updates.get(name, UpdateMemory()),
+                    link.recall(counted, None)[0],
                     settings,
                     run=self._run,
                     kind=build_kind(name),
@@ -141,11 +146,11 @@ class Exchange:
                     missing=part.get("missing", ()),
                 )
                 parts[name] = {"message": sent.encoded.data, **part}
-                memories[name] = sent.memory
+                links[name] = link.add_answer(name_update(request, build_kind(name)), counted, sent.residual)
                 ledger = Ledger()
                 ledger.record_sent(sent.encoded, sent.plan, self._name, "delta")
                 self._record(replace(ledger.lines[0], direction="up"))
-            self._updates |= memories
+            self._links |= links
             self._save()
             return {"parts": parts, "is_delta": is_delta}
 
@@ -159,8 +164,7 @@ class Exchange:
             parts, is_delta = read_parts(packet, site), packet.get("is_delta")
             if not isinstance(is_delta, bool):
                 raise RejectedMessage("E_KIND", "is_delta", "true or false", type(is_delta).__name__, site)
-            sequence, _ = read_sequences(read_message(parts[MODEL], site), site)
-            request = self._find_request(sequence, site)
+            request = self._find_request(read_names(read_message(parts[MODEL], site), site).target, site)
             groups = {}
             for name, part in parts.items():
                 message = read_message(part, site)
@@ -176,10 +180,10 @@ class Exchange:
                 ledger = Ledger()
                 ledger.record_received(decoded, plan, site, message.size)
                 self._record(ledger.lines[0])
-            # After all streams: an update that is rejected in part is not acknowledged, and the site sends it again.
-            self._accepted[site] = sequence
-            for sender in self._senders.values():
-                sender.acknowledge(site)
+            # After all streams: of an update that is rejected in part, nothing counts.
+            for name, sender in self._senders.items():
+                if name in parts:
+                    sender.accept(site, name_update(request, build_kind(name)))
             return groups, is_delta
 
     def forget(self, site: str) -> None:
@@ -188,14 +192,23 @@ class Exchange:
             for sender in self._senders.values():
                 sender.forget(site)
 
-    def _find_request(self, sequence: int, site: str) -> HeldModel:
+    def _read_counted(self, name: str, part: Any, sender: str) -> str | None:
+        """Return the name of this end's last answer in a stream that counts, by the message or else the last one."""
+        if "counted" not in part:
+            return next(reversed(list(self._links[name].answers)), None) if name in self._links else None
+        counted: str | None = part["counted"]
+        if counted is not None and not is_name(counted):
+            raise RejectedMessage("E_KIND", "counted", "16 hex digits", type(counted).__name__, sender)
+        return counted
+
+    def _find_request(self, target: str, site: str) -> HeldModel:
         sender, receiver = self._senders.get(MODEL), self._receivers.get(MODEL)
-        models = [] if sender is None else [sender.find_model(sequence, site), sender.find_model(sequence)]
+        models = [] if sender is None else [sender.find_model(target, site), sender.find_model(target)]
         models += [] if receiver is None else [receiver.held]
         for model in models:
-            if model is not None and model.sequence == sequence:
+            if model is not None and model.target == target:
                 return model
-        raise RejectedMessage("E_REPLAY", "sequence", "the number of the last request", sequence, site)
+        raise RejectedMessage("E_REPLAY", "target", "the model of the last request", target, site)
 
     def _build_receiver(self, name: str, held: HeldModel | None = None) -> ModelReceiver:
         return ModelReceiver(self._run, build_kind(name), held)
@@ -206,4 +219,6 @@ class Exchange:
         held = {name: receiver.held for name, receiver in self._receivers.items() if receiver.held is not None}
         # Before the update leaves: a process that restarts after it must know that it was sent.
         self._number += 1
-        self._store.save(self._number, StreamMemory(held, self._updates))
+        answers = {name: dict(link.answers) for name, link in self._links.items()}
+        counted = {name: answer for name, answer in self._counted.items() if answer is not None}
+        self._store.save(self._number, StreamMemory(held, answers, counted))

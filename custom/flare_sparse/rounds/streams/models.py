@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...core.errors import MissingBase, RejectedMessage
-from ...core.exchange import Content, Patch
+from ...core.exchange import Patch
 from ...core.mask import Mask
 from ...core.seeds import make_generator
 from ...wire.codec import decode, encode
-from ...wire.formats import ValueType, uncompress
+from ...wire.formats import uncompress
 from ...wire.messages import Decoded, Encoded
 from ...wire.plan import Plan
+from ..link import ServerLink, Vector, name_request
 from .arrays import Arrays, Specs, build_layout
 from .settings import StreamSettings, find_candidates, select_entries
 
 
 @dataclass(frozen=True)
 class HeldModel:
-    """A model that one end holds and the other knows that it holds.
+    """A model as a request has carried it.
 
     Attributes:
         specs: its arrays.
         vector: float32 ``(P,)``.
-        sequence: number of the message that carried it.
-        round: round of that message.
+        target: name of the vector that the receiver holds.
+        request: name of the request.
+        round: round of the request.
     """
 
     specs: Specs
     vector: Tensor
-    sequence: int
+    target: str
+    request: str
     round: int
 
 
@@ -43,23 +46,26 @@ class SentModel:
 
     Attributes:
         model: what the sender has, to which it adds the deltas of updates.
-        received: float32 ``(P,)``, what the receivers hold.
+        received: what the receivers hold.
         plan: plan of the message.
         encoded: the message.
         has_specs: whether the message needs the specs beside it.
+        is_known: whether the receiver knows the layout.
     """
 
     model: HeldModel
-    received: Tensor
+    received: Vector
     plan: Plan
     encoded: Encoded
     has_specs: bool
+    is_known: bool
 
 
 class ModelSender:
     """Encodes the models of one stream for its receivers.
 
-    A receiver that has not answered the last message gets the whole model: it may hold either of two models.
+    What the receivers hold is a :class:`~flare_sparse.rounds.link.ServerLink`, as of the sites of a method. A receiver
+    that has not answered the last message gets the whole model: it may hold either of two models.
 
     Args:
         run: 16 hex digits that identify the run.
@@ -68,9 +74,8 @@ class ModelSender:
 
     def __init__(self, run: str, kind: str):
         self._run, self._kind = run, kind
-        self._sent: dict[int, SentModel] = {}
-        self._last: dict[str, int] = {}
-        self._acknowledged: set[str] = set()
+        self._link = ServerLink()
+        self._sent: dict[str, SentModel] = {}
 
     def encode(self, arrays: Arrays, round_: int, settings: StreamSettings, receiver: str | None = None) -> SentModel:
         """Return the message for a receiver; equal models for receivers that hold the same one share a message.
@@ -85,63 +90,74 @@ class ModelSender:
             RejectedMessage: a value is NaN or infinite.
             ConfigError: the mask names no array.
         """
-        held = self._sent[self._last[receiver]] if receiver in self._acknowledged else None
-        is_known = held is not None and held.model.specs == arrays.specs
-        base = held if is_known and not settings.is_exact else None
-        sequence = _derive_sequence(arrays.vector, round_, base.model.sequence if base else int(is_known))
-        if sequence not in self._sent:
-            model = HeldModel(arrays.specs, arrays.vector, sequence, round_)
-            sent = self._encode_delta(model, base, settings) if base else self._encode_whole(model, is_known, settings)
-            self._sent[sequence] = sent
-        # Not acknowledged from now on: if this message or its answer is lost, the next one is whole.
-        self._acknowledged.discard(receiver or "")
-        self._last[receiver or ""] = sequence
-        self._sent = {number: sent for number, sent in self._sent.items() if number in self._last.values()}
-        return self._sent[sequence]
+        name, last = receiver or "", self._sent.get(receiver or "")
+        held = self._link.find_base(name) if last is not None and last.model.specs == arrays.specs else None
+        base = None if settings.is_exact else held
+        for other in self._sent.values():
+            is_same = other.model.round == round_ and other.model.specs == arrays.specs
+            is_same &= (other.plan.base, other.has_specs) == (base and base.name, base is None)
+            is_same &= other.is_known == (held is not None)
+            if is_same and torch.equal(other.model.vector, arrays.vector):
+                sent = other
+                break
+        else:
+            sent = self._encode(arrays, round_, settings, base, is_known=held is not None)
+        self._sent[name] = sent
+        # Not known from now on: if this message or its answer is lost, the next one is whole.
+        self._link = self._link.forget([name])
+        return sent
 
-    def acknowledge(self, receiver: str) -> None:
-        """Remember that a receiver has answered the last message, and so holds its model."""
-        if receiver in self._last:
-            self._acknowledged.add(receiver)
+    def accept(self, receiver: str, answer: str) -> None:
+        """Take note of an answer, which counts, and whose sender holds the model of the last message to it."""
+        if receiver in self._sent:
+            # Receivers may be sent models of their own.
+            self._link = self._link.add_commit(
+                {receiver: self._sent[receiver].received}, {receiver: answer}, {}, models=len(self._sent)
+            )
+
+    def get_counted(self, receiver: str) -> str | None:
+        """Return the name of a receiver's last answer that counts."""
+        return self._link.counted.get(receiver)
 
     def forget(self, receiver: str) -> None:
         """Send the whole model next."""
-        self._acknowledged.discard(receiver)
+        self._link = self._link.forget([receiver])
 
-    def find_model(self, sequence: int, receiver: str | None = None) -> HeldModel | None:
-        """Return the model of the last message to a receiver; None if it was another message."""
-        return self._sent[sequence].model if self._last.get(receiver or "") == sequence else None
+    def find_model(self, target: str, receiver: str | None = None) -> HeldModel | None:
+        """Return the model of the last message to a receiver; None if it led to another vector."""
+        sent = self._sent.get(receiver or "")
+        return sent.model if sent is not None and sent.model.target == target else None
 
-    def _encode_whole(self, model: HeldModel, is_known: bool, settings: StreamSettings) -> SentModel:
-        # A receiver without the layout allocates by the length of the message, which compression would hide.
-        values = settings.values if is_known else uncompress(settings.values)
-        plan = Plan(build_layout(model.specs), self._run, sequence=model.sequence, round=model.round, kind=self._kind)
-        patch = Patch.from_vector(model.vector, Mask.full(plan.layout.size))
-        return self._finish(model, patch, plan, values, None)
-
-    def _encode_delta(self, model: HeldModel, base: SentModel, settings: StreamSettings) -> SentModel:
-        layout = build_layout(model.specs)
-        delta = model.vector - base.received
-        mask = select_entries(delta, find_candidates(layout, settings), layout, settings.keep)
-        plan = Plan(
-            layout,
-            self._run,
-            base_sequence=base.model.sequence,
-            sequence=model.sequence,
-            round=model.round,
-            kind=self._kind,
-        )
-        return self._finish(model, Patch.from_vector(delta, mask, "previous"), plan, settings.values, base)
-
-    def _finish(
-        self, model: HeldModel, patch: Patch, plan: Plan, values: ValueType, base: SentModel | None
+    def _encode(
+        self, arrays: Arrays, round_: int, settings: StreamSettings, base: Vector | None, *, is_known: bool
     ) -> SentModel:
-        generator = make_generator(model.sequence, "stream", self._kind)
-        content: Content = "weights" if base is None else "delta"
-        encoded = encode(patch, plan, content=content, values=values, generator=generator)
-        # Decoded and added as the receiver does it: both ends must hold the same bits after any number of rounds.
-        received = _apply(decode(encoded.data, plan), None if base is None else base.received)
-        return SentModel(model, received, plan, encoded, has_specs=base is None)
+        layout = build_layout(arrays.specs)
+        plan = Plan(layout, self._run, base.name if base else None, sequence=0, round=round_, kind=self._kind)
+        if base is None:
+            # A receiver without the layout allocates by the length of the message, which compression would hide.
+            values = settings.values if is_known else uncompress(settings.values)
+            patch = Patch.from_vector(arrays.vector, Mask.full(layout.size))
+        else:
+            assert base.values is not None, "a sender keeps the vectors that it has sent"
+            delta, values = arrays.vector - base.values, settings.values
+            mask = select_entries(delta, find_candidates(layout, settings), layout, settings.keep)
+            patch = Patch.from_vector(delta, mask, "previous")
+        received = Vector("", Mask.full(layout.size))
+
+        def name(rounded: Tensor | None) -> tuple[str, str]:
+            nonlocal received
+            values = _apply(patch if rounded is None else replace(patch, source=rounded), base.values if base else None)
+            received = Vector.of(Patch.from_vector(values, received.mask), keeps_values=True)
+            return received.name, name_request("", self._kind, round_, received.name)
+
+        # A message that leads to the same model is rounded alike.
+        seed = int(Patch.from_vector(arrays.vector, received.mask).digest[:15], 16)
+        generator = make_generator(seed, "stream", self._kind, round_)
+        encoded = encode(
+            patch, plan, content="weights" if base is None else "delta", values=values, generator=generator, name=name
+        )
+        model = HeldModel(arrays.specs, arrays.vector, received.name, encoded.request, round_)
+        return SentModel(model, received, plan, encoded, base is None, is_known)
 
 
 class ModelReceiver:
@@ -178,7 +194,7 @@ class ModelReceiver:
         if not is_known and layout.size > message.size:
             raise RejectedMessage("E_SIZE", "arrays", f"at most {message.size} values", layout.size, sender)
         base = self.held if is_known else None
-        plan = Plan(layout, self._run, base_sequence=base.sequence if base else None, kind=self._kind)
+        plan = Plan(layout, self._run, base.target if base else None, kind=self._kind)
         decoded = decode(message, plan, sender)
         if decoded.content not in ("weights", "delta") or (decoded.content == "weights") != (
             decoded.patch.base == "zeros"
@@ -186,22 +202,16 @@ class ModelReceiver:
             raise RejectedMessage("E_KIND", "content", "a model, or a delta to one", decoded.content, sender)
         if decoded.content == "weights" and not decoded.patch.mask.is_full:
             raise RejectedMessage("E_NNZ", "model", f"all {layout.size} values", decoded.patch.mask.count, sender)
-        vector = _apply(decoded, base.vector if base else None)
-        self.held = HeldModel(specs, vector, decoded.sequence, decoded.round)
+        vector = _apply(decoded.patch, base.vector if base else None)
+        # The sender names what it expects: both ends must hold the same bits after any number of rounds.
+        if (name := Vector.of(Patch.from_vector(vector, Mask.full(layout.size))).name) != decoded.target:
+            raise MissingBase("E_NOT_HELD", "target", decoded.target, name, sender)
+        self.held = HeldModel(specs, vector, decoded.target, decoded.request, decoded.round)
         return decoded, plan
 
 
-def _apply(decoded: Decoded, base: Tensor | None) -> Tensor:
+def _apply(patch: Patch, base: Tensor | None) -> Tensor:
     """Return the model ``(P,)`` of a message; a delta is added to ``base``."""
-    patch = decoded.patch
-    if decoded.content == "weights" or base is None:
+    if patch.base == "zeros" or base is None:
         return patch.to_vector()
     return patch.mask.put(patch.mask.take(base) + patch.values, base.clone())
-
-
-def _derive_sequence(vector: Tensor, round_: int, base: int) -> int:
-    """Return the number of a message, which its content determines, so that equal messages have equal numbers."""
-    digest = hashlib.sha256(f"{round_},{base},".encode())
-    digest.update(np.ascontiguousarray(vector.numpy(), "<f4").data)
-    # 0 is the number of no message.
-    return (int.from_bytes(digest.digest()[:8], "little") >> 1) or 1

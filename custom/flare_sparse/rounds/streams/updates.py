@@ -1,7 +1,8 @@
 """Updates: each message carries the largest entries of a delta, and the sender adds the others to its next one.
 
 Error feedback as in Stich et al. 2018 (arXiv 1809.07599), Algorithm 1, and docs/algorithms.md, section 7.4, for the
-updates of any algorithm. An update that its receiver never acknowledged goes back into the residual.
+updates of any algorithm. An update that does not count takes nothing with it: the next one starts from the residual
+before it.
 """
 
 from __future__ import annotations
@@ -21,48 +22,10 @@ from ...core.seeds import make_generator
 from ...wire.codec import decode, encode
 from ...wire.messages import Decoded, Encoded
 from ...wire.plan import Plan
+from ..link import name_request
 from .arrays import build_layout
 from .models import HeldModel
 from .settings import StreamSettings, find_buffers, find_candidates, select_entries
-
-
-@dataclass(frozen=True)
-class PendingUpdate:
-    """An update that the receiver has not acknowledged.
-
-    Attributes:
-        sequence: number of the request that it answers.
-        sent: the entries that were sent, without running statistics.
-        values: float32 ``(sent.count,)``, their values before rounding.
-    """
-
-    sequence: int
-    sent: Mask
-    values: Tensor
-
-
-@dataclass(frozen=True)
-class UpdateMemory:
-    """What a sender of updates keeps between rounds.
-
-    Attributes:
-        residual: float32 ``(P,)``, what it has not sent; None: nothing.
-        pending: the last update; None: it was acknowledged, or there is none.
-    """
-
-    residual: Tensor | None = None
-    pending: PendingUpdate | None = None
-
-    def settle(self, acknowledged: int | None) -> UpdateMemory:
-        """Return the memory after a request.
-
-        Args:
-            acknowledged: number of the last update that the receiver has decoded; None: the last one.
-        """
-        if self.pending is None or self.residual is None or acknowledged in (None, self.pending.sequence):
-            return UpdateMemory(self.residual)
-        # A lost update is one of which nothing was sent: its entries return with the values before rounding.
-        return UpdateMemory(self.pending.sent.put(self.pending.values, self.residual.clone()))
 
 
 @dataclass(frozen=True)
@@ -72,18 +35,18 @@ class SentUpdate:
     Attributes:
         encoded: the message.
         plan: plan of the message.
-        memory: what the sender keeps.
+        residual: float32 ``(P,)``, what the sender keeps if the update counts; None: nothing.
     """
 
     encoded: Encoded
     plan: Plan
-    memory: UpdateMemory
+    residual: Tensor | None = None
 
 
 def encode_update(
     update: Tensor,
     request: HeldModel,
-    memory: UpdateMemory,
+    residual: Tensor | None,
     settings: StreamSettings,
     *,
     run: str,
@@ -96,7 +59,7 @@ def encode_update(
     Args:
         update: float32 ``(P,)`` weights or delta, in the layout of the request.
         request: the model that was trained.
-        memory: what earlier updates left.
+        residual: float32 ``(P,)``, what earlier updates left; None: nothing.
         settings: what to send.
         run: 16 hex digits that identify the run.
         kind: kind of the message.
@@ -110,20 +73,20 @@ def encode_update(
     layout = build_layout(request.specs)
     plan = _build_plan(request, layout, run, kind)
     candidates = find_candidates(layout, settings, missing)
-    generator = make_generator(request.sequence, "stream", kind)
+    generator = make_generator(int(request.request, 16) >> 1, "stream", kind)
     if settings.is_exact and not is_delta:
         whole = encode(Patch.from_vector(update, candidates), plan, values=settings.values, generator=generator)
-        return SentUpdate(whole, plan, UpdateMemory())
+        return SentUpdate(whole, plan)
     total = _compute_delta(update, None if is_delta else request.vector, layout, missing)
     feeds_back = settings.error_feedback and not settings.is_exact
-    if feeds_back and memory.residual is not None and memory.residual.shape == total.shape:
-        total += memory.residual
+    if feeds_back and residual is not None and residual.shape == total.shape:
+        total += residual
     mask = select_entries(total, candidates, layout, settings.keep)
     patch = Patch.from_vector(total, mask, "previous")
     encoded = encode(patch, plan, content="delta", values=settings.values, generator=generator)
     if not feeds_back:
-        return SentUpdate(encoded, plan, UpdateMemory())
-    return SentUpdate(encoded, plan, _remember(total, mask, encoded.residual, request.sequence, layout, settings))
+        return SentUpdate(encoded, plan)
+    return SentUpdate(encoded, plan, _keep(total, mask, encoded.residual, layout, settings))
 
 
 def _compute_delta(update: Tensor, received: Tensor | None, layout: Layout, missing: Collection[str]) -> Tensor:
@@ -135,17 +98,19 @@ def _compute_delta(update: Tensor, received: Tensor | None, layout: Layout, miss
     return delta
 
 
-def _remember(
-    total: Tensor, mask: Mask, rounded_off: Tensor | None, sequence: int, layout: Layout, settings: StreamSettings
-) -> UpdateMemory:
+def _keep(total: Tensor, mask: Mask, rounded_off: Tensor | None, layout: Layout, settings: StreamSettings) -> Tensor:
+    """Return what an update of the entries ``mask`` leaves of ``total`` ``(P,)``."""
     # Entries that never travel would only add up. The deltas of running statistics have no sum that means anything:
     # each leads from the received value to the site's own, and two of them would lead past it.
     kept = find_candidates(layout, settings) - find_buffers(layout)
     residual = torch.where(kept.bits, total, 0.0)
     sent = mask & kept
-    values = sent.take(total)
-    sent.put(torch.zeros(sent.count) if rounded_off is None else sent.take(rounded_off), residual)
-    return UpdateMemory(residual, PendingUpdate(sequence, sent, values))
+    return sent.put(torch.zeros(sent.count) if rounded_off is None else sent.take(rounded_off), residual)
+
+
+def name_update(request: HeldModel, kind: str) -> str:
+    """Return the name of the answer to a request in one stream."""
+    return name_request("", kind, request.round, request.target)
 
 
 def decode_update(
@@ -183,8 +148,10 @@ def _build_plan(request: HeldModel, layout: Layout, run: str, kind: str) -> Plan
     return Plan(
         layout,
         run,
-        base_sequence=request.sequence,
-        sequence=request.sequence,
+        base=request.target,
+        target=request.target,
+        request=name_update(request, kind),
+        sequence=0,
         round=request.round,
         kind=kind,
     )

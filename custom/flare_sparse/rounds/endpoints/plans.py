@@ -1,9 +1,10 @@
-"""The base that a site holds, the plans of a request and its update, and what a receiver makes of a model."""
+"""What both ends of a message agree on: number formats, plans, and what a receiver makes of a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -14,26 +15,12 @@ from ...core.mask import Mask
 from ...core.params import Layout
 from ...wire.formats import ValueType, is_quantized
 from ...wire.plan import CiphertextFormat, Plan
-
-
-@dataclass(frozen=True)
-class SiteBase:
-    """Identity of the vector that a site holds, known at both ends. A patch over ``"previous"`` applies to this vector.
-
-    Attributes:
-        mask: live entries of the vector.
-        sequence: sequence number of the message that carried the vector.
-        vector: ``(P,)`` the vector as the site reads it, at the server, if the job's values are quantized; else None.
-    """
-
-    mask: Mask
-    sequence: int
-    vector: Tensor | None = field(default=None, compare=False, repr=False)
+from ..link import Vector
 
 
 @dataclass(frozen=True)
 class InitialModel:
-    """The model of a job's seed, which both ends build; in the place of a message it has the number 0.
+    """The model of a job's seed, which both ends build.
 
     Attributes:
         weights: ``(P,)``.
@@ -54,9 +41,9 @@ class InitialModel:
         return Patch.from_vector(self.weights, Mask.full(self.layout.size)).digest
 
     @cached_property
-    def base(self) -> SiteBase:
-        """The base of a site that holds it."""
-        return SiteBase(Mask.full(self.layout.size), 0, self.weights)
+    def vector(self) -> Vector:
+        """The vector of a site that holds it."""
+        return Vector(self.digest[:16], Mask.full(self.layout.size), self.weights)
 
     def shorten(self, patch: Patch) -> Patch | None:
         """Return the statistics alone of a patch that is this model with others; None: the patch is another model."""
@@ -65,10 +52,6 @@ class InitialModel:
         is_same = patch.values == self.weights
         is_same |= self.statistics.bits
         return Patch.from_vector(patch.values, self.statistics, "previous") if bool(is_same.all()) else None
-
-    def complete(self, patch: Patch) -> Patch:
-        """Return the whole model of a patch over this one."""
-        return Patch.from_vector(patch.write_into(self.weights.clone()), Mask.full(self.layout.size))
 
 
 def choose_values(content: Content, values: ValueType, initial: InitialModel | None) -> ValueType:
@@ -81,20 +64,6 @@ def choose_values(content: Content, values: ValueType, initial: InitialModel | N
     return "float32_zstd" if content == STATISTICS and initial is not None and is_quantized(values) else "float32"
 
 
-def compute_site_vector(received: Patch, base: SiteBase | None) -> Tensor:
-    """Return the vector ``(P,)`` of a site after a message.
-
-    Args:
-        received: the patch as the site reads it.
-        base: base of the site before, as the server knows it; None: none.
-    """
-    if received.base == "zeros":
-        return received.to_vector()
-    assert base is not None, "a patch over the previous model is for a site with a base"
-    assert base.vector is not None, "the server keeps the vectors of a job with quantized values"
-    return received.write_into(base.vector.clone())
-
-
 def correct_variances(patch: Patch, layout: Layout) -> Patch:
     """Return a patch of a model with 0 in place of each running variance below 0.
 
@@ -105,64 +74,71 @@ def correct_variances(patch: Patch, layout: Layout) -> Patch:
     return patch if values is patch.values else replace(patch, source=values)
 
 
+def compute_target(sent: Patch, received: Tensor | None, base: Vector | None, layout: Layout) -> Tensor:
+    """Return the vector ``(P,)`` that a site holds after a message, where its values are rounded.
+
+    Args:
+        sent: the patch that was encoded.
+        received: ``(k,)`` its values as the site reads them; None: they are not rounded.
+        base: the vector on which a patch over "previous" builds, with its values.
+        layout: layout of the model.
+    """
+    patch = correct_variances(sent if received is None else replace(sent, source=received), layout)
+    if patch.base == "zeros":
+        return patch.to_vector()
+    assert base is not None, "a patch over the previous model is for a site with a base"
+    assert base.values is not None, "the server keeps the vectors that patches with rounded values build on"
+    return patch.write_into(base.values.clone())
+
+
 def plan_request(
-    layout: Layout,
-    run: str,
-    base: SiteBase | None,
-    *,
-    request: Request | None = None,
-    sequence: int | None = None,
-    ciphertext_format: CiphertextFormat | None = None,
+    layout: Layout, run: str, base: Vector | None, *, ciphertext_format: CiphertextFormat | None = None, **names: Any
 ) -> Plan:
     """Return the plan of a message from the server to a site.
 
     Args:
         layout: layout of the model.
         run: id of the run, 16 hex digits.
-        base: base that the site holds; None: none.
-        request: the request that the server sends; None at the site, which learns kind and round from the message.
-        sequence: number of the attempt; None at the site.
+        base: vector that the site holds; None: none.
         ciphertext_format: format of encrypted values that this end accepts; None: it accepts none.
+        names: what only the sender knows: ``sequence``, ``round`` and ``kind``.
     """
-    return Plan(
-        layout,
-        run,
-        base_mask=base.mask if base else None,
-        base_sequence=base.sequence if base else None,
-        base_vector=base.vector if base else None,
-        sequence=sequence,
-        round=request.round if request else None,
-        kind=request.kind if request else None,
-        ciphertext_format=ciphertext_format,
-    )
+    if base is None:
+        return Plan(layout, run, ciphertext_format=ciphertext_format, **names)
+    return Plan(layout, run, base.name, base.mask, base.values, ciphertext_format=ciphertext_format, **names)
 
 
 def plan_update(
     layout: Layout,
     run: str,
     request: Request,
-    sequence: int,
+    target: Vector,
+    *,
+    request_name: str | None = None,
+    sequence: int | None = None,
     ciphertext_format: CiphertextFormat | None = None,
-    vector: Tensor | None = None,
 ) -> Plan:
     """Return the plan of the update that answers ``request``, the same at both ends.
 
-    The base of an update is always the trainable mask: the request carries it, so both ends hold it.
+    The base mask of an update is always the trainable mask: the request carries it, so both ends hold it.
 
     Args:
         layout: layout of the model.
         run: id of the run, 16 hex digits.
         request: the request that the update answers.
-        sequence: number of the attempt that the site received.
+        target: the vector of the request, with its values if those of the job are quantized.
+        request_name: name of the answer; None at the server, which compares it with two.
+        sequence: number of the attempt.
         ciphertext_format: format of encrypted values that this end accepts; None: it accepts none.
-        vector: ``(P,)`` the vector that the site received, if the job's values are quantized; else None.
     """
     return Plan(
         layout,
         run,
-        base_mask=request.trainable,
-        base_sequence=None if vector is None else sequence,
-        base_vector=vector,
+        target.name,
+        request.trainable,
+        target.values,
+        target=target.name,
+        request=request_name,
         sequence=sequence,
         round=request.round,
         kind=request.kind,
