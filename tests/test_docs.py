@@ -281,9 +281,9 @@ def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def find_site_rows(output: str) -> dict[str, list[str]]:
-    """Training and test examples of each row of the table that ``check`` prints."""
-    rows = [line.split() for line in output.splitlines()]
-    return {row[0]: row[1:3] for row in rows if row and row[-1] == "PASS"}
+    """Return the numbers of training and test examples that ``flare-sparse check`` prints, by site."""
+    rows = re.findall(r"^PASS site (\S+): (\d+) training, \d+ validation, (\d+) test", output, re.MULTILINE)
+    return {name: counts for name, *counts in rows}
 
 
 def test_example_of_own_task_passes_the_check_command(own_task: Path) -> None:

@@ -48,6 +48,7 @@ ORDER = (
     ("config",),
     ("config.assemble",),
     ("config.study",),
+    ("config.checks",),
     ("config.policy", "results.runs"),
     ("results.audit",),
     ("results.report",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import pytest
 from line import call
 from typer.testing import Result
 
-from flare_sparse.cli.check_sites import Finding, merge_findings
-from flare_sparse.core.errors import DataError
+from flare_sparse.config.study import Study
+from flare_sparse.core.errors import ConfigError, DataError
+from flare_sparse.core.findings import Finding, get_exit_code, merge_findings
 from flare_sparse.privacy.dp.accounting import Charge, compute_epsilon
 from flare_sparse.training import compute
 
+COUNTS = "8 training, 0 validation, 2 test examples"
 TASK = """
 import numpy as np
 import torch
@@ -93,13 +96,15 @@ def test_check_shows_every_site_in_a_table_and_ends_with_a_verdict(config: Path)
     note = "PASS federation: a site weighs as many examples as it says it has"
     assert lines[1].startswith(note)
     assert lines[3] == "PASS model: 3 scalars"
-    rows = [line.split() for line in lines if line.startswith("site-")]
-    assert [(row[0], row[1:5], row[-1]) for row in rows] == [
-        ("site-1", ["8", "2", "0", "0"], "PASS"),
-        ("site-2", ["8", "2", "0", "0"], "PASS"),
-    ]
-    assert all(float(row[5]) > 0 and float(row[6]) > 0 for row in rows)
-    assert lines[-1] == "READY 8 checks passed"
+    rows = [line for line in lines if line.startswith("PASS site ")]
+    for number, row in enumerate(rows, start=1):
+        found = re.fullmatch(
+            rf"PASS site site-{number}: {COUNTS}; one step moves the model by (.*); first mae (.*)", row
+        )
+        assert found is not None, row
+        assert min(map(float, found.groups())) > 0
+    assert lines[-1] == "READY 9 checks passed"
+    assert [str(finding) for finding in Study.load(config).check()] == lines[1:-1]
 
 
 def test_check_shows_the_largest_weight_of_a_site(config: Path) -> None:
@@ -114,7 +119,7 @@ def test_check_reports_every_site_with_bad_data_and_the_quorum_that_they_miss(co
     assert result.exit_code == 1
     assert "FAIL data of site-1: E_DATA\nsite-1: no file 'ok'" in result.output
     assert "FAIL data of site-2: E_DATA\nsite-2: no file 'ok'" in result.output
-    assert "only 0 of 2 sites can train" in result.output
+    assert "FAIL first round: E_QUORUM" in result.output
     assert result.output.splitlines()[-1].startswith("NOT READY 3 of 9 checks failed: data of site-1, data of site-2")
 
 
@@ -122,16 +127,13 @@ def test_check_continues_with_the_sites_that_have_data(config: Path) -> None:
     (config.parent / "site-1/ok").unlink()
     result = call("check", config)
     assert result.exit_code == 1
-    (row,) = [line.split() for line in result.output.splitlines() if line.startswith("site-2")]
-    assert row[-1] == "PASS"
+    assert f"PASS site site-2: {COUNTS}" in result.output
 
 
 def test_check_reports_a_model_that_cannot_be_built_and_still_reads_the_data(config: Path) -> None:
     result = call("check", config, "--set", "task.broken=true")
     assert "FAIL model: E_CONFIG" in result.output
-    assert [line.split()[1:5] for line in result.output.splitlines() if line.startswith("site-2")] == [
-        ["8", "2", "0", "0"]
-    ]
+    assert f"PASS site site-2: {COUNTS}\n" in result.output
     assert result.exit_code == 2
 
 
@@ -144,7 +146,7 @@ def test_check_reports_all_errors_of_a_configuration(config: Path) -> None:
 
 def test_check_reports_a_diverging_step_of_sound_data(config: Path) -> None:
     result = call("check", config, "--set", "method.training={optimizer: sgd, lr: 3e38}", "--set", "task.scale=1e20")
-    assert "FAIL training step at site-1, site-2: E_DIVERGED" in result.output
+    assert "FAIL round at site-1, site-2: E_FINITE" in result.output
     assert "lower method.training.lr" in result.output
     assert result.exit_code == 1
 
@@ -190,10 +192,10 @@ def test_error_in_a_library_is_located_at_the_line_of_the_users_task(heart: Path
     ("old", "new", "check_name", "line"),
     [
         ("nn.functional.mse_loss(model", "nn.functional.mse_loss(1 // 0, model",
-         "training step at site-1", "mse_loss(1"),
+         "round at site-1", "mse_loss(1"),
         ("model(batch[0]).squeeze(1), batch[1]\n\n    def metrics", "model(batch[2]), batch[1]\n\n    def metrics",
-         "metrics of site-1", "model(batch[2])"),
-        ('{"mae": float(', '{"mae": float(undefined + ', "metrics of site-1", "undefined"),
+         "round at site-1", "model(batch[2])"),
+        ('{"mae": float(', '{"mae": float(undefined + ', "round at site-1", "undefined"),
     ],
 )  # fmt: skip
 def test_error_in_loss_predict_or_metrics_shows_its_line(
@@ -225,10 +227,10 @@ def test_identifiers_and_columns_that_the_task_knows_name_what_is_not_finite(hea
     assert "NaN in batch[0] of training examples p5 (hr)" in result.output
 
 
-def test_loss_without_a_gradient_fails(heart: Path) -> None:
+def test_loss_without_a_gradient_is_warned_about(heart: Path) -> None:
     result = check(heart, "return nn.functional.mse_loss(", "return 0 * nn.functional.mse_loss(")
-    assert result.exit_code == 1
-    assert "FAIL training step at site-1, site-2, site-3: E_DATA\nthe step does not change the model" in result.output
+    assert result.exit_code == 0
+    assert "WARN training at site-1, site-2, site-3: the step does not change the model" in result.output
 
 
 @pytest.mark.parametrize(
@@ -246,17 +248,8 @@ def test_loss_without_a_gradient_fails(heart: Path) -> None:
 def test_unusable_metrics_are_named(heart: Path, old: str, new: str, message: str) -> None:
     result = check(heart, old, new)
     assert result.exit_code == 1
-    assert "FAIL metrics of site-1, site-2, site-3: E_METRICS" in result.output
+    assert "FAIL round at site-1, site-2, site-3: E_METRICS" in result.output
     assert message in result.output
-
-
-def test_metric_undefined_for_a_sample_but_not_for_all_examples_passes(heart: Path) -> None:
-    np.savetxt(heart.parent / "site-1.csv", np.random.default_rng(1).random((212, 4)), delimiter=",")
-    heart.write_text(heart.read_text().replace("sites: 3", "sites: 1") + "federation: {min_sites: 1}\n")
-    many = heart.with_suffix(".py").read_text().replace("TensorDataset(x[:4], y[:4])", "TensorDataset(x[12:], y[12:])")
-    heart.with_suffix(".py").write_text(many)
-    result = check(heart, 'return {"mae"', 'assert len(targets) == 200\n        return {"mae"')
-    assert result.exit_code == 0, result.output
 
 
 def test_predictions_and_targets_that_would_be_paired_all_with_all_are_warned_about(heart: Path) -> None:
@@ -291,14 +284,14 @@ def test_load_that_returns_a_tuple_is_explained(heart: Path) -> None:
     assert f"FAIL data of site-1, site-2, site-3: E_DATA\n{expected}" in result.output
 
 
-def test_site_without_test_examples_is_warned_about_and_all_sites_without_them_fail(heart: Path) -> None:
+def test_site_without_test_examples_is_warned_about_and_so_are_all_sites_without_them(heart: Path) -> None:
     old, none = "TensorDataset(x[:4], y[:4])", "TensorDataset(x[:0], y[:0])"
     some = check(heart, old, f'({none} if data.site == "site-2" else {old})')
     assert some.exit_code == 0, some.output
     assert "WARN data of site-2: no test examples" in some.output
     result = check(heart, 'data.site == "site-2"', "True")
-    assert result.exit_code == 1
-    assert "FAIL test examples: E_DATA\nno site has test examples" in result.output
+    assert result.exit_code == 0
+    assert "WARN test examples: no site has test examples" in result.output
 
 
 def test_data_set_without_examples_fails(heart: Path) -> None:
@@ -322,8 +315,8 @@ def test_more_sites_required_than_natural_sites_exist_fails(heart: Path) -> None
     data = "simulator: {data: {path: site-1.csv, partition: {kind: natural}}}\nfederation: {min_sites: 3}\n"
     heart.write_text(text[: text.index("simulator:")] + data)
     result = check(heart, "    def loss", f"{cohort}    def loss")
-    assert result.exit_code == 2
-    assert "federation.min_sites is 3, but only 2 of 2 sites can train" in result.output
+    assert result.exit_code == 1
+    assert "FAIL first round: E_QUORUM" in result.output
 
 
 @pytest.mark.parametrize(
@@ -331,7 +324,7 @@ def test_more_sites_required_than_natural_sites_exist_fails(heart: Path) -> None
     [
         ('"mmHg", "min")', '"mmHg", "minimise")',
          "mode is 'minimise'; expected 'min' (lower is better) or 'max' (higher is better)"),
-        ('Metric("mae", "mmHg", "min")', "None", "does not define metric, a flare_sparse.tasks.task.Metric"),
+        ('Metric("mae", "mmHg", "min")', "None", "does not define metric, a flare_sparse.Metric"),
         ("    def predict", "    def predct", "does not define predict()"),
         ("import numpy as np", "import numpy as np\nimport nosuchmodule",
          "heart imports 'nosuchmodule', which is not found"),
@@ -353,21 +346,22 @@ def test_helper_module_that_travels_is_named(heart: Path) -> None:
 
 
 def test_problem_that_all_sites_have_is_printed_once() -> None:
-    found = [Finding(f"data of site-{i}", warning="no column age") for i in (1, 2)] + [
-        Finding("data of site-2", DataError("x"))
+    found = [Finding("WARN", f"data of site-{i}", "no column age") for i in (1, 2)] + [
+        Finding.from_error("data of site-2", DataError("x"))
     ]
-    assert [(f.check, f.warning or str(f.error)) for f in merge_findings(found)] == [
-        ("data of site-1, site-2", "no column age"),
-        ("data of site-2", "x"),
+    assert [str(finding) for finding in merge_findings(found)] == [
+        "WARN data of site-1, site-2: no column age",
+        "FAIL data of site-2: E_DATA\nx",
     ]
+    wrong = Finding.from_error("x", ConfigError("y"))
+    assert [get_exit_code(part) for part in (found, found[:2], [wrong, *found])] == [1, 0, 2]
 
 
 def test_class_of_a_notebook_is_refused_with_the_way_out(heart: Path) -> None:
     heart.write_text(heart.read_text().replace("heart.Heart", "__main__.Heart"))
     result = check(heart)
     assert result.exit_code == 2
-    assert "%%writefile my_tasks.py" in result.output
-    assert "my_tasks.Heart" in result.output
+    assert "set task.class to my_module.Heart" in result.output
 
 
 CLIENT = """
@@ -399,7 +393,7 @@ def test_script_that_learns_nothing_missing_data_and_a_missing_launcher_are_name
     assert (
         "WARN privacy: client.py trains with differential privacy and never asks flare.is_evaluate()" in result.output
     )
-    assert "FAIL training at site-1: E_DATA\nthe script sent the parameters that it received" in result.output
+    assert "WARN training at site-1: the script sent the parameters that it received" in result.output
     assert f"FAIL data of site-2: E_DATA\n{tmp_path / 'site-2'}: there is no such file or folder" in result.output
     result = call("check", str(file), "--set", "task.launch=no-such-program --nproc 2")
     assert "FAIL launcher: E_CONFIG\ntask.launch: 'no-such-program' is not found" in result.output

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.assemble import Assembly, check_kernels, open_script_budget, open_script_trainer, open_site
+from ..config.checks import find_example_warnings
 from ..config.study import Study
 from ..config.user_tasks import find_script
 from ..core.errors import ConfigError, format_site_error
@@ -62,6 +63,10 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             name: _open_site(replace(assembly, task=study.load_task()), own, runners.get(name), folder.path)
             for name, own in data.items()
         }
+    for name, opened in sites.items():
+        if isinstance(opened, Site) and not runners:
+            for finding in find_example_warnings(name, opened.trainer.examples):
+                observer.warn(str(finding))
     ledger = Ledger()
     record = RecordWriter(folder.path, config, assembly, ledger)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..core.findings import Finding, attempt, get_exit_code
+from .console import out, print_finding
 from .options import ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from ..config.study import Study
 
 
 def check(
@@ -18,17 +24,48 @@ def check(
         typer.Option(help="Check the job against a site's policy, too: a file, or one of open, careful, strict"),
     ] = None,
 ) -> None:
-    """Check a configuration: settings, model, and at every site data, a training step, predictions and metrics.
+    """Check a configuration: settings, model, data, and a first round with one training step at every site.
 
     A training script answers one request at one site; it is stopped after a minute.
 
     Every problem gets a FAIL line with its cause and the way out; WARN lines do not stop a run. The last line is the
-    verdict. Exit code: 0 if nothing failed, 2 for a wrong configuration, else 1. Nothing leaves this machine.
+    verdict. Exit code: 0 if a run of one round would end with all sites, 2 for a wrong configuration, else 1. Nothing
+    leaves this machine. In Python: Study.check().
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.95[/]
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --site-policy careful[/]
     """
-    from .check_job import check_job
+    raise typer.Exit(print_findings(_check(config, overrides or (), site_policy)))
 
-    raise typer.Exit(check_job(config, overrides or (), site_policy))
+
+def _check(config: Path, overrides: Sequence[str], site_policy: Path | None) -> Iterator[Finding]:
+    from ..config.study import Study
+
+    tried = attempt("configuration", lambda: Study.load(config, overrides), _describe)
+    yield tried.finding
+    if tried.result is not None:
+        yield from tried.result.check(site_policy=site_policy)
+
+
+def print_findings(findings: Iterable[Finding]) -> int:
+    """Print findings and the verdict; return the exit code."""
+    printed = []
+    for finding in findings:
+        print_finding(out, finding)
+        printed.append(finding)
+    failed, warned, passed = (
+        [finding.place for finding in printed if finding.severity == severity] for severity in ("FAIL", "WARN", "PASS")
+    )
+    more = f"; {len(warned)} to look at: {', '.join(warned)}" if warned else ""
+    if failed:
+        count = f"{len(failed)} of {len(passed) + len(failed)} checks failed"
+        out.print(f"[bold red]NOT READY[/] {count}: {', '.join(failed)}{more}")
+    else:
+        out.print(f"[bold green]READY[/] {len(passed)} checks passed{more}")
+    return get_exit_code(printed)
+
+
+def _describe(study: Study) -> str:
+    config = study.config
+    return f"{config.name}, method {config.method.name}, task {config.task.name}"

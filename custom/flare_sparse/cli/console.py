@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..core.errors import ConfigError, FlareSparseError
+from ..core.findings import Finding
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -21,6 +22,16 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 def get_exit_code(error: FlareSparseError) -> int:
     """Return 2 for a wrong configuration, 1 for any other error."""
     return 2 if isinstance(error, ConfigError) else 1
+
+
+COLOURS = {"PASS": "bold green", "FAIL": "bold red"}
+
+
+def print_finding(console: Console, finding: Finding) -> None:
+    """Print a finding: its severity in colour, place, code and text."""
+    severity = finding.severity
+    console.print(f"[{COLOURS.get(severity, 'bold yellow')}]{severity}[/]", end=" ")
+    console.print(str(finding).removeprefix(f"{severity} "), markup=False)
 
 
 def print_error(error: FlareSparseError) -> None:

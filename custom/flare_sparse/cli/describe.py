@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from .console import err
+from ..core.findings import Finding
+from .console import err, print_finding
 from .console import out as console
 from .screen import Screen
 
@@ -47,5 +48,5 @@ def describe(
         typer.echo(json.dumps(record, indent=2))
         return
     for warning in record["warnings"]:
-        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        print_finding(console, Finding("WARN", "data", warning))
     console.print(f"page: {folder / 'description.html'}", markup=False)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..core.errors import ConfigError
 from .console import out as console
+from .console import print_finding
 
 HELP = """Prepare a site: allow classes, set a policy, refuse code, check that it is ready; show what was asked of it.
 
@@ -125,12 +126,11 @@ def preflight(
 
     config = load_config(job) if job else None
     user_task = load_task(config, job.parent) if config and job else None
-    colours, failed = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red"}, False
+    findings = []
     for finding in check_site(kit, config, user_task):
-        console.print(f"[{colours[finding.verdict]}]{finding.verdict}[/]", end=" ")
-        console.print(f"{finding.subject}: {finding.detail}", markup=False)
-        failed = failed or finding.verdict == "FAIL"
-    raise typer.Exit(int(failed))
+        print_finding(console, finding)
+        findings.append(finding)
+    raise typer.Exit(int(any(finding.severity == "FAIL" for finding in findings)))
 
 
 @site.command()

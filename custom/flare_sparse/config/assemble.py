@@ -178,8 +178,6 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
     # Settings are checked before the data is loaded: loading may take minutes.
     site_settings = validate_site_settings(method, data)
     examples = load_examples(assembly.task, data, method.seed)
-    for warning in examples.warnings:
-        _LOG.warning("site %s: %s", data.site, warning)
     # What describes the site's own examples; all other tensors start with the values that the seed gives every site.
     described = assembly.task.describe_site(examples.train) if examples.n_train else {}
     personal = {name: described.get(name, values) for name, values in assembly.personal.items()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 
 from ..core.checkpoint.store import Store
+from ..core.findings import Finding
 from ..core.observer import SILENT, Observer
 from ..tasks.task import SiteData, Task
 from .assemble import Assembly, assemble, open_checkpoints
@@ -82,6 +84,23 @@ class Study:
     def prepare_sites(self, folder: Path, observer: Observer = SILENT) -> dict[str, SiteData]:
         """Return the data of every simulated site; see :func:`flare_sparse.config.sites.prepare_site_data`."""
         return prepare_site_data(self.config, self.assembly.task, folder, observer)
+
+    def check(self, *, site_policy: Path | None = None) -> Iterator[Finding]:
+        """Yield what ``flare-sparse check`` prints: settings, model, data, and one short round at the simulated sites.
+
+        Without a FAIL, a run of one round ends with a contribution of every site. Nothing leaves this machine.
+
+        Args:
+            site_policy: check the job against a site's policy, too: a file, or one of open, careful, strict.
+
+        Examples:
+            >>> findings = list(Study.load("study.yaml").check())
+            >>> [finding.place for finding in findings if finding.severity == "FAIL"]
+            []
+        """
+        # By name: a check is built of the rooms above this one.
+        findings: Iterator[Finding] = import_module("flare_sparse.api.check").check_study(self, site_policy)
+        return findings
 
     def open_checkpoints(self, root: Path, end: str) -> Store:
         """Return the checkpoints of one end, ``"server"`` or a site's name, below ``root``."""

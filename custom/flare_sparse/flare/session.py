@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from ..config.assemble import (
     open_script_trainer,
     open_site,
 )
+from ..config.checks import find_example_warnings
 from ..config.choice import Choice
 from ..config.loading import parse_job
 from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
@@ -66,6 +68,8 @@ REQUESTS_FOLDER = "flare_sparse_requests"
 """Folder in a site's startup kit with the records of the requests that the site answered, a file per run."""
 SITE_ID, SERVER_ID, AGGREGATOR_ID = "site", "server_session", "aggregator"
 TASK_ID, METHOD_ID = "task", "method"
+
+_LOG = logging.getLogger(__name__)
 
 
 class UserTask(FLComponent):
@@ -312,7 +316,10 @@ class SiteSession(FLComponent):
             # Before the data is read, and not in the first training, after scores and messages.
             check_kernels(assembly.method)
             account = None if assembly.privacy is None else PrivacyAccount(*describe_account(fl_ctx))
-            return open_site(assembly, find_site_data(name, local), account)
+            site = open_site(assembly, find_site_data(name, local), account)
+            for finding in find_example_warnings(name, site.trainer.examples):
+                _LOG.warning("%s", finding)
+            return site
         # A script may know itself where its data lies, so a site need not say it.
         data = find_site_data(name, local) if has_site_data(local) else None
         workspace, job_id = get_workspace(fl_ctx), fl_ctx.get_job_id()

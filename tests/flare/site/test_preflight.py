@@ -14,9 +14,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from flare_sparse.config.loading import load_config
+from flare_sparse.core.findings import Finding
 from flare_sparse.flare.site.allow_list import CLASSES, allow_classes
 from flare_sparse.flare.site.install import install_guards
-from flare_sparse.flare.site.preflight import CheckResult, check_site
+from flare_sparse.flare.site.preflight import check_site
 from flare_sparse.privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount, build_entry
 from flare_sparse.privacy.dp.accounting import Charge, compute_epsilon
 from flare_sparse.tasks.data.source import WITHDRAWN_FILE
@@ -37,14 +38,14 @@ def kit(tmp_path: Path) -> Path:
     return site
 
 
-def check(kit: Path, job: Path | None = None) -> dict[str, CheckResult]:
+def check(kit: Path, job: Path | None = None) -> dict[str, Finding]:
     config = load_config(job) if job else None
-    return {finding.subject: finding for finding in check_site(kit, config, environment={})}
+    return {finding.place: finding for finding in check_site(kit, config, environment={})}
 
 
 def test_preflight_of_an_unprepared_site_names_each_remedy(kit: Path) -> None:
     findings = check(kit)
-    assert {what: finding.verdict for what, finding in findings.items()} == {
+    assert {what: finding.severity for what, finding in findings.items()} == {
         "startup kit": "FAIL",
         "nvflare": "PASS",
         "flare-sparse": "PASS",
@@ -57,9 +58,9 @@ def test_preflight_of_an_unprepared_site_names_each_remedy(kit: Path) -> None:
         "disk": "PASS",
         "server": "FAIL",
     }
-    assert "client.crt, client.key, rootCA.pem missing" in findings["startup kit"].detail
-    assert f"Run: flare-sparse site allow {kit}" in findings["allow-list"].detail
-    assert str(kit / "local" / "flare_sparse.yaml") in findings["data"].detail
+    assert "client.crt, client.key, rootCA.pem missing" in findings["startup kit"].text
+    assert f"Run: flare-sparse site allow {kit}" in findings["allow-list"].text
+    assert str(kit / "local" / "flare_sparse.yaml") in findings["data"].text
 
 
 @pytest.mark.parametrize(("is_approved", "origin"), [(False, "provisioned centrally"), (True, "nvflare cert request")])
@@ -76,9 +77,9 @@ def test_kit_says_whether_the_centre_has_held_its_key(kit: Path, is_approved: bo
     for file in ("client.crt", "client.key", "rootCA.pem"):
         (kit / "startup" / file).write_bytes(pem)
     finding = check(kit)["startup kit"]
-    assert finding.verdict == "PASS"
-    assert ("not provisioned" in finding.detail) == is_approved
-    assert origin in finding.detail
+    assert finding.severity == "PASS"
+    assert ("not provisioned" in finding.text) == is_approved
+    assert origin in finding.text
 
 
 def test_data_is_read_as_the_job_would_read_it(kit: Path, tmp_path: Path) -> None:
@@ -86,24 +87,24 @@ def test_data_is_read_as_the_job_would_read_it(kit: Path, tmp_path: Path) -> Non
     (tmp_path / "stays.csv").write_text(f"stay,died,med_a,med_b\n{rows}")
     (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path / 'stays.csv'}\n")
     allow_classes(kit)
-    assert check(kit)["data"].verdict == "WARN"
+    assert check(kit)["data"].severity == "WARN"
     job = tmp_path / "job.yaml"
     job.write_text(
         "name: job\nmethod: {name: fedavg}\ntask: {name: table, kind: binary, target: died, id: stay, "
         "features: [med_a, med_b], scaling: none}\n"
     )
     findings = check(kit, job)
-    assert findings["allow-list"].verdict == "PASS"
-    assert findings["data"].verdict == "PASS"
-    assert findings["data"].detail.endswith("16 training examples, as read by task table")
+    assert findings["allow-list"].severity == "PASS"
+    assert findings["data"].severity == "PASS"
+    assert findings["data"].text.endswith("16 training examples, as read by task table")
     (kit / "local" / WITHDRAWN_FILE).write_text("7\n8\nno such stay\n")
-    assert "3 withdrawn subjects leaves out 2 examples" in check(kit, job)["data"].detail
+    assert "3 withdrawn subjects leaves out 2 examples" in check(kit, job)["data"].text
     job.write_text(
         "name: job\nmethod: {name: fedavg}\ntask: {name: table, kind: binary, target: died, id: stay, "
         "features: [med_a, med_z], scaling: none}\n"
     )
-    assert check(kit, job)["data"].verdict == "FAIL"
-    assert "no column 'med_z'" in check(kit, job)["data"].detail
+    assert check(kit, job)["data"].severity == "FAIL"
+    assert "no column 'med_z'" in check(kit, job)["data"].text
 
 
 def test_kernels_that_a_job_demands_and_the_site_lacks_are_reported(
@@ -118,10 +119,10 @@ def test_kernels_that_a_job_demands_and_the_site_lacks_are_reported(
         "task: {name: table, kind: binary, target: died, id: stay, "
         "features: [med_a, med_b], scaling: none}\n"
     )
-    assert check(kit, job)["data"].verdict == "PASS"
+    assert check(kit, job)["data"].severity == "PASS"
     monkeypatch.setattr(compute, "find_spec", lambda name: None)
-    assert check(kit, job)["data"].verdict == "FAIL"
-    assert "pip install 'flare-sparse[fast]'" in check(kit, job)["data"].detail
+    assert check(kit, job)["data"].severity == "FAIL"
+    assert "pip install 'flare-sparse[fast]'" in check(kit, job)["data"].text
 
 
 @pytest.mark.parametrize(
@@ -141,22 +142,22 @@ def test_allow_list_that_is_too_short_or_too_broad_is_reported(
     resources = {"class_allow_list": listed, "class_list_enforcement_mode": mode}
     (kit / "local" / "resources.json").write_text(json.dumps(resources))
     finding = check(kit)["allow-list"]
-    assert finding.verdict == verdict
-    assert detail in finding.detail
+    assert finding.severity == verdict
+    assert detail in finding.text
 
 
 def test_folder_that_is_no_kit_fails_and_the_other_checks_still_run(tmp_path: Path) -> None:
     findings = check(tmp_path)
-    assert findings["startup kit"].verdict == "FAIL"
-    assert "this is no startup kit" in findings["startup kit"].detail
+    assert findings["startup kit"].severity == "FAIL"
+    assert "this is no startup kit" in findings["startup kit"].text
     assert len(findings) == 11
 
 
 def test_policy_in_force_is_shown(kit: Path, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text("min_examples: 20\n")
-    assert "this site does not check what leaves it" in check(kit)["policy"].detail
+    assert "this site does not check what leaves it" in check(kit)["policy"].text
     install_guards(kit, tmp_path / "policy.yaml")
-    assert check(kit)["policy"] == CheckResult("PASS", "policy", "min_examples: 20")
+    assert check(kit)["policy"] == Finding("PASS", "policy", "min_examples: 20")
 
 
 def test_budget_of_the_site_is_compared_with_the_job_and_with_what_is_spent(kit: Path, tmp_path: Path) -> None:
@@ -169,31 +170,31 @@ def test_budget_of_the_site_is_compared_with_the_job_and_with_what_is_spent(kit:
         "name: job\nmethod: {name: fedavg, rounds: 4, training: {batch_size: 64}}\nprivacy: {noise_multiplier: 2.0}\n"
         "task: {name: table, kind: regression, target: y, features: [x], scaling: none, model: {name: mlp}}\n"
     )
-    assert "no epsilon, so that every job has a budget of its own" in check(kit, job)["privacy"].detail
+    assert "no epsilon, so that every job has a budget of its own" in check(kit, job)["privacy"].text
     install_guards(kit, tmp_path / "policy.yaml")
     rate_one = [Charge(2.0, 1.0, 1)]
     spent, whole = compute_epsilon(rate_one, 1e-5), compute_epsilon(rate_one * 4, 1e-5)
     (kit / "local" / "flare_sparse_policy.yaml").write_text(f"epsilon: {whole:.6f}\n")
-    assert f"earlier jobs have spent 0.00 of {whole:g}" in check(kit, job)["privacy"].detail
+    assert f"earlier jobs have spent 0.00 of {whole:g}" in check(kit, job)["privacy"].text
     account = PrivacyAccount(kit / PRIVACY_FOLDER / "hospital")
     account.charge(build_entry("a" * 16, "earlier", 1, "q", "a", rate_one[0]), None)
     findings = check(kit, job)
-    assert findings["privacy"].verdict == findings["job"].verdict == "FAIL"
-    assert f"of which {spent:.2f} is spent. It covers 3 of 4 rounds" in findings["privacy"].detail
+    assert findings["privacy"].severity == findings["job"].severity == "FAIL"
+    assert f"of which {spent:.2f} is spent. It covers 3 of 4 rounds" in findings["privacy"].text
 
 
 def test_streaming_of_logs_fails_until_the_classes_are_allowed(kit: Path) -> None:
     finding = check(kit)["log streaming"]
-    assert finding.verdict == "FAIL"
-    assert f"Run: flare-sparse site allow {kit}" in finding.detail
+    assert finding.severity == "FAIL"
+    assert f"Run: flare-sparse site allow {kit}" in finding.text
     allow_classes(kit)
-    assert check(kit)["log streaming"].verdict == "PASS"
+    assert check(kit)["log streaming"].severity == "PASS"
     resources = kit / "local" / "resources.json"
     resources.write_text(resources.read_text().replace('"allow_log_streaming": false', '"allow_log_streaming": true'))
-    assert check(kit)["log streaming"].verdict == "FAIL"
+    assert check(kit)["log streaming"].severity == "FAIL"
     # A second call repairs a file in which nothing else is missing.
     assert allow_classes(kit) == ([], [])
-    assert check(kit)["log streaming"].verdict == "PASS"
+    assert check(kit)["log streaming"].severity == "PASS"
 
 
 def test_job_is_checked_against_the_policy_and_the_data_of_the_site(kit: Path, tmp_path: Path) -> None:
@@ -219,6 +220,6 @@ def test_job_is_checked_against_the_policy_and_the_data_of_the_site(kit: Path, t
         policy.write_text(terms + "\n")
         install_guards(kit, policy)
         finding = check(kit, job)["job"]
-        assert (finding.verdict, detail in finding.detail) == (verdict, True), finding
+        assert (finding.severity, detail in finding.text) == (verdict, True), finding
     (tmp_path / "stays.csv").unlink()
     assert "job" not in check(kit, job)  # the finding about the data reports it already

@@ -8,18 +8,20 @@ import shutil
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cryptography.x509 import ExtendedKeyUsage, load_pem_x509_certificate
 
 from ...config.assemble import Assembly, assemble, check_kernels, open_site, plan_sampling
+from ...config.checks import find_problems
 from ...config.policy.check import find_policy_conflicts
 from ...config.policy.policy import POLICY_FILE, read_policy
 from ...config.schema import JobConfig
 from ...core.errors import ConfigError, FlareSparseError
+from ...core.findings import Finding, Severity
 from ...privacy.dp.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
 from ...privacy.dp.accounting import Charge
 from ...privacy.dp.forecast import Forecast, explain_shortage
@@ -40,9 +42,6 @@ from .allow_list import (
 from .authorizer import find_missing_guard
 from .byoc import list_code_senders, read_permissions
 
-Verdict = Literal["PASS", "WARN", "FAIL"]
-"""Verdict of a check before a job."""
-
 FLARE_SERIES = "2.9"
 ALLOW_COMMAND = "flare-sparse site allow"
 DISK_NEEDED = 2 * 10**9
@@ -51,24 +50,9 @@ REFUSAL_TIMEOUT_S = 1.0
 _WRONG_KIT = "Is this the kit of this project?"
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """The result of one check.
-
-    Attributes:
-        verdict: PASS; WARN if the site can run jobs but something should change; FAIL if it cannot.
-        subject: what was checked.
-        detail: what was found, with the remedy.
-    """
-
-    verdict: Verdict
-    subject: str
-    detail: str
-
-
 def check_site(
     kit: Path, job: JobConfig | None = None, user_task: Task | None = None, environment: Mapping[str, str] = os.environ
-) -> Iterator[CheckResult]:
+) -> Iterator[Finding]:
     """Yield the findings of all checks at a site; nothing is changed and no data leaves.
 
     Args:
@@ -92,30 +76,30 @@ def check_site(
     if job is None:
         yield _run_check("data", lambda: _check_data_path(kit, environment))
     else:
-        yield from _check_job(kit, job, user_task, environment, is_guarded=policy.verdict != "FAIL")
+        yield from _check_job(kit, job, user_task, environment, is_guarded=policy.severity != "FAIL")
     yield _run_check("disk", lambda: _check_disk(kit))
     yield _run_check("server", lambda: _check_server(kit))
 
 
-def _run_check(subject: str, check: Callable[[], tuple[Verdict, str]]) -> CheckResult:
+def _run_check(subject: str, check: Callable[[], tuple[Severity, str]]) -> Finding:
     try:
         verdict, detail = check()
     except FlareSparseError as error:
-        return CheckResult("FAIL", subject, str(error))
-    return CheckResult(verdict, subject, detail)
+        return Finding.from_error(subject, error)
+    return Finding(verdict, subject, detail)
 
 
-def _check_version(package: str, series: str) -> CheckResult:
+def _check_version(package: str, series: str) -> Finding:
     try:
         installed = version(package)
     except PackageNotFoundError:
-        return CheckResult("FAIL", package, "not installed; install the version that the federation agreed on")
+        return Finding("FAIL", package, "not installed; install the version that the federation agreed on")
     if series and not installed.startswith(f"{series}."):
-        return CheckResult("WARN", package, f"{installed}; tested with {series}: install the same series as the server")
-    return CheckResult("PASS", package, installed)
+        return Finding("WARN", package, f"{installed}; tested with {series}: install the same series as the server")
+    return Finding("PASS", package, installed)
 
 
-def _check_kit(kit: Path) -> tuple[Verdict, str]:
+def _check_kit(kit: Path) -> tuple[Severity, str]:
     find_local_folder(kit)
     startup = kit / "startup"
     missing = [
@@ -130,7 +114,7 @@ def _check_kit(kit: Path) -> tuple[Verdict, str]:
     return "PASS", f"{kit}: provisioned centrally: the coordinating centre has held this site's private key"
 
 
-def _check_allow_list(kit: Path) -> tuple[Verdict, str]:
+def _check_allow_list(kit: Path) -> tuple[Severity, str]:
     resources = read_resources(find_local_folder(kit))
     listed, remedy = get_allow_list(resources), f"Run: {ALLOW_COMMAND} {kit}"
     if broad := find_broad_entries(listed):
@@ -147,14 +131,14 @@ def _check_allow_list(kit: Path) -> tuple[Verdict, str]:
     return "PASS", f"the {len(CLASSES)} classes of the package are in {LIST}"
 
 
-def _check_code(kit: Path) -> tuple[Verdict, str]:
+def _check_code(kit: Path) -> tuple[Severity, str]:
     if roles := list_code_senders(read_permissions(find_local_folder(kit))):
         may = f"{', '.join(roles)} may send code to this site (BYOC)"
         return "WARN", f"{may}. To refuse it, run: flare-sparse site no-code {kit}"
     return "PASS", "no role may send code to this site"
 
 
-def _check_policy(kit: Path) -> tuple[Verdict, str]:
+def _check_policy(kit: Path) -> tuple[Severity, str]:
     local = find_local_folder(kit)
     policy = read_policy(local / POLICY_FILE)
     if missing := find_missing_guard(local):
@@ -164,7 +148,7 @@ def _check_policy(kit: Path) -> tuple[Verdict, str]:
     return "PASS", description or "everything that the package sends may leave"
 
 
-def _check_log_streaming(kit: Path) -> tuple[Verdict, str]:
+def _check_log_streaming(kit: Path) -> tuple[Severity, str]:
     if read_resources(find_local_folder(kit)).get(LOG_STREAMING, True):
         return (
             "FAIL",
@@ -173,18 +157,19 @@ def _check_log_streaming(kit: Path) -> tuple[Verdict, str]:
     return "PASS", "off: the site's logs stay here"
 
 
-def _check_data_path(kit: Path, environment: Mapping[str, str]) -> tuple[Verdict, str]:
+def _check_data_path(kit: Path, environment: Mapping[str, str]) -> tuple[Severity, str]:
     data = find_site_data(read_site_name(kit), find_local_folder(kit), environment)
     return "WARN", f"{data.path} exists but was not read; add --job CONFIG to read it as that job would"
 
 
 def _check_job(
     kit: Path, job: JobConfig, user_task: Task | None, environment: Mapping[str, str], *, is_guarded: bool
-) -> Iterator[CheckResult]:
+) -> Iterator[Finding]:
     """Read the site's data as the job would; if data and policy can be read, check the job against the policy."""
     loaded: list[tuple[Assembly, int, int]] = []
+    found: list[Finding] = []
 
-    def read_data() -> tuple[Verdict, str]:
+    def read_data() -> tuple[Severity, str]:
         data = find_site_data(read_site_name(kit), find_local_folder(kit), environment)
         assembly = assemble(job, user_task)
         if isinstance(assembly.task, ScriptTask):
@@ -194,12 +179,12 @@ def _check_job(
         site = open_site(assembly, data)
         examples = site.num_examples
         loaded.append((assembly, examples, site.trainer.examples.count_train_subjects()))
-        if not examples:
-            return "WARN", f"{data.path}: no training examples; this site would only evaluate models"
+        found.extend(find_problems(assembly, site.trainer.examples, data))
         left_out = _count_withdrawn(assembly, data, site.trainer.examples)
         return "PASS", f"{data.path}: {examples} training examples, as read by task {job.task.name}{left_out}"
 
     yield _run_check("data", read_data)
+    yield from found
     if loaded and is_guarded:
         yield _run_check("job", lambda: _check_policy_allows(kit, job, *loaded[0]))
     if loaded and job.privacy is not None:
@@ -221,7 +206,7 @@ def _read_charges(kit: Path) -> list[Charge]:
     return read_ledger(root / LEDGER_FILE).list_charges()
 
 
-def _check_privacy(kit: Path, assembly: Assembly, subjects: int) -> tuple[Verdict, str]:
+def _check_privacy(kit: Path, assembly: Assembly, subjects: int) -> tuple[Severity, str]:
     """Compute what the job charges this site's subjects, and how much of the site's own budget is left."""
     if isinstance(assembly.task, ScriptTask):
         return "PASS", "the script's loader decides what is charged; a spent budget of this site refuses it"
@@ -238,7 +223,7 @@ def _check_privacy(kit: Path, assembly: Assembly, subjects: int) -> tuple[Verdic
 
 def _check_policy_allows(
     kit: Path, job: JobConfig, assembly: Assembly, examples: int, subjects: int
-) -> tuple[Verdict, str]:
+) -> tuple[Severity, str]:
     policy, name = read_policy(find_local_folder(kit) / POLICY_FILE), read_site_name(kit)
     charges = [] if policy.privacy_budget is None else _read_charges(kit)
     if reasons := find_policy_conflicts(policy, job, assembly, {name: examples}, {name: subjects}, charges):
@@ -246,7 +231,7 @@ def _check_policy_allows(
     return "PASS", f"this site's policy allows {job.name}"
 
 
-def _check_disk(kit: Path) -> tuple[Verdict, str]:
+def _check_disk(kit: Path) -> tuple[Severity, str]:
     free = shutil.disk_usage(kit).free
     detail = f"{free / 1e9:.1f} GB free"
     if free < DISK_NEEDED:
@@ -254,7 +239,7 @@ def _check_disk(kit: Path) -> tuple[Verdict, str]:
     return "PASS", detail
 
 
-def _check_server(kit: Path) -> tuple[Verdict, str]:
+def _check_server(kit: Path) -> tuple[Severity, str]:
     """Connect to the server over TCP and do a TLS handshake with the kit's own certificate."""
     target = _read_client(kit)["servers"][0]["service"]["target"]
     host, _, port = str(target).rpartition(":")

@@ -1,14 +1,13 @@
-"""The table of columns that ``flare-sparse check`` prints: what each contains at all sites, and where it differs."""
+"""What the columns of a table contain at all sites, and where they differ."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
+from ..core.findings import Finding
 from ..tasks.task import Column
 
 MAX_ROWS = 20
@@ -16,31 +15,30 @@ MAX_ROWS = 20
 _MAX_LABELS = 6
 
 
-def build_columns_table(sites: Mapping[str, Sequence[Column]]) -> Table:
-    """Return one row per column: what it is, missing values, range or labels, and the sites that differ most."""
-    table = Table(box=None, pad_edge=False)
-    # rich cuts a word that is wider than its column.
-    table.add_column("column", no_wrap=True)
-    for title in ("is", "missing", "values", "by site"):
-        table.add_column(title, overflow="fold")
+def describe_columns(sites: Mapping[str, Sequence[Column]]) -> Iterator[Finding]:
+    """Yield a note per column: what it is, missing values, range or labels, and the sites that differ most."""
     by_name: dict[str, dict[str, Column]] = {}
     for site, columns in sites.items():
         for column in columns:
             by_name.setdefault(column.name, {})[site] = column
-    folded = 0
+    shown = folded = 0
     for name, at in by_name.items():
         kinds = " or ".join(sorted({column.kind for column in at.values()}))
-        is_plain = kinds == "number" and not any(column.missing for column in at.values())
-        if is_plain and table.row_count >= MAX_ROWS:
+        lacking = [site for site in sites if site not in at]
+        if (
+            kinds == "number"
+            and not lacking
+            and not any(column.missing for column in at.values())
+            and shown >= MAX_ROWS
+        ):
             folded += 1
             continue
-        lacking = [site for site in sites if site not in at]
+        shown += 1
         differences = f"no such column at {', '.join(lacking)}" if lacking else _compare_sites(at, kinds)
-        cells = (name, kinds, _describe_missing(at), _describe_values(at, kinds), differences)
-        table.add_row(*(escape(cell) for cell in cells))
+        parts = [kinds, _describe_values(at, kinds), f"missing: {_describe_missing(at)}", differences]
+        yield Finding("NOTE", f"column {name}", "; ".join(part for part in parts if part))
     if folded:
-        table.add_row(f"and {folded} more", "number", "0", "", "")
-    return table
+        yield Finding("NOTE", "columns", f"and {folded} more complete columns of numbers")
 
 
 def _describe_missing(at: Mapping[str, Column]) -> str:

@@ -9,13 +9,13 @@ import tempfile
 from pathlib import Path
 from threading import Event, Timer
 
-from ..config.assemble import assemble, open_script_budget, open_script_trainer
-from ..config.schema import RunConfig
+from ..config.assemble import open_script_budget, open_script_trainer
+from ..config.study import Study
 from ..config.user_tasks import find_script
-from ..core.errors import ConfigError, DataError, FlareSparseError
+from ..core.errors import ConfigError, FlareSparseError
 from ..core.mask import Mask
 from ..privacy.dp.account import PRIVACY_FOLDER
-from ..tasks.script import ScriptConfig, ScriptTask
+from ..tasks.script import ScriptConfig
 from ..tasks.task import SiteData
 from ..training.script_exchange import ScriptFailed
 
@@ -53,22 +53,21 @@ def find_extra_training(script: Path) -> str:
     )
 
 
-def train_once(settings: RunConfig, file: Path, task: ScriptTask, data: SiteData) -> str:
-    """Let a site's script train once from the initial model, and return in words what changed.
+def train_once(study: Study, data: SiteData) -> tuple[str, bool]:
+    """Let a site's script train once from the initial model; return in words what changed, and whether anything did.
 
     Raises:
         ScriptFailed: the script failed, or sent nothing usable.
         ScriptTooSlow: it did not end in time, and was stopped.
-        DataError: what it sent is the received model.
     """
     from ..flare.script_process import OUTPUT, ScriptProcess
 
-    assembly, config = assemble(settings, task), task.config
+    settings, assembly, config = study.config, study.assembly, study.config.task.config
     assert isinstance(config, ScriptConfig), "a script's task has these settings"
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / OUTPUT
-        script = find_script(settings, file.parent)
-        runner = ScriptProcess(script, config.args, data, Path(folder), [file.parent], settings.federation.threads)
+        script = find_script(settings, study.folder)
+        runner = ScriptProcess(script, config.args, data, Path(folder), [study.folder], settings.federation.threads)
         # An account of its own: what a check trains is sent to no one.
         budget = open_script_budget(assembly, Path(folder) / PRIVACY_FOLDER)
         if budget is not None:
@@ -105,10 +104,10 @@ def train_once(settings: RunConfig, file: Path, task: ScriptTask, data: SiteData
     names = [spec.name for spec in layout.tensors if spec.role != "buffer"]
     moved = sum(not before[name].equal(after[name]) for name in names)
     if not moved:
-        raise DataError(
+        return (
             "the script sent the parameters that it received: it has not trained, or sends another network than the "
             "one that it trains"
-        )
-    value = metrics.get(task.metric.name)
-    measured = "no metrics" if value is None else f"{task.metric.name} {value:.4g} before"
-    return f"one request changed {moved} of {len(names)} tensors, n_k {site.num_examples}, {measured}"
+        ), False
+    value = metrics.get(assembly.task.metric.name)
+    measured = "no metrics" if value is None else f"{assembly.task.metric.name} {value:.4g} before"
+    return f"one request changed {moved} of {len(names)} tensors, n_k {site.num_examples}, {measured}", True
