@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -46,7 +48,8 @@ class Net(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 1)
 """
-STOCK = Path(__file__).parents[2] / "jobs" / "stock"
+ROOT = Path(__file__).parents[2]
+STOCK = ROOT / "jobs" / "stock"
 
 
 @pytest.fixture
@@ -191,3 +194,56 @@ def test_every_public_name_leads_to_a_class_that_a_site_may_allow() -> None:
     assert dir(public) == public.__all__ == sorted(public.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Other'"):
         _ = public.Other
+
+
+def list_recipes() -> dict[str, str]:
+    """The complete jobs of the page, by name."""
+    page = (ROOT / "docs" / "components.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    return {re.search(r'name="(\w+)"', block)[1]: block for block in blocks}  # type: ignore[index]
+
+
+def describe_chains(config: Any) -> list[Any]:
+    """Return paths and arguments of a configuration's filters and executors; of those of FLARE the script alone."""
+    executors = [(entry["tasks"], describe_entry(entry["executor"])) for entry in config.get("executors", [])]
+    chains = [config["task_data_filters"], config["task_result_filters"]]
+    rows = [[(row["tasks"], [describe_entry(f) for f in row["filters"]]) for row in chain] for chain in chains]
+    return [sorted((sorted(tasks), entry) for tasks, entry in executors), *rows]
+
+
+def describe_entry(entry: dict[str, Any]) -> Any:
+    """Return the class and the arguments that count of an entry, those of FLARE's executor without its defaults."""
+    args = entry.get("args", {})
+    if entry["path"].startswith("nvflare.app_common.executors."):
+        return [entry["path"], args["task_script_path"]]
+    own = build(entry)
+    named = sorted((n, v) for n, v in list_arguments(own).items() if n not in ("model", "data"))
+    return [entry["path"], str(named), str([args.get("model"), args.get("data")])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedsparsify", "scbf", "neurosfl", "lora_a2", "metagater"])
+def test_recipe_of_the_page_is_the_job_written_by_hand(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in (STOCK / "custom").glob("*.py"):
+        shutil.copy(file, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "study", raising=False)
+    block = list_recipes()[name]
+    assert block.count("recipe.execute(SimEnv(num_clients=3))") == 1
+    exec(block.replace("recipe.execute(SimEnv(num_clients=3))", 'recipe.export("jobs")'), {})
+    exported, written = tmp_path / "jobs" / name / "app" / "config", STOCK / name / "app" / "config"
+    for end in ("server", "client"):
+        ours, theirs = (json.loads((f / f"config_fed_{end}.json").read_text()) for f in (written, exported))
+        assert describe_chains(ours) == describe_chains(theirs)
+        if end == "server":
+            controllers = [config["workflows"][0] for config in (ours, theirs)]
+            assert controllers[0]["path"] == controllers[1]["path"]
+            built = [build(entry) for entry in controllers]
+            for attribute in ("num_clients", "num_rounds"):
+                assert getattr(built[0], attribute) == getattr(built[1], attribute)
+            own = [b.aggregator or b for b in built]
+            assert list_arguments(own[0]) == list_arguments(own[1])
+    monkeypatch.delitem(sys.modules, "study", raising=False)
