@@ -82,3 +82,26 @@ def test_parameter_that_trains_is_float32() -> None:
     module[1].bfloat16()
     with pytest.raises(ConfigError, match=r"parameter '1\.0\.weight' is torch\.bfloat16; expected torch\.float32"):
         Layout.from_module(module)
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (
+            nn.Sequential(nn.LazyLinear(4)),
+            "layer '0' is LazyLinear, whose weights have no shape",
+        ),
+        (nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d()), "layer '1' is LazyBatchNorm1d"),
+        (nn.Sequential(nn.LazyConv3d(4, 3)), "layer '0' is LazyConv3d"),
+    ],
+)
+def test_layers_without_weights_are_refused_in_words(network: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Layout.from_module(network)
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_parametrised_layers_have_the_tensors_of_their_state(wrap: Any) -> None:
+    network = nn.Sequential(wrap(nn.Linear(3, 2)))
+    layout = Layout.from_module(network)
+    assert {spec.name for spec in layout.tensors} == set(network.state_dict())

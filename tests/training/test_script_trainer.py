@@ -143,6 +143,46 @@ def test_network_with_a_part_that_is_called_module_keeps_its_names() -> None:
     assert read_tensors(nn.DataParallel(Wrapped()).state_dict(), Wrapped()).keys() == Wrapped().state_dict().keys()
 
 
+class Lightning(nn.Module):
+    """As a LightningModule names its network."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.model = network
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "parallel": nn.DataParallel,
+    "compiled": lambda network: torch.compile(network, backend="eager"),  # type: ignore[dict-item,return-value]
+    "averaged": torch.optim.swa_utils.AveragedModel,
+    "lightning": Lightning,
+}
+
+
+# torch.compile does not compile a compiled network.
+NAMES = [*WRAPPERS, "none"]
+PAIRS = [(inner, outer) for inner in NAMES for outer in NAMES if not inner == outer == "compiled"]
+
+
+@pytest.mark.parametrize(("inner", "outer"), PAIRS)
+def test_names_of_nested_wrappers_are_read_as_those_of_the_network(inner: str, outer: str) -> None:
+    """Also where two wrap each other: 24 pairs; the values are those of the network within."""
+    network = wrapped = Net()
+    for name in (inner, outer):
+        wrapped = WRAPPERS[name](wrapped) if name != "none" else wrapped  # type: ignore[assignment]
+    found = read_tensors(wrapped.state_dict(), Net())
+    assert found.keys() == network.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in network.state_dict().items())
+
+
+def test_part_of_a_compiled_network_is_read_and_another_network_is_refused_with_the_line_to_write() -> None:
+    params = {name.replace("last.", "last._orig_mod."): value for name, value in Net().state_dict().items()}
+    assert read_tensors(params, Net()).keys() == Net().state_dict().keys()
+    for wrong in ({"_orig_mod.other": torch.zeros(1)}, {"a.last.bias": torch.zeros(1), "b.last.bias": torch.zeros(1)}):
+        with pytest.raises(ScriptFailed, match=r"send the state_dict\(\) of the network inside it"):
+            read_tensors(wrong, Net())
+
+
 class Adapted(nn.Module):
     """A frozen bfloat16 base under adapters, as docs/lora.md writes one; its last layer is trained in full."""
 
@@ -265,7 +305,7 @@ def test_usage_is_what_the_script_reports_for_the_update() -> None:
         ({"params": {"last.bias": "x"}}, r"params\['last.bias'\] is str; expected a tensor or an array"),
         ({"params": {"last.bias": {"value": 1.0}}}, r"params\['last.bias'\] is dict; expected a tensor"),
         ({"params": {"last.bias": None}}, r"params\['last.bias'\] is NoneType; expected a tensor"),
-        ({"params": {"module.other": torch.zeros(1)}}, "params has 'other', which the network Net"),
+        ({"params": {"module.other": torch.zeros(1)}}, "params has 'module.other', which the network Net"),
         (
             {"params": {"module.last.bias": torch.zeros(1), "last.weight": torch.zeros(1, 3)}},
             "params has 'module.last.bias', which the network Net",

@@ -300,6 +300,10 @@ def build_initial_model(task: Task, seed: int) -> tuple[Layout, Tensor]:
     with seed_torch(seed):
         module = task.model()
     layout = Layout.from_module(module)
+    if hollow := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
+        raise ConfigError(
+            f"task.model: {hollow[0]!r} is on torch's meta device, without values; initialise it on the CPU"
+        )
     return layout, layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
 
 

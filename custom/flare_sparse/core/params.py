@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .errors import ConfigError
 
@@ -102,8 +103,10 @@ class Layout:
         """Build the layout of a module, without its frozen base model.
 
         Raises:
-            ConfigError: a parameter that trains is not float32; those of a frozen base model may have any type.
+            ConfigError: a parameter that trains is not float32, those of a frozen base model may have any type; or a
+                tensor has no shape yet, or is quantised.
         """
+        _check_tensors(module)
         roles, frozen = _find_roles(module), get_frozen_tensors(module)
         for name, p in module.named_parameters():
             if p.dtype != torch.float32 and name not in frozen:
@@ -238,6 +241,24 @@ def _compute_base_model_digest(frozen: Mapping[str, Tensor]) -> str:
         # numpy has no bfloat16; float32 holds each of its values.
         digest.update(tensor.cpu().float().contiguous().numpy().astype("<f4", copy=False).data)
     return digest.hexdigest()
+
+
+def _check_tensors(module: nn.Module) -> None:
+    """Raises:
+    ConfigError: a layer is lazy or quantised: its weights have no shape yet, or are no parameters.
+    """
+    for name, part in module.named_modules():
+        where = f"layer {name!r} is {type(part).__name__}"
+        if any(is_lazy(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+            raise ConfigError(
+                f"{where}, whose weights have no shape before the first batch; server and sites need the same shapes "
+                "without data: give the number of inputs, such as nn.Linear(12, 16) for nn.LazyLinear(16), or pass a "
+                "batch of zeros through the network in its __init__"
+            )
+        if ".quantized" in type(part).__module__:
+            raise ConfigError(
+                f"{where}, whose weights are quantised and do not train; quantise the final model instead"
+            )
 
 
 def _find_roles(module: nn.Module) -> dict[str, Role]:

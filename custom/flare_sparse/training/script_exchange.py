@@ -29,8 +29,12 @@ _PEFT = "base_model.model."
 """Start of the names of the network that ``peft.get_peft_model`` has wrapped."""
 _ADAPTER = re.compile(r"(?:(\.lora_\w+)|\.modules_to_save)\.[^.]+(?=\.|$)")
 """Name of an adapter, which peft leaves out of what it saves."""
-_WRAPPER = "module."
-"""Prefix of the names of a network that ``DistributedDataParallel`` or ``DataParallel`` wraps."""
+_WRAPPED = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Parts that ``torch.compile``, Opacus, FSDP and checkpointing insert into the names of what they wrap."""
+_MOST_WRAPPERS = 3
+"""Most first parts that all names share, such as ``module.`` of ``DataParallel``, and are no part of the network's."""
+_COUNTER = "n_averaged"
+"""Number of averaged models beside the tensors of an averaged one."""
 
 
 class ScriptFailed(FlareSparseError):
@@ -112,14 +116,18 @@ def read_tensors(params: Mapping[str, Any], network: nn.Module) -> dict[str, Ten
         ScriptFailed: a name is not the network's, or a value is no tensor.
     """
     matches = match_state_dict(network)
-    params = _strip_wrapper({str(name): value for name, value in params.items()}, set(matches))
+    params = _strip_wrappers({str(name): value for name, value in params.items()}, set(matches))
     aliases = _list_aliases(matches)
     params = {name if name in matches else aliases.get(name, name): value for name, value in params.items()}
     if unknown := sorted(params.keys() - matches.keys()):
         remedy = "call peft.get_peft_model in its class (docs/lora.md)" if ".lora_" in "".join(unknown) else ""
         raise ScriptFailed(
             f"params has {unknown[0]!r}, which the network {type(network).__name__} of task.model does not have; "
-            + (remedy or "is it the network of the script?")
+            + (
+                remedy
+                or "is it the network of the script? Where a wrapper (torch.compile, Opacus, an averaged model, "
+                "Lightning) renames tensors, send the state_dict() of the network inside it: net.module.state_dict()"
+            )
         )
     tensors: dict[str, Tensor] = {}
     for name, value in params.items():
@@ -179,11 +187,22 @@ def _list_aliases(names: Iterable[str]) -> dict[str, str]:
     return {alias: shared.pop() for alias, shared in aliases.items() if len(shared) == 1}
 
 
-def _strip_wrapper(params: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
-    """Return params without the prefix of ``DistributedDataParallel``, unless all of their names are the network's."""
-    if not params.keys() <= known and all(name.startswith(_WRAPPER) for name in params):
-        return {name.removeprefix(_WRAPPER): value for name, value in params.items()}
-    return params
+def _strip_wrappers(params: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
+    """Return params by the network's names if these are all that is left without the names of wrappers.
+
+    Otherwise the params are returned as they are: a name that is not the network's is an error. Beside the known
+    wrappers, first parts that all names share are removed, such as ``module.`` of ``DataParallel`` and averaged models,
+    or ``model.`` of a LightningModule.
+    """
+    sent = {name: value for name, value in params.items() if name in known or name.rpartition(".")[2] != _COUNTER}
+    plain, count = {_WRAPPED.sub("", name): value for name, value in sent.items()}, len(sent)
+    for _ in range(_MOST_WRAPPERS + 1):
+        if params.keys() <= known or (len(plain) == count and plain.keys() <= known):
+            break
+        if len({name.partition(".")[0] for name in plain}) != 1:
+            return params
+        plain = {name.partition(".")[2]: value for name, value in plain.items()}
+    return params if params.keys() <= known or not plain.keys() <= known else plain
 
 
 def _read_tensor(name: str, value: Any) -> Tensor:

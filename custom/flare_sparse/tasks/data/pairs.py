@@ -8,10 +8,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from ...core.names import clean_name
+
 CASE = "{case}"
 """Part of a pattern that stands for the identifier of a case."""
-_LETTER = "[A-Za-z0-9-]"
-_CASE_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*?"
+_LETTER = r"(?:[^\W_]|-)"
+_CASE_NAME = r"[^/.][^/]*?"
 
 
 class Pairs(BaseModel):
@@ -57,5 +59,5 @@ def match_files(folder: Path, pattern: str) -> dict[str, list[Path]]:
     for file in sorted(folder.glob(re.sub(r"\*+", "*", pattern.replace(CASE, "*")))):
         # macOS writes a ._NAME without voxels beside each file that it copies.
         if not file.name.startswith(".") and (match := re.fullmatch(text, file.relative_to(folder).as_posix())):
-            found.setdefault(match["case"], []).append(file)
+            found.setdefault(clean_name(match["case"]), []).append(file)
     return found

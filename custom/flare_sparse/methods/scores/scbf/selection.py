@@ -11,6 +11,7 @@ from torch import Tensor
 from ....compute.structure.graph import ChannelGraph, build_channel_graph
 from ....compute.structure.nodes import NormNode, Value, Weighted
 from ....compute.structure.tracing import Untraceable
+from ....core.errors import ConfigError
 from ....core.mask import ceil_fraction, top_k
 from ....core.params import Layout
 from .groups import INFINITY, Biases, Groups, GroupSection, Selection
@@ -67,7 +68,11 @@ class ChannelGroups(Groups):
             layer = graph.values[index]
             assert isinstance(layer, Weighted)
             name = f"{layer.module}.weight"
-            assert name in shapes
+            if name not in shapes:
+                raise ConfigError(
+                    f"SCBF counts the paths through each layer's own weights, and {name} is tied to those of another "
+                    "layer; untie them, or choose another method"
+                )
             is_input = graph.is_input_layer(index)
             width = 1 if is_input else graph.values[layer.inputs[0]].channels // layer.groups
             sections.append(GroupSection("weight", layer.channels * width, (name,)))
