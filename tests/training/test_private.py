@@ -290,7 +290,7 @@ def test_private_scores_are_those_of_clipped_gradients_and_are_charged() -> None
         gradient = compute_reference(open_task()[0], start, scored, (record,))
         mean += gradient * min(1.0, 0.3 / float(gradient.norm())) / 24
     expected = scored.put(mean, torch.zeros(start.numel())) * start
-    scores = compute_private_saliency(site, start, scored, training, 2, signed=True)
+    scores = site.trainer.compute_private_gradient(start, scored, training, 2) * start
     torch.testing.assert_close(scores, expected, atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(compute_private_saliency(site, start, scored, training, 2), scores.abs())
     # Twice the same question: one charge, of two steps.
@@ -301,12 +301,8 @@ def test_private_scores_are_those_of_clipped_gradients_and_are_charged() -> None
 def test_noise_of_scores_has_the_scale_of_the_mechanism() -> None:
     site, start = open_site(noise_multiplier=50.0, clip=0.3)
     ones = torch.ones_like(start)
-    scores = compute_private_saliency(
-        site, ones, Mask.full(start.numel()), TrainingConfig(batch_size=24), 4, signed=True
-    )
+    scores = site.trainer.compute_private_gradient(ones, Mask.full(start.numel()), TrainingConfig(batch_size=24), 4)
     # Four lots of 24 subjects halve the deviation of one.
     assert float(scores.std()) == pytest.approx(50 * 0.3 / 24 / 2, rel=0.5)
-    again = compute_private_saliency(
-        site, ones, Mask.full(start.numel()), TrainingConfig(batch_size=24), 4, signed=True
-    )
+    again = site.trainer.compute_private_gradient(ones, Mask.full(start.numel()), TrainingConfig(batch_size=24), 4)
     assert torch.equal(scores, again)

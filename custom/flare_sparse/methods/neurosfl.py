@@ -58,7 +58,6 @@ class Config(AveragingConfig):
         le=1,
         description="share of the maskable entries whose scores a site sends: its largest, never fewer than stay live",
     )
-    signed: bool = Field(False, description="rank |sum of signed saliencies|: SNIP of the pooled loss, a test oracle")
     min_per_layer: int = Field(1, ge=0, description="live entries that every maskable tensor keeps; 0 as in the paper")
     random_layers: Literal["uniform", "erk"] = Field(
         "uniform", description="how a random mask spreads its entries over the tensors"
@@ -108,7 +107,7 @@ class Config(AveragingConfig):
     @property
     def is_score_weighted(self) -> bool:
         """Whether the sites' scores are weighted by examples; else all weigh the same."""
-        return self.scores == "weighted_snip" or self.signed
+        return self.scores == "weighted_snip"
 
     @property
     def score_steps(self) -> int:
@@ -227,7 +226,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
     def _build_score_assignment(self, state: State) -> Assignment:
         model = self.model(state)
         pool, count = self._maskable & model.mask, self._num_sent_scores
-        expected = UpdateSpec("scores", mask=pool, min_value=None if self.config.signed else 0.0)
+        expected = UpdateSpec("scores", mask=pool, min_value=0.0)
         if self.config.score_share < 1:
             expected = replace(
                 expected,
@@ -260,9 +259,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
         scored, training, lots = self._maskable & request.trainable, self.config.training, self.config.minibatches
         factors = self.get_score_factors(site.weights)
         if site.trainer.mechanism is not None:
-            scores = compute_private_saliency(
-                site, site.weights, scored, training, lots, signed=self.config.signed, factors=factors
-            )
+            scores = compute_private_saliency(site, site.weights, scored, training, lots, factors=factors)
         else:
             scores = compute_saliency(
                 site,
@@ -270,7 +267,6 @@ class NeuroSFL(AveragingMethod[Config, State]):
                 batch_size=training.batch_size,
                 batches=lots,
                 t=request.round,
-                signed=self.config.signed,
                 factors=factors,
             )
         if self.config.score_share < 1:

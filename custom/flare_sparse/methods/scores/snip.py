@@ -19,7 +19,6 @@ def compute_saliency(
     batch_size: int,
     batches: int | None,
     t: int,
-    signed: bool = False,
     factors: Tensor | None = None,
 ) -> Tensor:
     """Compute the mean of ``|w * g|`` over minibatches, each weighted by its number of examples, ``(P,)``.
@@ -33,20 +32,18 @@ def compute_saliency(
         batch_size: examples per minibatch.
         batches: number of minibatches; None for one pass over the training examples.
         t: label of the stream of random minibatches.
-        signed: keep the sign, ``w * mean(g)``; summed over sites this is SNIP of the pooled loss.
         factors: ``(P,)`` in place of ``w`` before ``g``; None: ``w``.
     """
     gradients = site.trainer.compute_gradients(weights, batch_size, batches, t)
-    return average_saliency(gradients, weights if factors is None else factors, signed=signed)
+    return average_saliency(gradients, weights if factors is None else factors)
 
 
-def average_saliency(gradients: Iterable[tuple[Tensor, float]], factors: Tensor, *, signed: bool = False) -> Tensor:
+def average_saliency(gradients: Iterable[tuple[Tensor, float]], factors: Tensor) -> Tensor:
     """Return the mean of ``|factors * g|`` ``(P,)`` over gradients, which are overwritten, by their weights."""
     total, total_weight = torch.zeros_like(factors), 0.0
     # The last minibatch of a pass may be smaller. Counted in full, its examples would weigh more than the others.
     for gradient, batch_weight in gradients:
-        term = gradient.mul_(factors)
-        total.add_(term if signed else term.abs_(), alpha=batch_weight)
+        total.add_(gradient.mul_(factors).abs_(), alpha=batch_weight)
         total_weight += batch_weight
     return total / max(total_weight, 1)
 
@@ -58,7 +55,6 @@ def compute_private_saliency(
     training: TrainingConfig,
     lots: int | None,
     *,
-    signed: bool = False,
     factors: Tensor | None = None,
 ) -> Tensor:
     """Compute ``|w * g|`` of a noisy mean gradient ``g``, ``(P,)``, with differential privacy.
@@ -72,12 +68,10 @@ def compute_private_saliency(
         scored: entries with a score; the others' scores are zero.
         training: its ``batch_size`` and ``accumulate`` are the expected number of subjects in a lot.
         lots: number of lots; None: as many as one pass has.
-        signed: keep the sign.
         factors: ``(P,)`` in place of ``w`` before ``g``; None: ``w``.
     """
     gradient = site.trainer.compute_private_gradient(weights, scored, training, lots)
-    scores = gradient.mul_(weights if factors is None else factors)
-    return scores if signed else scores.abs_()
+    return gradient.mul_(weights if factors is None else factors).abs_()
 
 
 def compute_keep_counts(total: int, keep: int, steps: int, *, exponential: bool = True) -> list[int]:
