@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from nvflare.apis.filter import Filter
+from nvflare.apis.fl_component import FLComponent
 from nvflare.app_common.filters.exclude_vars import ExcludeVars
 from nvflare.app_opt.pt.recipes.cyclic import CyclicRecipe
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
@@ -19,6 +20,9 @@ from nvflare.app_opt.pt.recipes.fedopt import FedOptRecipe
 from nvflare.app_opt.pt.recipes.fedprox import FedProxRecipe
 from nvflare.app_opt.pt.recipes.scaffold import ScaffoldRecipe
 from nvflare.app_opt.pt.recipes.swarm import SwarmLearningRecipe
+from nvflare.app_opt.sklearn.recipes.fedavg import SklearnFedAvgRecipe
+from nvflare.app_opt.sklearn.recipes.kmeans import KMeansFedAvgRecipe
+from nvflare.app_opt.sklearn.recipes.svm import SVMFedAvgRecipe
 from nvflare.recipe.spec import Recipe
 from torch import nn
 
@@ -171,6 +175,27 @@ def test_recipe_that_cannot_be_served_is_refused_with_the_reason(
     change(job)
     with pytest.raises(ConfigError, match=reason):
         add_sparse_exchange(job, keep=0.1)
+
+
+def build_sklearn_recipes() -> Iterator[Recipe]:
+    common = {"name": "study", "min_clients": 2, "train_script": "client.py"}
+    yield SklearnFedAvgRecipe(num_rounds=2, model_params={"n_classes": 2}, **common)
+    yield KMeansFedAvgRecipe(num_rounds=2, n_clusters=3, **common)
+    yield SVMFedAvgRecipe(kernel="rbf", **common)
+
+
+class XGBModelPersistor(FLComponent):
+    """In the place of FLARE's, which cannot be imported without xgboost."""
+
+
+def test_recipe_whose_models_are_no_arrays_is_refused(export: Callable[[Recipe], tuple[Any, Any]]) -> None:
+    trees = build(FedAvgRecipe)
+    trees._job.to_server(XGBModelPersistor(), id="trees")
+    for recipe in (*build_sklearn_recipes(), trees):
+        kept = "XGBModelPersistor" if recipe is trees else "JoblibModelParamPersistor"
+        expected = rf"{type(recipe).__name__}: its models are no arrays of numbers \({kept} keeps"
+        with pytest.raises(ConfigError, match=expected):
+            add_sparse_exchange(recipe)
 
 
 def test_recipe_without_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,9 @@ from .recipe import Packaging, check_packaging
 from .recipe_budget import RecipeBudget
 
 _CONTROLLERS = (BaseModelController, ScatterAndGather, CyclicController)
+# By name: FLARE's package for XGBoost cannot be imported without it.
+_NO_ARRAYS = {"JoblibModelParamPersistor", "XGBModelPersistor"}
+"""Classes that keep the models of scikit-learn's recipes (linear, KMeans, SVM) and of XGBoost's, at the server."""
 _SWARM_TASKS = {Constant.BASENAME_LEARN: "model", Constant.BASENAME_REPORT_LEARN_RESULT: "update"}
 
 
@@ -149,6 +152,11 @@ def _check_recipe(recipe: Recipe, apps: Iterable[Any]) -> None:
         ]
         if any(isinstance(entry, SparseExchange) for entry in filters):
             raise ConfigError(f"{name}: add_sparse_exchange was called before; call it once")
+        if stored := next((part for part in app.components.values() if type(part).__name__ in _NO_ARRAYS), None):
+            raise ConfigError(
+                f"{name}: its models are no arrays of numbers ({type(stored).__name__} keeps parameters or trees), of "
+                "which a selection could be sent; run it without add_sparse_exchange, or use a recipe of a network"
+            )
         if any(type(entry).__name__.startswith("HE") for entry in filters):
             raise ConfigError(
                 f"{name}: its updates are encrypted, and a selection cannot be made from ciphertext; use "
