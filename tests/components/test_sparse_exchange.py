@@ -21,8 +21,9 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.decomposers import numpy_decomposers
 from nvflare.fuel.utils import fobs
 
-from flare_sparse.components.sparse_exchange import LEDGER_FILE, SparseExchange
+from flare_sparse.components.sparse_exchange import SparseExchange
 from flare_sparse.core.errors import ConfigError, MissingBase, RejectedMessage
+from flare_sparse.wire.ledger import EXCHANGE_FILE
 
 MODEL = {
     "conv.weight": np.arange(400, dtype=np.float32).reshape(20, 20) / 7,
@@ -75,7 +76,7 @@ class End:
 
     @property
     def ledger(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / LEDGER_FILE).read_text().splitlines()]
+        return [json.loads(line) for line in (self.folder / EXCHANGE_FILE).read_text().splitlines()]
 
 
 def train(model: dict[str, Any], step: float = 1.0) -> dict[str, Any]:

@@ -28,13 +28,11 @@ from ..rounds.streams.exchange import Exchange
 from ..rounds.streams.packets import MODEL, find_groups
 from ..rounds.streams.settings import StreamSettings
 from ..wire.formats import ValueType
-from ..wire.ledger import LedgerLine
+from ..wire.ledger import EXCHANGE_FILE, LedgerLine
 from .filters import open_site
 
 PACKET = "flare_sparse"
 """Only key in the data of a message of this filter."""
-LEDGER_FILE = "sparse_exchange.jsonl"
-"""Ledger in the job's folder of each end."""
 MEMORY_FOLDER = "sparse_exchange"
 """Folder in the job's folder of a site: the model that it holds, and what it has not sent."""
 
@@ -86,7 +84,7 @@ class SparseExchange(Filter):
         # One warning for all filters of the process.
         elif event_type == EventType.END_RUN and self._tasks and fl_ctx.get_prop(_WARNING) is None:
             fl_ctx.set_prop(_WARNING, True, private=True, sticky=True)
-            if not _find_folder(fl_ctx).joinpath(LEDGER_FILE).is_file():
+            if not _find_folder(fl_ctx).joinpath(EXCHANGE_FILE).is_file():
                 self.log_warning(
                     fl_ctx,
                     "sparse exchange: no message was coded; all models and updates travelled whole. The tasks were "
@@ -202,7 +200,7 @@ def _get_exchange(fl_ctx: FLContext) -> Exchange:
 def _build_exchange(fl_ctx: FLContext) -> Exchange:
     folder = _find_folder(fl_ctx)
     is_site = fl_ctx.get_process_type() != ProcessType.SERVER_JOB
-    ledger = folder / LEDGER_FILE
+    ledger = folder / EXCHANGE_FILE
 
     def record(line: LedgerLine) -> None:
         with ledger.open("a", encoding="utf-8") as file:
