@@ -30,7 +30,7 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.exchange import Update
 from flare_sparse.core.params import Layout
 from flare_sparse.flare.payload import dxo_to_update, update_to_dxo
-from flare_sparse.methods.neurosfl import Config, NeuroSFL
+from flare_sparse.methods.neurosfl import NeuroSFL, NeuroSFLConfig
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
@@ -205,7 +205,9 @@ class Round:
         self.layout = Layout.from_module(network)
         self.weights = self.layout.flatten(dict(network.named_parameters()))
         training = TrainingConfig(optimizer="sgd", lr=1e-6)
-        self.method = NeuroSFL(Config(rounds=4, sparsity=sparsity, scores="random", training=training), self.layout, 1)
+        self.method = NeuroSFL(
+            NeuroSFLConfig(rounds=4, sparsity=sparsity, scores="random", training=training), self.layout, 1
+        )
         self.values = values
         self.server = ServerEndpoint(self.layout, RUN, values, Ledger())
         self.store = Store(folder / "server", {})

@@ -10,7 +10,7 @@ import torch
 
 from flare_sparse.core.exchange import Contribution
 from flare_sparse.core.mask import Mask
-from flare_sparse.methods.dispfl import Config, State
+from flare_sparse.methods.dispfl import DisPFLConfig, DisPFLState
 from flare_sparse.methods.method import ask_next
 from flare_sparse.methods.scores.erk import compute_erk_densities
 from flare_sparse.rounds.local.run import Transport, run_locally
@@ -18,7 +18,7 @@ from flare_sparse.rounds.local.run import Transport, run_locally
 
 def test_drop_fraction_falls_from_its_initial_value_to_zero() -> None:
     """docs/algorithms.md, section 8, vector 8."""
-    config = Config(rounds=10)
+    config = DisPFLConfig(rounds=10)
     assert [config.compute_drop_fraction(r) for r in (0, 5, 10)] == pytest.approx([0.5, 0.25, 0])
 
 
@@ -49,7 +49,7 @@ def test_equal_masks_and_all_neighbours_give_the_plain_average(bench: Any) -> No
     weights = torch.rand(3, bench.layout.size, generator=torch.Generator().manual_seed(1))
     mask = torch.rand(bench.layout.size, generator=torch.Generator().manual_seed(2)) < 0.5
     owners = ("site-1", "site-2", "site-3")
-    state = State(1, owners, weights * mask, mask.expand(3, -1).clone())
+    state = DisPFLState(1, owners, weights * mask, mask.expand(3, -1).clone())
     request = method.ask(state, owners)["site-2"]
     assert torch.allclose(request.request.model.to_vector(), (weights * mask).double().mean(0).float())
 
@@ -83,7 +83,7 @@ def test_regrown_entries_arrive_as_zero_in_bfloat16(bench: Any) -> None:
     received: list[torch.Tensor] = []
     learn = method.learn
 
-    def check(state: State, contributions: list[Contribution]) -> State:
+    def check(state: DisPFLState, contributions: list[Contribution]) -> DisPFLState:
         for contribution in contributions:
             before = Mask(state.masks[state.owners.index(contribution.site)])
             masks.append(contribution.patch.mask - before)

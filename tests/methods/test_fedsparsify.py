@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask, prune_mask
 from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.methods.fedsparsify import Config, FedSparsify, State
+from flare_sparse.methods.fedsparsify import FedSparsify, FedSparsifyConfig, FedSparsifyState
 from flare_sparse.methods.method import ask_next
 from flare_sparse.training import Site
 
@@ -66,7 +66,7 @@ def test_sparsity_zero_equals_fedavg_bit_for_bit(bench: Any) -> None:
 
 def test_live_counts_equal_those_of_the_paper() -> None:
     """N_t for n = 2,950,401 and S_T = .95 (docs/algorithms.md, section 8, vector 2)."""
-    config = Config(rounds=40, sparsity=0.95)
+    config = FedSparsifyConfig(rounds=40, sparsity=0.95)
     live = {t: 2_950_401 - int(config.compute_sparsity(t) * 2_950_401 + 1e-9) for t in (1, 2, 3, 4, 5, 20, 30, 39, 40)}
     assert live == {
         1: 2950401, 2: 2740276, 3: 2540924, 4: 2352062, 5: 2173406, 20: 525528, 30: 194772, 39: 147568, 40: 147521
@@ -85,7 +85,7 @@ def test_live_counts_equal_those_of_the_paper() -> None:
 )
 def test_paper_scalars_equal_the_papers_table(sparsity: float, scalars: int, final: int) -> None:
     """Eight learners (docs/algorithms.md, section 8, vector 3)."""
-    method = FedSparsify(Config(rounds=40, sparsity=sparsity), PAPER)
+    method = FedSparsify(FedSparsifyConfig(rounds=40, sparsity=sparsity), PAPER)
     assert method.count_paper_scalars(8) == scalars
     assert PAPER.size - int(sparsity * PAPER.size + 1e-9) == final
 
@@ -105,7 +105,7 @@ def test_one_site_equals_centralised_gradual_pruning(bench: Any) -> None:
 def test_weights_that_start_at_zero_are_pruned_by_their_own_ranking() -> None:
     """A low-rank adapter: with one pool, each entry of B is smaller than any entry of A, and all of B is pruned."""
     layout = Layout((TensorSpec("a", (10,), "weight"), TensorSpec("b", (10,), "weight"), TensorSpec("c", (5,), "bias")))
-    method = FedSparsify(Config(rounds=2, sparsity=0.75, initial_sparsity=0.75), layout)
+    method = FedSparsify(FedSparsifyConfig(rounds=2, sparsity=0.75, initial_sparsity=0.75), layout)
     start = torch.cat([torch.arange(1.0, 11.0), torch.zeros(15)])
     state = method.init(start, ["site-1"])
     assert state.zero_start == ("b",)
@@ -148,8 +148,14 @@ def test_norm_parameters_and_buffers_are_never_pruned(bench: Any) -> None:
 
 
 def train_one_shot(
-    site: Site, weights: torch.Tensor, sparsity: float, *, config: Config, dense: int = 90, finetune: int = 10
-) -> State:
+    site: Site,
+    weights: torch.Tensor,
+    sparsity: float,
+    *,
+    config: FedSparsifyConfig,
+    dense: int = 90,
+    finetune: int = 10,
+) -> FedSparsifyState:
     """Return the paper's centralised baseline: train, prune once by the same global ranking, fine-tune under the mask.
 
     Args:
@@ -167,11 +173,11 @@ def train_one_shot(
     weights = weights * mask.bits
     for t in range(dense + 1, dense + finetune + 1):
         weights = site.train(weights, mask, config.training, t)
-    return State(dense + finetune + 1, weights, mask)
+    return FedSparsifyState(dense + finetune + 1, weights, mask)
 
 
 def test_centralised_baseline_prunes_once(bench: Any) -> None:
-    config = Config(rounds=4)
+    config = FedSparsifyConfig(rounds=4)
     state = train_one_shot(bench.site(1), bench.weights, 0.6, config=config, dense=3, finetune=2)
     pool = Mask.from_preset(bench.layout, "all_but_norm")
     assert pool.count - (state.mask & pool).count == int(0.6 * pool.count)

@@ -13,7 +13,7 @@ from torch import nn
 from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
-from flare_sparse.methods.lora_a2 import LoRAA2, State, _compute_mean_gradient
+from flare_sparse.methods.lora_a2 import LoRAA2, LoRAA2State, _compute_mean_gradient
 from flare_sparse.methods.scores.ranks import Factor, Slots
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
@@ -44,7 +44,7 @@ def build_method(bench: Any, **settings: Any) -> LoRAA2:
     return lora
 
 
-def collect_updates(lora: LoRAA2, state: State, sites: dict[str, Site]) -> list[Update]:
+def collect_updates(lora: LoRAA2, state: LoRAA2State, sites: dict[str, Site]) -> list[Update]:
     """Return the updates of one round, without the wire."""
     requests = lora.ask(state, sorted(sites))
     assert requests is not None
@@ -55,7 +55,7 @@ def collect_updates(lora: LoRAA2, state: State, sites: dict[str, Site]) -> list[
     return updates
 
 
-def play_rounds(lora: LoRAA2, bench: Any, count: int) -> list[tuple[State, list[Update]]]:
+def play_rounds(lora: LoRAA2, bench: Any, count: int) -> list[tuple[LoRAA2State, list[Update]]]:
     """Return the states of some rounds, each with the updates that followed."""
     sites, state, seen = bench.sites(), lora.init(bench.weights, []), []
     for _ in range(count):
@@ -198,7 +198,7 @@ def test_first_round_adds_the_mean_of_db_times_a_to_the_base_model(uneven: Any) 
 
 def test_unselected_slots_keep_their_bits_and_single_selections_count_with_their_weight(uneven: Any) -> None:
     lora = build_method(uneven)
-    state = State(1, torch.full((uneven.layout.size,), -0.0), Mask.full(lora.layout.size))
+    state = LoRAA2State(1, torch.full((uneven.layout.size,), -0.0), Mask.full(lora.layout.size))
     first, second = torch.zeros(12, dtype=torch.bool), torch.zeros(12, dtype=torch.bool)
     first[[0, 5]], second[[5, 7]] = True, True
     delta = torch.randn(uneven.layout.size, generator=torch.Generator().manual_seed(1))
@@ -213,7 +213,7 @@ def test_unselected_slots_keep_their_bits_and_single_selections_count_with_their
     assert torch.allclose(after[both.bits], delta[both.bits])
     assert not after[untouched.bits].any()
     weights = torch.randn(uneven.layout.size, generator=torch.Generator().manual_seed(2))
-    again = lora.learn(State(1, weights, Mask.full(lora.layout.size)), updates).weights
+    again = lora.learn(LoRAA2State(1, weights, Mask.full(lora.layout.size)), updates).weights
     assert torch.equal(again[untouched.bits], weights[untouched.bits])
 
 

@@ -14,7 +14,7 @@ from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.aggregation.weighted import weigh_by_examples
 from flare_sparse.methods.flexlora import factorise
-from flare_sparse.methods.hetlora import State
+from flare_sparse.methods.hetlora import HetLoRAState
 
 TRAINING = {"epochs": 1, "optimizer": "adamw", "lr": 0.01, "batch_size": 8}
 RANKS = {"site-1": 1, "site-2": 2, "site-3": 4}
@@ -127,7 +127,7 @@ def test_hetlora_weighs_sites_by_the_norm_of_the_product(adapted: Any) -> None:
 def test_hetlora_site_gives_up_ranks_that_shrink(adapted: Any) -> None:
     method = adapted.method("hetlora", rank=4, decay=0.5, training={**TRAINING, "lr": 0.05, "weight_decay": 0.9})
     large = torch.full((adapted.layout.size,), 3.0)
-    state = State(1, large, (), ())
+    state = HetLoRAState(1, large, (), ())
     sent = collect_updates(method, state, adapted)
     assert {method._count_ranks(update.patch.mask) for update in sent} == {2}  # weight decay shrinks every entry
     after = method.learn(state, sent)

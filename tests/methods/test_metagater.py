@@ -17,7 +17,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
-from flare_sparse.methods.metagater import State, advance, predict
+from flare_sparse.methods.metagater import MetaGaterState, advance, predict
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.adaptation import take_one_step
 from flare_sparse.methods.support.schedules import compute_step_sizes
@@ -89,7 +89,7 @@ class Net:
         sites = {site: self.site(site) for site in self.examples}
         return run_locally(self.method(name, **settings), self.weights, sites, self.task.metric)
 
-    def states(self, rounds: int, **settings: Any) -> list[State]:
+    def states(self, rounds: int, **settings: Any) -> list[MetaGaterState]:
         """States before every round, and after the last."""
         method, sites = self.method(rounds=rounds, **settings), {n: self.site(n) for n in self.examples}
         states = [method.init(self.weights, sorted(sites))]
@@ -223,7 +223,7 @@ def test_zero_deltas_interpolate_the_sequences(gated: Net) -> None:
     )
     first = method.learn(method.init(gated.weights, ["a"]), [zero])
     assert all(torch.equal(x, gated.weights) for x in (first.w, first.ag, first.sent))
-    apart = State(4, gated.weights, gated.weights + 1, gated.weights)
+    apart = MetaGaterState(4, gated.weights, gated.weights + 1, gated.weights)
     after = method.learn(apart, [zero])
     assert torch.equal(after.w, apart.w)
     assert torch.allclose(after.ag, 0.4 * apart.w + 0.6 * apart.ag, atol=1e-6)
@@ -429,7 +429,7 @@ def test_run_continued_from_a_saved_state_equals_the_uninterrupted_one(gated: Ne
     torch.save(
         {"round": states[stop].round, "w": states[stop].w, "ag": states[stop].ag, "sent": states[stop].sent}, saved
     )
-    state = State(**torch.load(saved, weights_only=True))
+    state = MetaGaterState(**torch.load(saved, weights_only=True))
     method = gated.method(**settings)
     sites = {name: gated.site(name) for name in gated.examples}  # new sites, without memory
     for _ in range(stop, 6):

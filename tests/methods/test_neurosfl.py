@@ -14,7 +14,7 @@ from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask, floor_fraction, top_k
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.methods.aggregation.weighted import weigh_equally, weighted_sum
-from flare_sparse.methods.neurosfl import Config, NeuroSFL
+from flare_sparse.methods.neurosfl import NeuroSFL, NeuroSFLConfig
 from flare_sparse.methods.scores.snip import compute_keep_counts, compute_saliency
 from flare_sparse.tasks.models import build_model
 from flare_sparse.training import Site
@@ -234,7 +234,7 @@ def test_absolute_and_signed_scores_select_different_entries() -> None:
     assert top_k(absolute, 1).bits.tolist() == [False, False, True]
     assert top_k(signed.abs(), 1).bits.tolist() == [False, True, False]
     layout = Layout((TensorSpec("w", (3,), "weight"),))
-    method = NeuroSFL(Config(sparsity=2 / 3, min_per_layer=0), layout)
+    method = NeuroSFL(NeuroSFLConfig(sparsity=2 / 3, min_per_layer=0), layout)
     updates = [
         Contribution(f"site-{i}", Patch.from_vector(score.abs(), Mask.full(method.layout.size)), "scores", 1)
         for i, score in enumerate((first, second), start=1)

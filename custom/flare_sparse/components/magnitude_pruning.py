@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..methods.fedsparsify import FedSparsify, State
+from ..methods.fedsparsify import FedSparsify, FedSparsifyState
 from ..methods.method import MaskPreset
 from .aggregator import MethodAggregator
 
 
-class MagnitudePruning(MethodAggregator[State]):
+class MagnitudePruning(MethodAggregator[FedSparsifyState]):
     """Averages the sites' models and switches the smallest entries off for good (docs/algorithms.md, section 2).
 
     Its mask travels with the model; ``KeepMask`` holds the sites to it.
@@ -25,7 +25,7 @@ class MagnitudePruning(MethodAggregator[State]):
 
     _always_serialize_args = ("sparsity", "initial_sparsity", "first_round", "prune_every", "exponent", "min_sites")
     method_class = FedSparsify
-    state_class = State
+    state_class = FedSparsifyState
 
     def __init__(
         self,

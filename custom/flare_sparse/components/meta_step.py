@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..methods.metagater import MetaGater, State
+from ..methods.metagater import MetaGater, MetaGaterState
 from .aggregator import MethodAggregator
 
 
-class MetaStep(MethodAggregator[State]):
+class MetaStep(MethodAggregator[MetaGaterState]):
     """Takes Algorithm 1's lines 10 to 13; gate groups that the Group Lasso makes zero close for good (section 6).
 
     Args:
@@ -26,7 +26,7 @@ class MetaStep(MethodAggregator[State]):
 
     _always_serialize_args = ("proximity", "step", "acceleration", "lasso", "closed_channels", "output", "min_sites")
     method_class = MetaGater
-    state_class = State
+    state_class = MetaGaterState
 
     def __init__(
         self,

@@ -7,12 +7,12 @@ from typing import Literal
 from nvflare.app_common.abstract.fl_model import FLModel
 
 from ..core.mask import Mask
-from ..methods.lora_a2 import LoRAA2, State
+from ..methods.lora_a2 import LoRAA2, LoRAA2State
 from .aggregator import MethodAggregator
 from .arrays import MASK, ComponentError, read_mask
 
 
-class RankMean(MethodAggregator[State]):
+class RankMean(MethodAggregator[LoRAA2State]):
     """Adds ``sum_k w_k dB_k``; a slot that a site did not send counts with a delta of zero (docs/algorithms.md, 4.4).
 
     Args:
@@ -22,7 +22,7 @@ class RankMean(MethodAggregator[State]):
 
     _always_serialize_args = ("schedule", "min_sites")
     method_class = LoRAA2
-    state_class = State
+    state_class = LoRAA2State
 
     def __init__(
         self,

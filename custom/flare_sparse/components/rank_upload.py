@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.mask import Mask
 from ..core.params import Layout
-from ..methods.lora_a2 import Config, LoRAA2
+from ..methods.lora_a2 import LoRAA2, LoRAA2Config
 from ..methods.scores.ranks import FACTOR_NAME, compute_slot_scores, select_slots
 from .arrays import MASK, Arrays, ComponentError, guess_layout, pack_mask
 from .settings import check_settings
@@ -49,7 +49,7 @@ class RankUpload(UploadFilter):
     ):
         super().__init__()
         self.rank, self.budget, self.schedule, self.heads = rank, budget, schedule, list(heads)
-        self._config = check_settings(self, Config, {"rank": rank, "budget": budget, "schedule": schedule})
+        self._config = check_settings(self, LoRAA2Config, {"rank": rank, "budget": budget, "schedule": schedule})
 
     def get_layout(self, arrays: Arrays) -> Layout:
         return guess_layout({n: a for n, a in arrays.items() if FACTOR_NAME.fullmatch(n) or self._is_head(n)})

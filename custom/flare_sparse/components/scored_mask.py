@@ -10,14 +10,14 @@ from torch import Tensor
 from ..core.exchange import Content
 from ..core.mask import Mask
 from ..methods.method import MaskPreset
-from ..methods.neurosfl import NeuroSFL, State
+from ..methods.neurosfl import NeuroSFL, NeuroSFLState
 from .aggregator import MethodAggregator
 from .arrays import ComponentError
 
 Scores = Literal["snip", "weighted_snip", "shuffled_snip"]
 
 
-class ScoredMask(MethodAggregator[State]):
+class ScoredMask(MethodAggregator[NeuroSFLState]):
     """Turns the first round's scores into a mask, and averages inside it from the second on (section 5 of the docs).
 
     ``NeuroSFLController`` asks for the scores. In a workflow of its own, FedAvg with ``task_name="score"`` and
@@ -33,7 +33,7 @@ class ScoredMask(MethodAggregator[State]):
 
     _always_serialize_args = ("sparsity", "scores", "min_sites")
     method_class = NeuroSFL
-    state_class = State
+    state_class = NeuroSFLState
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class ScoredMask(MethodAggregator[State]):
         assert self._state is not None, "init_state() comes first"
         return Mask.full(present.size) if self._state.round == 0 else self._read_live()
 
-    def get_content(self, state: State) -> Content:
+    def get_content(self, state: NeuroSFLState) -> Content:
         return "scores" if state.round == 0 else "weights"
 
-    def check_values(self, values: Tensor, state: State) -> None:
+    def check_values(self, values: Tensor, state: NeuroSFLState) -> None:
         if state.round == 0 and bool((values < 0).any()):
             raise ComponentError(
                 self,

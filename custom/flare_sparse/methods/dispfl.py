@@ -26,7 +26,7 @@ from .scores.erk import compute_erk_densities, draw_random_mask
 from .support.masks import compute_cosine_fraction, drop_and_regrow
 
 
-class Config(MethodConfig):
+class DisPFLConfig(MethodConfig):
     sparsity: float = Field(0.5, ge=0, lt=1, description="share of a personal model's maskable entries that is off")
     layer_density: Literal["erk", "uniform"] = Field("erk", description="density of each tensor")
     shared_initial_mask: bool = Field(False, description="all sites start with the same mask")
@@ -56,7 +56,7 @@ class Config(MethodConfig):
 
 
 @dataclass(frozen=True)
-class State:
+class DisPFLState:
     """The personal models.
 
     Attributes:
@@ -87,13 +87,13 @@ class State:
 
 
 @final
-class DisPFL(Method[Config, State]):
+class DisPFL(Method[DisPFLConfig, DisPFLState]):
     """Each site trains inside its mask, drops its smallest weights and regrows as many entries elsewhere."""
 
     name = "dispfl"
-    Config = Config
+    Config = DisPFLConfig
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+    def init(self, weights: Tensor, sites: Sequence[str]) -> DisPFLState:
         owners = tuple(sorted(sites))
         maskable = Mask.from_preset(self.layout, self.config.maskable)
         density = 1 - self.config.sparsity
@@ -107,22 +107,22 @@ class DisPFL(Method[Config, State]):
             generator = make_generator(self.seed, "dispfl mask", "" if self.config.shared_initial_mask else name)
             rows.append((draw_random_mask(self.layout, maskable, densities, generator) | ~maskable).bits)
         masks = torch.stack(rows)
-        return State(1, owners, weights * masks, masks)
+        return DisPFLState(1, owners, weights * masks, masks)
 
-    def select_sites(self, state: State, sites: Sequence[str]) -> list[str]:
+    def select_sites(self, state: DisPFLState, sites: Sequence[str]) -> list[str]:
         return super().select_sites(state, [name for name in sites if name in state.owners])
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask(self, state: DisPFLState, sites: Sequence[str]) -> dict[str, Assignment]:
         active = self.select_sites(state, sites)
         return {name: self._build_personal_assignment(state, name, active) for name in active}
 
-    def _build_personal_assignment(self, state: State, name: str, active: Sequence[str]) -> Assignment:
+    def _build_personal_assignment(self, state: DisPFLState, name: str, active: Sequence[str]) -> Assignment:
         """Return a site's mask and, inside it, the average over the neighbours that hold an entry."""
         average, _ = state.average(self._select_neighbours(state, name, active))
         mask = Mask(state.masks[state.owners.index(name)])
         return Assignment(Request(TRAIN, state.round, Patch.from_vector(average, mask), mask))
 
-    def _select_neighbours(self, state: State, name: str, active: Sequence[str]) -> list[str]:
+    def _select_neighbours(self, state: DisPFLState, name: str, active: Sequence[str]) -> list[str]:
         """Return the site itself and its neighbours of this round."""
         # A site without training examples answers every request but never trains: chosen as a neighbour, it would take
         # the place of one that has something to share.
@@ -162,20 +162,20 @@ class DisPFL(Method[Config, State]):
         gradients = site.trainer.compute_gradients(weights, batch_size, 1, request.round, batch_statistics=False)
         return next(gradients)[0].abs()
 
-    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+    def learn(self, state: DisPFLState, contributions: Sequence[Contribution]) -> DisPFLState:
         weights, masks = state.weights.clone(), state.masks.clone()
         for contribution in contributions:
             row = state.owners.index(contribution.site)
             masks[row] = contribution.patch.mask.bits
             weights[row] = contribution.patch.to_vector()
         trained = tuple(sorted({*state.trained, *(contribution.site for contribution in contributions)}))
-        return State(state.round + 1, state.owners, weights, masks, trained)
+        return DisPFLState(state.round + 1, state.owners, weights, masks, trained)
 
-    def model(self, state: State) -> Patch:
+    def model(self, state: DisPFLState) -> Patch:
         """Return one model for all: for each entry, the average over the sites that hold it."""
         return Patch.from_vector(*state.average(state.owners))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask_final(self, state: DisPFLState, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the request to evaluate each personal model; a site that never trained has that of all others."""
         assignments, shared = {}, self.model(state).to_vector()
         for name, weights, row in zip(state.owners, state.weights, state.masks, strict=True):

@@ -20,7 +20,7 @@ from .method import MethodConfig
 from .support.selective import Aggregation, SelectiveMethod, SelectiveState, aggregate_revealed, list_selective_needs
 
 
-class Config(MethodConfig):
+class DSSGDConfig(MethodConfig):
     rate: float = Field(0.3, gt=0, le=1, description="share of the parameters that a site uploads in a round")
     aggregation: Aggregation = Field("sum", description="sum (the paper), mean or count; as in scbf")
 
@@ -29,11 +29,11 @@ class Config(MethodConfig):
 
 
 @final
-class DSSGD(SelectiveMethod[Config]):
+class DSSGD(SelectiveMethod[DSSGDConfig]):
     """Sites return the single parameters that changed most, and all running statistics; the server adds the deltas."""
 
     name = "dssgd"
-    Config = Config
+    Config = DSSGDConfig
     trains_all_entries = True
 
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:

@@ -13,7 +13,7 @@ from .support.averaging import FedAvgConfig, FedAvgRounds
 from .support.finetuning import FineTuning
 
 
-class Config(FedAvgConfig):
+class FedAvgFTConfig(FedAvgConfig):
     finetune: FineTuning = Field(
         default_factory=FineTuning, description="training at each site after the last round, whose model stays there"
     )
@@ -24,4 +24,4 @@ class FedAvgFT(FedAvgRounds):
     """Rounds as in FedAvg; at the end every site reports the metrics of its fine-tuned model, which stays local."""
 
     name = "fedavg_ft"
-    Config = Config
+    Config = FedAvgFTConfig

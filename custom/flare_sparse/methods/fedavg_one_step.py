@@ -21,7 +21,7 @@ from .method import TRAIN, ModelState, train_locally
 from .support.adaptation import AdaptationConfig, AdaptationMethod
 
 
-class Config(AdaptationConfig):
+class FedAvgOneStepConfig(AdaptationConfig):
     weighting: Literal["examples", "uniform"] = Field("examples", description="weight of a site in the average")
 
     def needs(self) -> Needs:
@@ -32,11 +32,11 @@ class Config(AdaptationConfig):
 
 
 @final
-class FedAvgOneStep(AdaptationMethod[Config, ModelState]):
+class FedAvgOneStep(AdaptationMethod[FedAvgOneStepConfig, ModelState]):
     """Rounds as in FedAvg, of a few steps each; at the end every target takes one step and reports its metrics."""
 
     name = "fedavg_one_step"
-    Config = Config
+    Config = FedAvgOneStepConfig
     trains_all_entries = True
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:

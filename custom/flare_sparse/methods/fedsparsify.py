@@ -25,7 +25,7 @@ from .support.schedules import compute_polynomial_sparsity
 from .support.zero_start import find_zero_weights
 
 
-class Config(AveragingConfig):
+class FedSparsifyConfig(AveragingConfig):
     sparsity: float = Field(0.9, ge=0, lt=1, description="S_T: share of pruned entries after the last round")
     initial_sparsity: float = Field(0.0, ge=0, lt=1, description="S_0: share of pruned entries in round first_round")
     first_round: int = Field(1, ge=1, description="t_0: first round of the schedule")
@@ -35,7 +35,7 @@ class Config(AveragingConfig):
     prunable: MaskPreset = Field("all_but_norm", description="which parameters may be pruned")
 
     @model_validator(mode="after")
-    def _check_order(self) -> Config:
+    def _check_order(self) -> FedSparsifyConfig:
         if self.initial_sparsity > self.sparsity:
             raise ValueError(f"initial_sparsity {self.initial_sparsity} is above sparsity {self.sparsity}")
         return self
@@ -69,7 +69,7 @@ class Config(AveragingConfig):
 
 
 @dataclass(frozen=True)
-class State:
+class FedSparsifyState:
     """The model and the mask of its live entries.
 
     Attributes:
@@ -88,18 +88,18 @@ class State:
 
 
 @final
-class FedSparsify(AveragingMethod[Config, State]):
+class FedSparsify(AveragingMethod[FedSparsifyConfig, FedSparsifyState]):
     """Sites train the live entries; the server averages them and prunes the smallest of the whole model."""
 
     name = "fedsparsify"
-    Config = Config
+    Config = FedSparsifyConfig
     prunes_for_good = True
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+    def init(self, weights: Tensor, sites: Sequence[str]) -> FedSparsifyState:
         zero_start = find_zero_weights(self.layout, weights, self.config.prunable)
-        return State(1, weights, Mask.full(self.layout.size), zero_start=zero_start)
+        return FedSparsifyState(1, weights, Mask.full(self.layout.size), zero_start=zero_start)
 
-    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+    def learn(self, state: FedSparsifyState, contributions: Sequence[Contribution]) -> FedSparsifyState:
         """Return the average of the sites' models, pruned to s_t."""
         config, t = self.config, state.round
         weights, memory = take_server_step(
@@ -108,9 +108,9 @@ class FedSparsify(AveragingMethod[Config, State]):
         mask = self._prune(state, weights.abs(), config.compute_sparsity(t))
         weights = weights * mask.bits
         memory = update_model_average(memory, weights, mask, config.model_average, t, config.rounds)
-        return State(t + 1, weights, mask, memory, state.zero_start)
+        return FedSparsifyState(t + 1, weights, mask, memory, state.zero_start)
 
-    def _prune(self, state: State, scores: Tensor, sparsity: float) -> Mask:
+    def _prune(self, state: FedSparsifyState, scores: Tensor, sparsity: float) -> Mask:
         """Return the mask of which ``floor(sparsity * |pool|)`` entries of the pool are off.
 
         Weights that start at zero are ranked among themselves: however useful, they stay small beside weights that
@@ -122,7 +122,7 @@ class FedSparsify(AveragingMethod[Config, State]):
         mask = prune_mask(state.mask, scores, sparsity, apart)
         return prune_mask(mask, scores.masked_fill(apart.bits, torch.inf), sparsity, self._prunable)
 
-    def model(self, state: State) -> Patch:
+    def model(self, state: FedSparsifyState) -> Patch:
         return Patch.from_vector(state.weights, state.mask)
 
     def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:

@@ -22,14 +22,14 @@ from .method import TRAIN, ModelState, train_locally
 from .support.lora import RankedConfig, RankedMethod
 
 
-class Config(RankedConfig):
+class FlexLoRAConfig(RankedConfig):
     split: Literal["balanced", "left"] = Field(
         "balanced", description="which factors take the singular values: sqrt(S) in each, or all of S in B"
     )
 
 
 @final
-class FlexLoRA(RankedMethod[Config, ModelState]):
+class FlexLoRA(RankedMethod[FlexLoRAConfig, ModelState]):
     """A site of rank r_k receives, trains and returns the first r_k slots of every module.
 
     After the first round, slot ``i`` of a module in ``state.weights`` is the ``i``-th singular direction of the mean
@@ -37,7 +37,7 @@ class FlexLoRA(RankedMethod[Config, ModelState]):
     """
 
     name = "flexlora"
-    Config = Config
+    Config = FlexLoRAConfig
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)

@@ -26,13 +26,13 @@ from .support.lora import RankedConfig, RankedMethod
 from .support.masks import unite_masks
 
 
-class Config(RankedConfig):
+class HetLoRAConfig(RankedConfig):
     decay: float = Field(0.99, gt=0, le=1, description="gamma: a site gives up its ranks beyond floor(gamma * r_k)")
     sparsity_weighted: bool = Field(True, description="weigh a site by ||B_k A_k||; false: by its examples")
 
 
 @dataclass(frozen=True)
-class State:
+class HetLoRAState:
     """The model and the current ranks.
 
     Attributes:
@@ -49,30 +49,30 @@ class State:
 
 
 @final
-class HetLoRA(RankedMethod[Config, State]):
+class HetLoRA(RankedMethod[HetLoRAConfig, HetLoRAState]):
     """A site of rank r_k receives and trains the first r_k slots of every module, and returns them or fewer."""
 
     name = "hetlora"
-    Config = Config
+    Config = HetLoRAConfig
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, (), ())
+    def init(self, weights: Tensor, sites: Sequence[str]) -> HetLoRAState:
+        return HetLoRAState(1, weights, (), ())
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask(self, state: HetLoRAState, sites: Sequence[str]) -> dict[str, Assignment]:
         return self._build_assignments(TRAIN, state, self.select_sites(state, sites))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask_final(self, state: HetLoRAState, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the request to evaluate the model of each site's own rank."""
         return self._build_assignments(EVALUATE, state, sites)
 
-    def _build_assignments(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def _build_assignments(self, kind: str, state: HetLoRAState, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the truncated model for each site, one object for each rank."""
         current = dict(zip(state.owners, state.ranks, strict=True))
         ranks = {name: min(self.get_initial_rank(name), current.get(name, self.slots.rank)) for name in sites}
         assignments = {rank: self._build_rank_assignment(kind, state, rank) for rank in set(ranks.values())}
         return {name: assignments[rank] for name, rank in ranks.items()}
 
-    def _build_rank_assignment(self, kind: str, state: State, rank: int) -> Assignment:
+    def _build_rank_assignment(self, kind: str, state: HetLoRAState, rank: int) -> Assignment:
         """Return the first ``rank`` slots; a site returns all of them or those of the decayed rank."""
         mask, smaller = self.select_first_ranks(rank), self.select_first_ranks(self.decay_rank(rank))
         expected = UpdateSpec(
@@ -106,7 +106,7 @@ class HetLoRA(RankedMethod[Config, State]):
         a, b = (mask.bits & self.slots.factors["A"].bits, mask.bits & self.slots.factors["B"].bits)
         return float(torch.linalg.vector_norm(vector[a]) * torch.linalg.vector_norm(vector[b]))
 
-    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+    def learn(self, state: HetLoRAState, contributions: Sequence[Contribution]) -> HetLoRAState:
         """Return the state with the mean of the zero-padded factors; a slot that no site returned keeps its values.
 
         Where all sites have given a slot up, its ``B`` is zero.
@@ -125,7 +125,7 @@ class HetLoRA(RankedMethod[Config, State]):
         # A slot that its last owner has given up must not stay in the result. B alone is zero, as at the start: a site
         # of higher rank that contributes later for the first time can train the slot.
         vector[(given_up & self.slots.factors["B"]).bits] = 0.0
-        return State(state.round + 1, vector, tuple(sorted(ranks)), tuple(ranks[name] for name in sorted(ranks)))
+        return HetLoRAState(state.round + 1, vector, tuple(sorted(ranks)), tuple(ranks[name] for name in sorted(ranks)))
 
     def _weigh_by_size(self, contributions: Sequence[Contribution]) -> list[float]:
         """Return ``||B_k A_k||_F`` over their sum; the weights by examples while all products are zero."""
@@ -145,5 +145,5 @@ class HetLoRA(RankedMethod[Config, State]):
             total += float(((b.T @ b) * (a @ a.T)).sum())
         return math.sqrt(max(total, 0.0))
 
-    def model(self, state: State) -> Patch:
+    def model(self, state: HetLoRAState) -> Patch:
         return Patch.from_vector(state.weights, Mask.full(self.layout.size))

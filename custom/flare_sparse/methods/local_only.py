@@ -20,7 +20,7 @@ TRAIN_ALONE = "train_alone"
 """The kind of the one request: train for all rounds."""
 
 
-class Config(MethodConfig):
+class LocalOnlyConfig(MethodConfig):
     def needs(self) -> Needs:
         alone = "sites train for all rounds in answer to one request"
         return super().needs() | {
@@ -31,11 +31,11 @@ class Config(MethodConfig):
 
 
 @final
-class LocalOnly(Method[Config, ModelState]):
+class LocalOnly(Method[LocalOnlyConfig, ModelState]):
     """One request: each site trains alone for all rounds and returns metrics; no weights travel to the server."""
 
     name = "local_only"
-    Config = Config
+    Config = LocalOnlyConfig
     round_kinds = frozenset({TRAIN_ALONE})
     trains_all_entries = True
 

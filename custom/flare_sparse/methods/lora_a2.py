@@ -26,7 +26,7 @@ from .scores.ranks import Factor, compute_slot_scores, select_slots
 from .support.lora import RankedConfig, RankedMethod
 
 
-class Config(RankedConfig):
+class LoRAA2Config(RankedConfig):
     budget: Literal["slots", "scalars"] = Field(
         "slots",
         description="unit of r_k: r_k * N slots over the whole model (the paper), or as many scalars as r_k ranks of "
@@ -51,7 +51,7 @@ class Config(RankedConfig):
 
 
 @dataclass(frozen=True)
-class State:
+class LoRAA2State:
     """The model and the entries of its last change.
 
     Attributes:
@@ -66,11 +66,11 @@ class State:
 
 
 @final
-class LoRAA2(RankedMethod[Config, State]):
+class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
     """Sites train one factor in turn, in the slots with the highest scores; a trained head is sent in full."""
 
     name = "lora_a2"
-    Config = Config
+    Config = LoRAA2Config
     update_content = "delta"
 
     def get_active_factor(self, t: int) -> Factor:
@@ -80,13 +80,13 @@ class LoRAA2(RankedMethod[Config, State]):
         """
         return "B" if t % 2 or self.config.schedule == "b_only" else "A"
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, Mask.full(self.layout.size))
+    def init(self, weights: Tensor, sites: Sequence[str]) -> LoRAA2State:
+        return LoRAA2State(1, weights, Mask.full(self.layout.size))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask_final(self, state: LoRAA2State, sites: Sequence[str]) -> dict[str, Assignment]:
         return broadcast(sites, self.build_assignment(EVALUATE, state))
 
-    def build_assignment(self, kind: str, state: State) -> Assignment:
+    def build_assignment(self, kind: str, state: LoRAA2State) -> Assignment:
         """Return an assignment of the last change; a site without the previous model receives both factors."""
         active = self.get_active_factor(state.round)
         changed = Patch.from_vector(state.weights, state.changed, "previous" if state.round > 1 else "zeros")
@@ -166,7 +166,7 @@ class LoRAA2(RankedMethod[Config, State]):
         sensitivity = (weights * _compute_mean_gradient(site, weights, training, t)).abs()
         return self.slots.compute_sums(sensitivity, active)
 
-    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+    def learn(self, state: LoRAA2State, contributions: Sequence[Contribution]) -> LoRAA2State:
         """Return the state after ``B += sum_k w_k dB_k`` (Eq. 3).
 
         A slot that no site selected keeps its bits; a site that did not select a slot counts with a delta of zero.
@@ -175,9 +175,9 @@ class LoRAA2(RankedMethod[Config, State]):
         weights = torch.where(
             exchanged.bits, state.weights + weighted_sum(contributions, weigh_by_examples), state.weights
         )
-        return State(state.round + 1, weights, exchanged)
+        return LoRAA2State(state.round + 1, weights, exchanged)
 
-    def model(self, state: State) -> Patch:
+    def model(self, state: LoRAA2State) -> Patch:
         return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
 

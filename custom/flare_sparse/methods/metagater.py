@@ -31,7 +31,7 @@ Prox = Callable[[Tensor, float], Tensor]
 
 
 @dataclass(frozen=True)
-class State:
+class MetaGaterState:
     """The three sequences of Algorithm 1.
 
     Attributes:
@@ -67,22 +67,22 @@ def advance(w: Tensor, pr: Tensor, g: Tensor, steps: StepSizes, prox: Prox, *, s
 
 
 @final
-class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
+class MetaGater(AdaptationMethod[MetaLearningConfig, MetaGaterState]):
     """Sites solve a proximal problem in a few steps; the server takes accelerated proximal steps on their deltas."""
 
     name = "metagater"
     Config = MetaLearningConfig
     update_content = "delta"
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, weights, weights)
+    def init(self, weights: Tensor, sites: Sequence[str]) -> MetaGaterState:
+        return MetaGaterState(1, weights, weights, weights)
 
     def train(self, request: Request, site: Site) -> Update:
         strength = self.config.proximity if self.config.local_proximity is None else self.config.local_proximity
         training, steps = self.config.get_training(request.round), self.config.local_steps
         return train_locally(request, site, training, self.update_content, steps=steps, proximal_strength=strength)
 
-    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+    def learn(self, state: MetaGaterState, contributions: Sequence[Contribution]) -> MetaGaterState:
         """Return the state after lines 10 to 13, with ``g = lambda * mean_i(w_t^pr - w~_t^i)``.
 
         Running statistics are plain means of the sites' own.
@@ -92,7 +92,7 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
         gradient = -self.config.proximity * delta
         advanced = advance(state.w, pr, gradient, steps, self.apply_prox, scale=self.config.scale_prox)
         w, ag = (torch.where(self._buffers.bits, pr + delta, x) for x in advanced)
-        return State(state.round + 1, ag if self.config.is_restart(state.round) else w, ag, pr)
+        return MetaGaterState(state.round + 1, ag if self.config.is_restart(state.round) else w, ag, pr)
 
     def get_sum_weights(self, kind: str) -> Weights:
         return weigh_equally
@@ -117,7 +117,7 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
         stages = [Mask(live.take(stage.bits)) for stage in (gates, trainable - self.gates.phi)]
         return live.put(take_one_step(smaller, smaller.weights, stages, self.config), site.weights.clone())
 
-    def model(self, state: State) -> Patch:
+    def model(self, state: MetaGaterState) -> Patch:
         """Return w_t^pr, which round t sends; after the last round the sequence that ``output`` names."""
         is_over = state.round > self.config.rounds
         if is_over and self.config.output == "pr":
@@ -130,7 +130,7 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
             return Patch.from_vector(vector, Mask.full(self.layout.size))
         return Patch.from_vector(vector, Mask.full(self.layout.size) - self.gates.select_closed(vector))
 
-    def _predict(self, state: State) -> Tensor:
+    def _predict(self, state: MetaGaterState) -> Tensor:
         return predict(state.w, state.ag, self.config.compute_steps(state.round).alpha)
 
     @cached_property

@@ -20,37 +20,33 @@ from ..core.mask import Mask, floor_fraction, top_k
 from ..core.params import Layout, TensorSpec
 from ..training import Site
 from .aggregation.weighted import Weights
-from .metagater import MetaGater, State
+from .metagater import MetaGater, MetaGaterState
 from .scores.scbf.groups import GroupSection
 from .scores.snip import compute_saliency
 from .support.adaptation import ADAPT, AdaptationMethod, take_one_step
 from .support.meta_learning import MetaLearningConfig
 
 
-class Config(MetaLearningConfig):
+class MetaSNIPConfig(MetaLearningConfig):
     sparsity: float = Field(0.25, ge=0, lt=1, description="share of the pruned layers' channels or weights")
     unit: Literal["channel", "weight"] = Field("channel", description="what SNIP scores and prunes")
     layers: tuple[str, ...] = Field((), description="convolutions to prune, such as '2.0.conv'; none given: all")
 
 
-# Within the class, the name Config is that of its attribute.
-_Settings = Config
-
-
 @final
-class MetaSNIP(AdaptationMethod[Config, State]):
+class MetaSNIP(AdaptationMethod[MetaSNIPConfig, MetaGaterState]):
     """Rounds as in MetaGater; a target scores its channels once, prunes the lowest and takes one masked step."""
 
     name = "metasnip"
-    Config = Config
+    Config = MetaSNIPConfig
     update_content = "delta"
 
-    def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
+    def __init__(self, config: MetaSNIPConfig, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
         self._metagater = MetaGater(config, layout, seed)
         self._convolutions = self._find_convolutions()
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+    def init(self, weights: Tensor, sites: Sequence[str]) -> MetaGaterState:
         return self._metagater.init(weights, sites)
 
     def train(self, request: Request, site: Site) -> Update:
@@ -63,7 +59,7 @@ class MetaSNIP(AdaptationMethod[Config, State]):
         metrics = {**update.metrics, "pruned": self._pruned_fraction}
         return Update(update.patch, update.content, update.num_examples, metrics)
 
-    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+    def learn(self, state: MetaGaterState, contributions: Sequence[Contribution]) -> MetaGaterState:
         return self._metagater.learn(state, contributions)
 
     def get_sum_weights(self, kind: str) -> Weights:
@@ -72,7 +68,7 @@ class MetaSNIP(AdaptationMethod[Config, State]):
     def count_paper_scalars(self, sites: int) -> int:
         return self._metagater.count_paper_scalars(sites)
 
-    def model(self, state: State) -> Patch:
+    def model(self, state: MetaGaterState) -> Patch:
         return self._metagater.model(state)
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:

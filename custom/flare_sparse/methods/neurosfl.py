@@ -34,7 +34,7 @@ from .support.masks import unite_masks
 from .support.zero_start import find_zero_weights
 
 
-class Config(AveragingConfig):
+class NeuroSFLConfig(AveragingConfig):
     sparsity: float = Field(
         0.9, ge=0, lt=1, description="p: share of the maskable entries that is off for the whole run"
     )
@@ -71,7 +71,7 @@ class Config(AveragingConfig):
     maskable: MaskPreset = Field("conv_linear_weights", description="which parameters may be masked")
 
     @model_validator(mode="after")
-    def _check_scores(self) -> Config:
+    def _check_scores(self) -> NeuroSFLConfig:
         if self.random_site and self.scores != "individual_snip":
             raise ValueError(f"random_site: true needs scores: individual_snip, not {self.scores}")
         if self.score_share < 1 and self.aggregation.needs_single_updates:
@@ -123,12 +123,8 @@ class Config(AveragingConfig):
         return self.iterations if is_average else self.saliency_batches
 
 
-# Within the class, the name Config is that of its attribute.
-_Settings = Config
-
-
 @dataclass(frozen=True)
-class State:
+class NeuroSFLState:
     """The model and its masks.
 
     Attributes:
@@ -149,15 +145,15 @@ class State:
 
 
 @final
-class NeuroSFL(AveragingMethod[Config, State]):
+class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
     """Phase 1: every site scores the initial model, the server keeps the top; phase 2: FedAvg of the live entries."""
 
     name = "neurosfl"
-    Config = Config
+    Config = NeuroSFLConfig
     round_kinds = frozenset({SCORE, TRAIN})
     prunes_for_good = True
 
-    def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
+    def __init__(self, config: NeuroSFLConfig, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
         # numpy counts bools in place; a sum in torch converts them all to int64 first.
         sizes = [int(np.count_nonzero(tensor.numpy())) for tensor in layout.unflatten(self._maskable.bits).values()]
@@ -173,8 +169,8 @@ class NeuroSFL(AveragingMethod[Config, State]):
         """Number of maskable entries that are live in every mask."""
         return floor_fraction(1 - self.config.sparsity, self._maskable.count)
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        state = State(round=0, step=0, weights=weights, masks=(Mask.full(self.layout.size),), owners=())
+    def init(self, weights: Tensor, sites: Sequence[str]) -> NeuroSFLState:
+        state = NeuroSFLState(round=0, step=0, weights=weights, masks=(Mask.full(self.layout.size),), owners=())
         return self._start_training(state, [self.draw_mask()]) if self.config.scores == "random" else state
 
     def count_requests(self, kind: str, t: int) -> int:
@@ -211,19 +207,19 @@ class NeuroSFL(AveragingMethod[Config, State]):
         noise = torch.rand(self.layout.size, generator=generator)
         return top_k(noise, floor_fraction(density, maskable.count), maskable)
 
-    def select_sites(self, state: State, sites: Sequence[str]) -> list[str]:
+    def select_sites(self, state: NeuroSFLState, sites: Sequence[str]) -> list[str]:
         with_mask = [name for name in sites if name in state.owners] if state.owners else sites
         return super().select_sites(state, with_mask)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask(self, state: NeuroSFLState, sites: Sequence[str]) -> dict[str, Assignment]:
         if state.round == 0:
             return broadcast(sites, self._build_score_assignment(state))
         return self._build_assignments(TRAIN, state, self.select_sites(state, sites))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask_final(self, state: NeuroSFLState, sites: Sequence[str]) -> dict[str, Assignment]:
         return self._build_assignments(self.final_kind, state, sites)
 
-    def _build_score_assignment(self, state: State) -> Assignment:
+    def _build_score_assignment(self, state: NeuroSFLState) -> Assignment:
         model = self.model(state)
         pool, count = self._maskable & model.mask, self._num_sent_scores
         expected = UpdateSpec("scores", mask=pool, min_value=0.0)
@@ -241,7 +237,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
         """Number of scores that a site sends, where it does not send all."""
         return max(self._num_live, floor_fraction(self.config.score_share, self._maskable.count))
 
-    def _build_assignments(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def _build_assignments(self, kind: str, state: NeuroSFLState, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the same model for all sites, or the global one under each site's own mask."""
         if not state.owners:
             return broadcast(sites, self.build_assignment(kind, state))
@@ -280,7 +276,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
         """
         return weights.masked_fill(self._find_zero_start(weights).bits, 1.0)
 
-    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+    def learn(self, state: NeuroSFLState, contributions: Sequence[Contribution]) -> NeuroSFLState:
         if state.round == 0:
             return self._select_masks(state, contributions)
         if state.owners and self.config.average_over_owners:
@@ -294,7 +290,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
         memory = update_model_average(memory, weights, live, average, state.round, self.config.rounds)
         return replace(state, round=state.round + 1, weights=weights, memory=memory)
 
-    def _select_masks(self, state: State, contributions: Sequence[Contribution]) -> State:
+    def _select_masks(self, state: NeuroSFLState, contributions: Sequence[Contribution]) -> NeuroSFLState:
         """Return the state with the masks of this step's scores: T_q(sum_k |s_k|), Eq. 7."""
         step = state.step + 1
         maskable = self._maskable
@@ -351,7 +347,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
     def get_sum_weights(self, kind: str) -> Weights:
         return weigh_equally if kind == SCORE and not self.config.is_score_weighted else weigh_by_examples
 
-    def _start_training(self, state: State, masks: Sequence[Mask]) -> State:
+    def _start_training(self, state: NeuroSFLState, masks: Sequence[Mask]) -> NeuroSFLState:
         """Return the state of round 1: theta <- theta_0 (.) m; entries that are not maskable stay live."""
         live = tuple(mask | ~self._maskable for mask in masks)
         return replace(state, round=1, weights=state.weights * unite_masks(live).bits, masks=live)
@@ -360,5 +356,5 @@ class NeuroSFL(AveragingMethod[Config, State]):
     def _maskable(self) -> Mask:
         return Mask.from_preset(self.layout, self.config.maskable)
 
-    def model(self, state: State) -> Patch:
+    def model(self, state: NeuroSFLState) -> Patch:
         return Patch.from_vector(state.weights, unite_masks(state.masks))

@@ -23,7 +23,7 @@ _IGNORED = ("optimizer", "accumulate", "momentum", "weight_decay", "proximal")
 """Settings of training that a meta-step does not read."""
 
 
-class Config(AdaptationConfig):
+class PerFedAvgConfig(AdaptationConfig):
     """``adapt_lr`` is the paper's alpha, ``training.lr`` its beta.
 
     Meta-steps are counted, not epochs. The optimiser is plain SGD, also where ``training.optimizer`` has its default;
@@ -60,11 +60,11 @@ class Config(AdaptationConfig):
 
 
 @final
-class PerFedAvg(AdaptationMethod[Config, ModelState]):
+class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
     """Sites minimise their loss after one step; the server averages with equal weights; targets take that step."""
 
     name = "per_fedavg"
-    Config = Config
+    Config = PerFedAvgConfig
     trains_all_entries = True
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:

@@ -13,16 +13,16 @@ from .support.selective import SelectiveState
 from .support.unit_pruning import PruningConfig, PruningMethod
 
 
-class Config(ChannelConfig, PruningConfig):
+class SCBFwPConfig(ChannelConfig, PruningConfig):
     """Settings of SCBF's rounds and of the pruning."""
 
 
 @final
-class SCBFwP(ChannelMethod[Config], PruningMethod[Config]):
+class SCBFwP(ChannelMethod[SCBFwPConfig], PruningMethod[SCBFwPConfig]):
     """As SCBF; after rounds of training, sites count how often each unit was zero and the server removes units."""
 
     name = "scbfwp"
-    Config = Config
+    Config = SCBFwPConfig
 
     def describe(self, state: SelectiveState | None = None) -> str:
         if state is not None:

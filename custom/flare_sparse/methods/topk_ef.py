@@ -28,7 +28,7 @@ from .method import Method, MethodConfig, broadcast
 from .support.masks import unite_masks
 
 
-class Config(MethodConfig):
+class TopKEFConfig(MethodConfig):
     fraction: float = Field(
         0.1,
         gt=0,
@@ -54,7 +54,7 @@ class Config(MethodConfig):
 
 
 @dataclass(frozen=True)
-class State:
+class TopKEFState:
     """The model and the entries of its last change.
 
     Attributes:
@@ -71,19 +71,19 @@ class State:
 
 
 @final
-class TopKEF(Method[Config, State]):
+class TopKEF(Method[TopKEFConfig, TopKEFState]):
     """Sites receive the changed entries and return the largest ``fraction`` of delta plus residual, and all buffers."""
 
     name = "topk_ef"
-    Config = Config
+    Config = TopKEFConfig
     update_content = "delta"
     trains_all_entries = True
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+    def init(self, weights: Tensor, sites: Sequence[str]) -> TopKEFState:
         residual = None if self.config.down is None else torch.zeros_like(weights)
-        return State(1, weights, Mask.full(self.layout.size), residual)
+        return TopKEFState(1, weights, Mask.full(self.layout.size), residual)
 
-    def build_assignment(self, kind: str, state: State) -> Assignment:
+    def build_assignment(self, kind: str, state: TopKEFState) -> Assignment:
         changed = Patch.from_vector(state.weights, state.changed, "previous" if state.round > 1 else "zeros")
         model = self.model(state)
         return Assignment(
@@ -92,7 +92,7 @@ class TopKEF(Method[Config, State]):
             full_model=model,
         )
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask_final(self, state: TopKEFState, sites: Sequence[str]) -> dict[str, Assignment]:
         # Sites of the last round lack its change alone.
         return broadcast(sites, self.build_assignment(EVALUATE, state))
 
@@ -113,7 +113,7 @@ class TopKEF(Method[Config, State]):
         mask, site.memory["residual"] = self._split(delta, site.memory.get("residual"), self.config.fraction)
         return Update(Patch.from_vector(delta, mask), self.update_content, site.num_examples)
 
-    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+    def learn(self, state: TopKEFState, contributions: Sequence[Contribution]) -> TopKEFState:
         step, residual = weighted_sum(contributions, weigh_by_examples), None
         if self.config.down is None:
             changed = unite_masks(contribution.patch.mask for contribution in contributions)
@@ -122,9 +122,9 @@ class TopKEF(Method[Config, State]):
             step = step * changed.bits
         # A mean of variances, unless a short number format has rounded the deltas, or a site makes them up.
         weights = clip_variances(state.weights + step, Mask.full(self.layout.size), self.layout)
-        return State(state.round + 1, weights, changed, residual)
+        return TopKEFState(state.round + 1, weights, changed, residual)
 
-    def model(self, state: State) -> Patch:
+    def model(self, state: TopKEFState) -> Patch:
         return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
     def _count(self, fraction: float) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..compute.kernels.chains import Chain
     from ..compute.kernels.network import Block
 
-log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 class SparseComputeTrainer(Wrapper):
@@ -51,7 +51,7 @@ class SparseComputeTrainer(Wrapper):
         trained = self._inner.train(replace(training, within=partial(install_blocks, blocks)))
         self.layer_compute.update((b.chain.name, "sparse" if b.is_sparse else "dense") for b in blocks)
         names = [block.chain.name for block in blocks if block.is_sparse]
-        log.info("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))
+        _LOG.info("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))
         return trained
 
     @cached_property

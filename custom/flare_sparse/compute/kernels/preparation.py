@@ -18,7 +18,7 @@ from . import loops
 from .cost import Work, is_sparse_faster
 from .network import use_sparse_kernels
 
-LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 PATIENCE_S = 300.0
 """Seconds that a process waits for another one to compile the loops."""
@@ -38,7 +38,7 @@ def prepare_loops() -> None:
 
     The first time on a machine this takes 10 to 30 seconds, later half a second.
     """
-    LOG.info("sparse kernels: loading; the first time on a machine they are compiled, which takes up to 30 s")
+    _LOG.info("sparse kernels: loading; the first time on a machine they are compiled, which takes up to 30 s")
     # The seed keeps the initial weights of this network out of the streams of a run.
     with seed_torch(0):
         network = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.InstanceNorm3d(2), nn.MaxPool3d(2), nn.ReLU())
@@ -49,7 +49,7 @@ def prepare_loops() -> None:
             network(torch.ones(1, 1, 4, 4, 4, requires_grad=True)).sum().backward()
         seconds = time.monotonic() - began
     is_compiled = bool(loops.convolve.stats.cache_misses)
-    LOG.info("sparse kernels: %s in %.1f s", "compiled" if is_compiled else "read from numba's cache", seconds)
+    _LOG.info("sparse kernels: %s in %.1f s", "compiled" if is_compiled else "read from numba's cache", seconds)
 
 
 @contextmanager
