@@ -24,9 +24,10 @@ PACKAGE = Path(next(iter(flare_sparse.__path__)))
 TESTS = Path(__file__).parent
 ORDER = (
     ("core.errors", "core.version", "core.seeds"),
-    ("core.params", "core.reading", "core.split"),
+    ("core.params", "core.reading"),
     ("core.mask",),
     ("core",),
+    ("inputs", "cohorts"),
     ("wire", "compute"),
     ("privacy.dp",),
     ("privacy",),
@@ -67,7 +68,7 @@ ORDER = (
 RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 DOMAIN = "tasks"
 INTERFACE = "tasks.task"
-DOMAIN_MAY_USE = {"tasks", "core", "compute"}
+DOMAIN_MAY_USE = {"tasks", "core", "inputs", "cohorts", "compute"}
 USES_DOMAIN = {"client", "config", "flare", "api", "cli"}
 USES_FLARE = {"client", "components", "flare", "cli"}
 

@@ -26,12 +26,12 @@ from runs import CONFIGS, claim
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
-from flare_sparse.compute.structure.scaling import InputScaler
 from flare_sparse.config.assemble import Assembly, assemble
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.inputs.scaling import InputScaler
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation import Outcome

@@ -26,7 +26,6 @@ from cohorts_report import update_docs
 from runs import CONFIGS, claim
 from torch.utils.data import ConcatDataset
 
-from flare_sparse.compute.structure.scaling import build_statistics_mask
 from flare_sparse.config.assemble import Assembly, assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
@@ -34,6 +33,7 @@ from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.seeds import limit_threads
+from flare_sparse.inputs.scaling import build_statistics_mask
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.tasks.task import Examples, SiteData

@@ -13,8 +13,8 @@ from local_federation import LocalFederation, Upload
 from torch import nn
 from toy import Plain, Toy, ToyBench
 
-from flare_sparse.compute.structure.scaling import InputScaler
 from flare_sparse.core.exchange import Contribution
+from flare_sparse.inputs.scaling import InputScaler
 from flare_sparse.methods.aggregation.weighted import weigh_by_examples, weighted_sum
 from flare_sparse.rounds.federation import RoundRules
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ..cohorts.split import Part
 from ..compute import Compute
 from ..config.policy.policy import find_policy_file, read_policy
 from ..config.study import Study
@@ -19,7 +20,6 @@ from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, DataError
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
-from ..core.split import Part
 from ..results.audit.attacks import Attacker, AuditOptions
 from ..results.audit.record import audit_run
 from ..results.evidence import NO_LICENSE

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ..cohorts.split import Part
 from ..core.errors import ConfigError
-from ..core.split import Part
 from .console import out as console
 from .options import take_options
 from .screen import Screen

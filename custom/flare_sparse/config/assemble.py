@@ -17,12 +17,12 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
-from ..compute.structure.scaling import build_statistics_mask, find_site_tensors
 from ..core.checkpoint.store import Store
 from ..core.errors import ConfigError
 from ..core.needs import Need
 from ..core.params import Layout
 from ..core.seeds import seed_torch
+from ..inputs.scaling import build_statistics_mask, find_site_tensors
 from ..methods.method import SCORE, Method, is_evaluated
 from ..privacy.dp.account import Budget, PrivacyAccount
 from ..privacy.dp.accounting import SamplingPlan

@@ -34,7 +34,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..compute.structure.scaling import build_statistics_mask
 from ..core.errors import ConfigError
 from ..core.exchange import (
     EVALUATE,
@@ -52,6 +51,7 @@ from ..core.needs import Need, Needs, find_need
 from ..core.params import Layout
 from ..core.seeds import make_generator
 from ..core.settings import Settings
+from ..inputs.scaling import build_statistics_mask
 from ..training import Site, TrainingConfig
 from ..training.personal import Personal
 from ..wire.capabilities import Capabilities

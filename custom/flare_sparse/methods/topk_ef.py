@@ -101,11 +101,6 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
         """Number of parameters in an update."""
         return self._count(self.config.fraction)
 
-    @property
-    def download_size(self) -> int | None:
-        """Number of parameters in a request after round 1; None: as many as the round before changed."""
-        return None if self.config.down is None else self._count(self.config.down)
-
     def answer(self, request: Request, site: Site) -> Update:
         training = self.config.get_training(request.round)
         trained = site.train(site.weights, request.trainable, training, request.round)

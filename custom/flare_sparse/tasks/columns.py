@@ -10,8 +10,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, RootModel
 
+from ..cohorts.subgroups import MISSING, SUBJECTS, label_values, name_metric, suppress_small
 from ..core.names import format_names, parse_numbers
-from ..core.subgroups import MISSING, SUBJECTS, label_values, name_metric, suppress_small
 from .task import Column, SiteData, Task
 
 LEAST = 5
@@ -69,7 +69,7 @@ def encode_columns(columns: Sequence[Column], least: int) -> dict[str, np.ndarra
     """Return the values of each number, and 0 or 1 by row for each label, without those of fewer than ``least`` rows.
 
     Labels, a missing value among them, are named ``sex=F``. A rare label takes others of its column with it, until the
-    rows that are left out are enough, too (:func:`flare_sparse.core.subgroups.suppress_small`).
+    rows that are left out are enough, too (:func:`flare_sparse.cohorts.subgroups.suppress_small`).
     """
     encoded: dict[str, np.ndarray] = {}
     for column in columns:

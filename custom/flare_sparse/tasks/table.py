@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ..compute.structure.scaling import TargetScaler
+from ..cohorts.split import Split
 from ..core.errors import DataError
-from ..core.split import Split
+from ..inputs.scaling import TargetScaler
 from .data.atlases import scale_anatomically
 from .data.cells import PLAIN, Spelling
 from .data.features import Features, compute_scale, encode_features, name_labels, number_labels, read_labels

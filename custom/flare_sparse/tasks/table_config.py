@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..compute.structure.harmonization import Harmonizer
-from ..compute.structure.scaling import InputScaler, StatisticsLayer
 from ..core.errors import ConfigError, DataError, list_first, suggest
 from ..core.names import clean_names
 from ..core.needs import Need, Needs
+from ..inputs.harmonization import Harmonizer
+from ..inputs.scaling import InputScaler, StatisticsLayer
 from .classes import check_class_weights, list_weight_needs
 from .data.atlases import ATLASES
 from .data.cells import Censored

@@ -18,13 +18,13 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ..cohorts.split import Split, SplitConfig
+from ..cohorts.subgroups import ERROR, LONGEST_CELL, label_values, parse_subgroup, split_metric
 from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
 from ..core.needs import Needs
 from ..core.params import separate_tensors
 from ..core.reading import MinibatchReader, move_batch, stack_examples
 from ..core.settings import Settings
-from ..core.split import Split, SplitConfig
-from ..core.subgroups import ERROR, LONGEST_CELL, label_values, parse_subgroup, split_metric
 
 VALIDATION = "validation_"
 """Prefix of the names of the metrics on validation examples."""

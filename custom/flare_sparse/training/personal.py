@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..compute.structure.scaling import find_site_tensors
 from ..core.errors import ConfigError, list_first
 from ..core.params import Layout
+from ..inputs.scaling import find_site_tensors
 from .flat import FlatModel
 from .trainer import Trainer, Training, Wrapper
 

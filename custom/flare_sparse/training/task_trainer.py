@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
+from ..cohorts.subgroups import measure_subgroups
 from ..compute.structure.observing import ObservedNetwork
-from ..compute.structure.scaling import StatisticsLayer
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..core.seeds import require_deterministic
-from ..core.subgroups import measure_subgroups
+from ..inputs.scaling import StatisticsLayer
 from ..tasks.task import is_metric_name
 from .batches import weigh_batches
 from .config import TrainingConfig

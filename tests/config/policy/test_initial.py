@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flare_sparse.compute.structure.scaling import InputScaler
 from flare_sparse.config.policy.initial import find_changed_tensor
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
+from flare_sparse.inputs.scaling import InputScaler
 from flare_sparse.wire.formats import ValueType
 
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flare_sparse.compute.structure.scaling import InputScaler, build_statistics_mask
 from flare_sparse.config.policy.policy import PRESETS, Policy, compute_norm, find_policy_file, read_policy
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
+from flare_sparse.inputs.scaling import InputScaler, build_statistics_mask
 from flare_sparse.training import SampleUsage
 
 LAYOUT = Layout.from_module(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))

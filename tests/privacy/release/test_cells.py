@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.core.split import SplitConfig
+from flare_sparse.cohorts.split import SplitConfig
 from flare_sparse.privacy.release.cells import (
     Columns,
     Term,

@@ -12,11 +12,11 @@ import yaml
 
 from flare_sparse.api.run import Run
 from flare_sparse.api.start import run as start
+from flare_sparse.cohorts.subgroups import split_metric
 from flare_sparse.config.policy.policy import Policy
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import DataError
 from flare_sparse.core.observer import SILENT
-from flare_sparse.core.subgroups import split_metric
 from flare_sparse.results.report.findings import describe_findings
 from flare_sparse.results.report.subgroups import build_subgroups, describe_gap
 from flare_sparse.results.runs.load import load_model

@@ -10,7 +10,7 @@ from local_federation import LocalFederation, Upload
 from torch import nn
 from toy import Plain, Toy, ToyBench
 
-from flare_sparse.compute.structure.scaling import InputScaler, build_statistics_mask
+from flare_sparse.inputs.scaling import InputScaler, build_statistics_mask
 from flare_sparse.rounds.endpoints.plans import InitialModel
 from flare_sparse.rounds.federation import Outcome, RoundRules
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run

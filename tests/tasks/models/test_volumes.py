@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from flare_sparse.compute.structure.scaling import InputScaler, build_statistics_mask
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import MASKABLE, Layout
+from flare_sparse.inputs.scaling import InputScaler, build_statistics_mask
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.models.voxels import HemisphereMean
 

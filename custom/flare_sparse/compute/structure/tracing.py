@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx, nn
 
 from ...core.errors import FlareSparseError
+from ...inputs.scaling import QuantileEncoder, StatisticsLayer, TargetScaler
 from .nodes import Concat, InputNode, NormNode, Pad, Passthrough, Sum, Value, Weighted
-from .scaling import QuantileEncoder, StatisticsLayer, TargetScaler
 
 
 class Untraceable(FlareSparseError):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compute.structure.scaling import build_statistics_mask
 from ...core.mask import Mask
 from ...core.params import Layout
+from ...inputs.scaling import build_statistics_mask
 from ...wire.formats import FORMATS, ValueType
 
 TOLERANCE = 2.0**-12

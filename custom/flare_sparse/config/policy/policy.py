@@ -13,12 +13,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 
-from ...compute.structure.scaling import select_statistics
+from ...cohorts.subgroups import SUBJECTS, suppress_small
 from ...core.errors import ConfigError, PolicyRefusal
 from ...core.exchange import EVALUATE, STATISTICS, Content, Patch
 from ...core.mask import Mask
 from ...core.params import Layout, TensorSpec
-from ...core.subgroups import SUBJECTS, suppress_small
+from ...inputs.scaling import select_statistics
 from ...privacy.dp.account import Budget
 from ...privacy.dp.accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
 from ...tasks.task import COUNTS, EPSILON, get_count_name

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ...core.split import place
+from ...cohorts.split import place
 
 FOLD = "fold"
 """Name of the column of folds, which the site's secret assigns."""
@@ -117,5 +117,5 @@ def build_folds(folds: int) -> Groups:
 
 
 def assign_fold(seed: int, name: str, folds: int) -> str:
-    """Return a person's fold, 1 to ``folds``: that of a stable split with this seed (core/split.py)."""
+    """Return a person's fold, 1 to ``folds``: that of a stable split with this seed (cohorts/split.py)."""
     return str(int(place(f"{seed}:{name}") * folds) + 1)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
+from ...cohorts.split import Part
 from ...config.assemble import Assembly, open_site
 from ...config.study import Study
 from ...core.errors import ConfigError, DataError, FlareSparseError
 from ...core.observer import SILENT, Observer
 from ...core.params import compute_digest
 from ...core.seeds import make_generator
-from ...core.split import Part
 from ...methods.method import Method, describe_site_model
 from ...tasks.task import TEST_EXAMPLES, Examples, SiteData, Task
 from ...training import LocalTask, build_site

@@ -12,8 +12,8 @@ from typing import Any
 import safetensors
 import yaml
 
+from ...cohorts.subgroups import split_metric
 from ...core.errors import ConfigError
-from ...core.subgroups import split_metric
 from ...tasks.task import TEST_EXAMPLES, VALIDATION
 from .contributions import Contributions, read_contributions
 from .pictures import PICTURES_FILE, CasePicture, read_pictures

@@ -10,7 +10,7 @@ from math import hypot, inf, sqrt
 from statistics import NormalDist
 from typing import Any
 
-from ...core.subgroups import ERROR, EVERYONE, SUBJECTS, make_plain, parse_subgroup, split_metric
+from ...cohorts.subgroups import ERROR, EVERYONE, SUBJECTS, make_plain, parse_subgroup, split_metric
 from .results import RunResult
 
 LEVEL = 0.95

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from ...compute.structure.norms import clip_variances
-from ...compute.structure.scaling import build_statistics_mask
 from ...core.exchange import EXACT_CONTENTS, STATISTICS, Content, Patch, Request
 from ...core.mask import Mask
 from ...core.params import Layout
+from ...inputs.scaling import build_statistics_mask
 from ...wire.formats import ValueType, is_quantized
 from ...wire.plan import CiphertextFormat, Plan
 from ..link import Vector

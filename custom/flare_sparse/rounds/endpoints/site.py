@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compute.structure.scaling import drop_rests
 from ...core.checkpoint.store import Store
 from ...core.errors import (
     FlareSparseError,
@@ -24,6 +23,7 @@ from ...core.exchange import EVALUATE, STATISTICS, EncryptedValues, Patch, Reque
 from ...core.mask import Mask
 from ...core.memory import is_out_of_memory
 from ...core.seeds import make_generator
+from ...inputs.scaling import drop_rests
 from ...methods.method import Method, get_site_limits, is_evaluated
 from ...privacy.encryption import SiteCipher
 from ...tasks.task import EPSILON

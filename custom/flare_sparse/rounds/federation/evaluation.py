@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ...cohorts.subgroups import split_metric
 from ...core.exchange import Contribution, EncryptedValues, Patch
 from ...core.mask import Mask
-from ...core.subgroups import split_metric
 from ...methods.aggregation.weighted import cap
 from ...tasks.task import COUNTS, EPSILON, TEST_EXAMPLES, get_count_name
 

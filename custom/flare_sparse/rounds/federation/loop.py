@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compute.structure.scaling import build_statistics_mask, drop_rests
 from ...core.checkpoint.packing import check_state
 from ...core.checkpoint.store import Store
 from ...core.exchange import EVALUATE, Contribution, EncryptedValues
+from ...inputs.scaling import build_statistics_mask, drop_rests
 from ...methods.method import Method
 from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compute.structure.scaling import build_statistics_mask, select_statistics
 from ...core.exchange import STATISTICS, Assignment, Patch, Request, UpdateSpec
 from ...core.params import Layout
+from ...inputs.scaling import build_statistics_mask, select_statistics
 from .learning import HasQuorum, LearnResult
 from .replies import AttemptResult
 

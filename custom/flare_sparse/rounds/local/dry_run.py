@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...compute.structure import narrow_network
-from ...compute.structure.scaling import build_statistics_mask, select_statistics
 from ...core.errors import TaskFailed
 from ...core.mask import Mask
 from ...core.params import Layout
 from ...core.seeds import make_generator
+from ...inputs.scaling import build_statistics_mask, select_statistics
 from ...methods.method import Method
 from ...privacy.encryption import KeyContexts
 from ...privacy.secure_aggregation.limits import SumRules

@@ -20,8 +20,8 @@ from typing import Annotated, Generic, TypeVar
 import numpy as np
 from pydantic import Field
 
+from ...cohorts.split import Split, SplitConfig
 from ...core.errors import DataError
-from ...core.split import Split, SplitConfig
 from ..task import Cohort
 from .bids import TABLE, list_files, read_rows
 from .pairs import CASE, Pairs, match_files

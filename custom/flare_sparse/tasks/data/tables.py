@@ -14,7 +14,6 @@ import numpy as np
 
 from ...core.errors import DataError, list_first, suggest
 from ...core.names import find_number, find_similar, format_names
-from ..task import Cohort
 from .cells import DATES, PLAIN, Spelling, describe_remedy, find_date, read_cell
 from .table_files import Columns, read_columns
 
@@ -141,10 +140,6 @@ class Table:
             duplicate = next(value for value in ids if ids.count(value) > 1)
             raise DataError(f"{self.source}: {name} {duplicate!r} occurs twice; remove one row")
         return ids
-
-    def to_cohort(self, id_column: str) -> Cohort:
-        """Return all columns, indexed by the identifiers in ``id_column``."""
-        return Cohort(self.get_ids(id_column), self.columns)
 
 
 def read_table(path: Path, columns: Collection[str] = ()) -> Table:

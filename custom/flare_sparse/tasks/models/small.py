@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from ...compute.structure.scaling import QuantileEncoder
 from ...core.params import LinearPath
+from ...inputs.scaling import QuantileEncoder
 from .blocks import build_convolution_block, build_fully_connected
 from .fields import Bins, Channels, Count, Features, Gain, Image, Share, Units
 from .shapes import compute_feature_map_shape

@@ -11,7 +11,7 @@ from math import prod
 
 from torch import Tensor, nn
 
-from ...compute.structure.scaling import InputScaler
+from ...inputs.scaling import InputScaler
 from .fields import Count, Share, Units, Volume
 from .small import mlp
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flare_sparse.compute.structure import harmonization
-from flare_sparse.compute.structure.harmonization import Harmonizer, _shrink
+from flare_sparse.inputs import harmonization
+from flare_sparse.inputs.harmonization import Harmonizer, _shrink
 
 SIZES = (12, 30, 7)
 COVARIATES = 2

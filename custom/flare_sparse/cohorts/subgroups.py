@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from .names import clean_name, format_names, parse_numbers
+from ..core.names import clean_name, format_names, parse_numbers
 
 SUBJECTS = "subjects"
 """Metric of a subgroup that counts its subjects."""

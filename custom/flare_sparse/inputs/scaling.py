@@ -9,9 +9,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import ConfigError
-from ...core.mask import Mask
-from ...core.params import Layout
+from ..core.errors import ConfigError
+from ..core.mask import Mask
+from ..core.params import Layout
 
 OUTER_EDGE = 3.0
 """Standard deviations at which the outer bins of an encoded number end."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from flare_sparse.core.split import SplitConfig
+from flare_sparse.cohorts.split import SplitConfig
 
 IDS = st.sets(st.text(min_size=1, max_size=4))
 

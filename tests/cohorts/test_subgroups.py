@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.core.names import clean_name
-from flare_sparse.core.subgroups import (
+from flare_sparse.cohorts.subgroups import (
     ERROR,
     SUBJECTS,
     label_values,
@@ -22,6 +21,7 @@ from flare_sparse.core.subgroups import (
     split_metric,
     suppress_small,
 )
+from flare_sparse.core.names import clean_name
 from flare_sparse.tasks.task import is_metric_name
 
 

@@ -1,0 +1,1 @@
+"""Statistics of input features and targets: scaling and harmonisation as layers of the network."""
