@@ -32,7 +32,7 @@ EXPIRED = "{folder}: its checkpoints are older than federation.checkpoint_days a
 
 
 def keep_final_checkpoints(checkpoints: Path, *, has_history: bool = False) -> None:
-    """Keep the checkpoint of the last committed round of every end beside ``checkpoints``, and delete all others.
+    """Keep the last checkpoints of every end up to the last commit beside ``checkpoints``, and delete all others.
 
     Args:
         checkpoints: folder of the checkpoints of a finished run, in its result folder.
@@ -43,9 +43,9 @@ def keep_final_checkpoints(checkpoints: Path, *, has_history: bool = False) -> N
         for folder in server.parent.iterdir():
             store = Store(folder, {})
             # A site's checkpoints after the last commit belong to the final evaluation, which a longer run discards.
-            newest = None if committed is None else store.find_newest(below=committed + 1)
+            kept = [] if committed is None else _list_last(folder, committed + 1)
             for number in store.list_numbers():
-                if newest is None or number > newest or (number < newest and not has_history):
+                if not kept or number > kept[-1] or (number not in kept and not has_history):
                     shutil.rmtree(folder / f"{number:08d}", ignore_errors=True)
     final = checkpoints.with_name(FINAL)
     shutil.rmtree(final, ignore_errors=True)
@@ -74,7 +74,7 @@ def expire_checkpoints(run: Path, days: int | None) -> bool:
 
 
 def copy_checkpoints(folder: Path, open_store: Callable[[str], Store], below: int | None = None) -> None:
-    """Copy the last checkpoint of every end.
+    """Copy the last checkpoint of the server and the last two of every site.
 
     Args:
         folder: folder of the checkpoints of one run.
@@ -85,7 +85,22 @@ def copy_checkpoints(folder: Path, open_store: Callable[[str], Store], below: in
         CheckpointError: a copy could not be written.
     """
     for end in sorted(path.name for path in folder.iterdir() if path.is_dir()):
-        Store(folder / end, {}).copy_newest(open_store(end), below)
+        for number in _list_last(folder / end, below):
+            Store(folder / end, {}).copy_newest(open_store(end), number + 1)
+
+
+def _list_last(folder: Path, below: int | None = None) -> list[int]:
+    """Return the numbers of the checkpoints from which an end continues, ascending.
+
+    For a site these are two: the last update may be one that did not count, after which the site starts from the
+    memory before it.
+    """
+    store = Store(folder, {})
+    newest = store.find_newest(below)
+    if newest is None:
+        return []
+    before = None if folder.name == SERVER else store.find_newest(newest)
+    return [newest] if before is None else [before, newest]
 
 
 def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> None:
