@@ -70,8 +70,8 @@ def encode(
             format sends weights as differences to ``plan.base_vector``; without that, in ``WITHOUT_BASE``.
         residual: residual of the previous message.
         generator: source of the rounding of a quantized format, in the same state for every attempt at a request.
-        name: returns ``target`` and ``request`` from the values that the receiver reads, ``Encoded.received``; None:
-            those of the plan.
+        name: returns ``target`` and ``request`` from the values ``(k,)`` that the receiver reads, which it must not
+            keep, or from None if these are not rounded and not plain; None: the names are those of the plan.
 
     Raises:
         RejectedMessage: a value is not finite in this format.
@@ -85,7 +85,8 @@ def encode(
     sections = _encode_selections(patch, trainable, plan)
     coded = code_values(patch, plan, content, values, residual, generator)
     header = _build_header(patch, plan, sections, content, value_format)
-    values_bytes = coded.section.size if coded is not None else FORMATS[values].width * patch.mask.count
+    section = None if coded is None else coded.section
+    values_bytes = FORMATS[values].width * patch.mask.count if section is None else section.size
     start, end = header.values_start, header.values_start + values_bytes
     buffer = np.empty(round_up_to_words(end), np.uint8)
     _write_selections(sections, header, buffer)
@@ -94,11 +95,14 @@ def encode(
     if coded is None:
         dtype = FORMATS[values].dtype
         assert dtype is not None, "quantized values are coded"
-        coded = CodedValues(buffer[start:end], *write_values(patch, dtype, residual, buffer[start:end]))
-    else:
-        buffer[start:end] = coded.section
+        coded = CodedValues(None, *write_values(patch, dtype, residual, buffer[start:end]))
+    elif section is not None:
+        buffer[start:end] = section
     if name is not None:
-        target, request = name(coded.received)
+        # Plain values are at hand in the message: they need not be gathered again.
+        is_plain = coded.received is None and section is None
+        values_read = torch.from_numpy(buffer[start:end].view("<f4")) if is_plain else coded.received
+        target, request = name(values_read)
         header = replace(header, target=target, request=request)
     # Last: the checksums in the header cover everything else.
     write_header(header, buffer)

@@ -27,12 +27,12 @@ class CodedValues:
     """A values section.
 
     Attributes:
-        section: uint8 ``(n,)``.
+        section: uint8 ``(n,)``; None: it was written in place.
         residual: ``(P,)`` what the message loses to rounding, with what earlier ones lost elsewhere; None: nothing.
         received: ``(k,)`` the values that the receiver reads, if the format rounds; else None.
     """
 
-    section: np.ndarray
+    section: np.ndarray | None
     residual: Tensor | None
     received: Tensor | None = None
 

@@ -74,21 +74,25 @@ def correct_variances(patch: Patch, layout: Layout) -> Patch:
     return patch if values is patch.values else replace(patch, source=values)
 
 
-def compute_target(sent: Patch, received: Tensor | None, base: Vector | None, layout: Layout) -> Tensor:
-    """Return the vector ``(P,)`` that a site holds after a message, where its values are rounded.
+def find_target(read: Patch, base: Vector | None, layout: Layout, *, keeps_values: bool) -> Vector:
+    """Return the vector that a site holds after a message.
 
     Args:
-        sent: the patch that was encoded.
-        received: ``(k,)`` its values as the site reads them; None: they are not rounded.
-        base: the vector on which a patch over "previous" builds, with its values.
+        read: the patch as the site reads it.
+        base: the vector on which a patch over "previous" builds; with its values, if the patch has any.
         layout: layout of the model.
+        keeps_values: whether the vector is to have its values.
     """
-    patch = correct_variances(sent if received is None else replace(sent, source=received), layout)
+    patch = read if read.encrypted is not None else correct_variances(read, layout)
     if patch.base == "zeros":
-        return patch.to_vector()
+        return Vector.of(patch, keeps_values=keeps_values)
     assert base is not None, "a patch over the previous model is for a site with a base"
+    if not patch.mask.count:
+        return base if keeps_values else replace(base, values=None)
     assert base.values is not None, "the server keeps the vectors that patches with rounded values build on"
-    return patch.write_into(base.values.clone())
+    values = patch.write_into(base.values.clone())
+    vector = Vector.of(Patch.from_vector(values, base.mask))
+    return replace(vector, values=values) if keeps_values else vector
 
 
 def plan_request(

@@ -32,7 +32,7 @@ from ...wire.values import is_representable
 from ..link import ServerLink, Vector, name_new_start, name_request
 from .encrypted import EncryptedModel, aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
 from .events import parse_events
-from .plans import InitialModel, choose_values, compute_target, correct_variances, plan_request, plan_update
+from .plans import InitialModel, choose_values, correct_variances, find_target, plan_request, plan_update
 from .reported import validate_metrics, validate_num_examples
 from .server_sums import ServerSums
 from .update_store import UpdateStore
@@ -239,27 +239,23 @@ class ServerEndpoint:
             base: vector that the site holds; None: none.
             stream: stream of the rounding residual.
         """
-        request, targets = assignment.request, [Vector("", patch.mask)]
+        request, target = assignment.request, Vector("", patch.mask)
         # Of statistics alone nothing is rounded.
         is_exact = self._sends_differences and sent is not patch and sent.mask.count > 0
         # The whole model, which the site then holds if nothing is rounded.
         whole = patch if patch.base == "zeros" else self._attach_ciphertext(assignment.full_model or patch)
+        rounds = bool(self._sends_differences or FORMATS[self.values].rounding)
 
         def name(received: Tensor | None) -> tuple[str, str]:
             """Return the names of the vector that the site then holds, and of the request."""
-            if patch.base == "previous" and not sent.mask.count:
-                assert base is not None, "a patch over the previous model is for a site with a base"
-                targets[0] = base
-            elif received is None:
-                targets[0] = Vector.of(self._correct(whole), keeps_values=self._sends_differences)
+            nonlocal target
+            if sent.base == "previous" and (not sent.mask.count or (rounds and received is not None)):
+                read = sent if received is None else replace(sent, source=received)
             else:
-                values = compute_target(sent, received, base, self.layout)
-                mask = base.mask if patch.base == "previous" and base else patch.mask
-                found = Vector.of(Patch.from_vector(values, mask))
-                keeps_values = self._sends_differences or assignment.full_model is not None
-                targets[0] = replace(found, values=values) if keeps_values else found
-            target = targets[0].name
-            return target, name_request(self._link.commit, request.kind, request.round, target)
+                read = whole if received is None or sent.base == "previous" else replace(whole, source=received)
+            keeps_values = self._sends_differences or (rounds and assignment.full_model is not None)
+            target = find_target(read, base, self.layout, keeps_values=keeps_values)
+            return target.name, name_request(self._link.commit, request.kind, request.round, target.name)
 
         message = encode(
             sent,
@@ -270,10 +266,7 @@ class ServerEndpoint:
             generator=make_generator(self.seed, "rounding", SERVER, stream, request.kind, request.round),
             name=name,
         )
-        return _Sent(message, message.request, targets[0])
-
-    def _correct(self, patch: Patch) -> Patch:
-        return patch if patch.encrypted is not None else correct_variances(patch, self.layout)
+        return _Sent(message, message.request, target)
 
     def decode(self, site: str, data: Any, examples: Any, metrics: Any, events: Any = ()) -> Contribution:
         """Decode and validate an update of the last attempt.
