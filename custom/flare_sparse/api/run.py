@@ -293,8 +293,10 @@ def complete_run(study: Study, folder: RunFolder) -> Run:
 
 
 def _make_room(target: Path, *, overwrite: bool) -> None:
-    """Raises:
-    ConfigError: the target exists, and it is not replaced.
+    """Refuse a target that exists, or remove it where it may be replaced.
+
+    Raises:
+        ConfigError: the target exists, and it is not replaced.
     """
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -97,8 +97,10 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 def _check_options(options: EvaluateOptions) -> None:
-    """Raises:
-    ConfigError: the options exclude each other.
+    """Refuse options that exclude each other.
+
+    Raises:
+        ConfigError: the options exclude each other.
     """
     if (options.data is None) != options.matrix:
         raise ConfigError(

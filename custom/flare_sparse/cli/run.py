@@ -171,8 +171,10 @@ def open_screen(env: Env) -> Iterator[Console]:
 
 
 def _check_options(options: RunOptions) -> None:
-    """Raises:
-    ConfigError: an option does not apply to the environment.
+    """Refuse options that do not apply to the environment.
+
+    Raises:
+        ConfigError: an option does not apply to the environment.
     """
     if options.resume and options.overwrite:
         raise ConfigError("--resume continues the run in --out, --overwrite replaces it; leave one of them out")
@@ -187,8 +189,10 @@ def _check_options(options: RunOptions) -> None:
 
 
 def _check_continuation(options: RunOptions) -> None:
-    """Raises:
-    ConfigError: --continue-from does not apply to the other options.
+    """Refuse --continue-from beside options that it does not apply to.
+
+    Raises:
+        ConfigError: --continue-from does not apply to the other options.
     """
     if options.overwrite:
         raise ConfigError("--continue-from replaces no run; leave --overwrite out and choose a new --out")
@@ -200,8 +204,10 @@ def _check_continuation(options: RunOptions) -> None:
 
 
 def _refuse_lost_state(study: Study, env: str) -> None:
-    """Raises:
-    ConfigError: a finished run of this environment leaves nothing that --continue-from could start from.
+    """Refuse to continue a finished run of an environment that keeps no state.
+
+    Raises:
+        ConfigError: a finished run of this environment leaves nothing that --continue-from could start from.
     """
     if env == "prod" or (env == "poc" and study.config.encrypted):
         reason = "the server deletes its checkpoints" if env == "prod" else "every federation has new keys"
@@ -212,8 +218,10 @@ def _refuse_lost_state(study: Study, env: str) -> None:
 
 
 def _check_step_back(options: RunOptions) -> None:
-    """Raises:
-    ConfigError: --step-back does not apply to the environment or to the other options.
+    """Refuse --step-back where it does not apply.
+
+    Raises:
+        ConfigError: --step-back does not apply to the environment or to the other options.
     """
     if options.step_back is None:
         return

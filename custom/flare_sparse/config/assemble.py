@@ -318,8 +318,10 @@ def count_model_entries(task: Task) -> int:
 
 
 def _check_size(entries: int, max_entries: int | None) -> None:
-    """Raises:
-    ConfigError: the model has more entries than the policy allows.
+    """Refuse a model with more entries than the policy allows.
+
+    Raises:
+        ConfigError: the model has more entries than the policy allows.
     """
     if max_entries is not None and entries > max_entries:
         raise ConfigError(
@@ -328,16 +330,20 @@ def _check_size(entries: int, max_entries: int | None) -> None:
 
 
 def _check_statistics(job: JobConfig, layout: Layout) -> None:
-    """Raises:
-    ConfigError: the network has an input scaler, and the job's messages do not carry its statistics as they are.
+    """Refuse an input scaler whose statistics the job's messages would change.
+
+    Raises:
+        ConfigError: the network has an input scaler, and the job's messages do not carry its statistics as they are.
     """
     if build_statistics_mask(layout).count and (conflicts := find_conflicts(job, [STANDARDIZED])):
         raise ConfigError("; ".join(conflicts))
 
 
 def _check_site_tensors(layout: Layout) -> None:
-    """Raises:
-    ConfigError: what describes the sites' own data would be exchanged.
+    """Refuse to exchange what describes the sites' own data.
+
+    Raises:
+        ConfigError: what describes the sites' own data would be exchanged.
     """
     exchanged = {spec.name for spec in layout.tensors} & set(find_site_tensors(layout))
     if exchanged:

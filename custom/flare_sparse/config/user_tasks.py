@@ -114,8 +114,10 @@ def _load_script_task(config: JobConfig, folder: Path) -> ScriptTask:
 
 
 def _check_syntax(script: Path) -> None:
-    """Raises:
-    ConfigError: the script is no Python.
+    """Refuse a script that is no Python.
+
+    Raises:
+        ConfigError: the script is no Python.
     """
     try:
         ast.parse(script.read_text(encoding="utf-8"), str(script))

@@ -244,8 +244,10 @@ def _compute_base_model_digest(frozen: Mapping[str, Tensor]) -> str:
 
 
 def _check_tensors(module: nn.Module) -> None:
-    """Raises:
-    ConfigError: a layer is lazy or quantised: its weights have no shape yet, or are no parameters.
+    """Refuse layers without weights of a fixed shape.
+
+    Raises:
+        ConfigError: a layer is lazy or quantised: its weights have no shape yet, or are no parameters.
     """
     for name, part in module.named_modules():
         where = f"layer {name!r} is {type(part).__name__}"

@@ -186,8 +186,10 @@ _DATA = "flare_sparse.client.site_data().path, which simulator.data.path or the 
 
 
 def _check_no_script_runs() -> None:
-    """Raises:
-    ScriptFailed: a stopped script still runs; what it sends would be taken for the reply of a new one.
+    """Refuse to start a script while a stopped one still runs.
+
+    Raises:
+        ScriptFailed: a stopped script still runs; what it sends would be taken for the reply of a new one.
     """
     if any(thread.name == _THREAD and thread.is_alive() for thread in threading.enumerate()):
         raise ScriptFailed("the script is still running an aborted task; it starts again once that has ended")

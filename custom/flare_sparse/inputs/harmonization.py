@@ -216,7 +216,7 @@ def _shrink(gamma: Tensor, squares: Tensor, count: float) -> tuple[Tensor, Tenso
         new_gamma = shrink_shifts(old_delta)
         deviations = squares + count * (gamma - new_gamma).square()
         new_delta = (0.5 * deviations + rate) / (count / 2 + shape - 1)
-        # The bound keeps the change of a shift of 0 from being 0 / 0, which no comparison finds small.
+        # The clamp avoids 0 / 0 = NaN, which would never pass the tolerance.
         changes = (
             (new_gamma - old_gamma).abs() / old_gamma.abs().clamp_min(1e-12),
             (new_delta - old_delta).abs() / old_delta,

@@ -38,8 +38,10 @@ def list_weight_needs(class_weights: Sequence[float]) -> Needs:
 
 
 def check_class_weights(class_weights: Sequence[float], classes: int) -> None:
-    """Raises:
-    ValueError: the number of weights is not that of the classes.
+    """Refuse class weights whose number is not that of the classes.
+
+    Raises:
+        ValueError: the number of weights is not that of the classes.
     """
     if class_weights and len(class_weights) != classes:
         raise ValueError(f"class_weights has {len(class_weights)} numbers for {classes} classes; give one for each")

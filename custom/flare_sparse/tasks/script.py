@@ -107,8 +107,10 @@ class ScriptTask(Task):
 
 
 def _check_state_dict(model: nn.Module, path: str) -> None:
-    """Raises:
-    ConfigError: a script that exchanges ``state_dict()`` could not train one of the parameters.
+    """Refuse a script that exchanges a ``state_dict()`` without one of the parameters.
+
+    Raises:
+        ConfigError: a script that exchanges ``state_dict()`` could not train one of the parameters.
     """
     given = set(match_state_dict(model).values())
     missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in given]

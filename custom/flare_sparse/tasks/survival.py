@@ -168,7 +168,7 @@ def compute_c_index(log_hazard: Tensor, times: Tensor, events: Tensor) -> float 
     event, or, of two equal times, one is that of an event. None without such a pair.
     """
     concordant, comparable = 0.0, 0
-    # Some subjects with an event at a time: all pairs of a large site do not fit into memory.
+    # Process subjects with an event in chunks: all pairs of a large site do not fit into memory.
     for rows in (events > 0.5).nonzero().flatten().split(max(PAIRS_AT_ONCE // max(len(times), 1), 1)):
         own = times[rows, None]
         later = (times > own) | ((times == own) & (events <= 0.5))

@@ -28,7 +28,7 @@ class NarrowedTrainer(Wrapper):
     def __init__(self, inner: Trainer, network: nn.Module, build: Callable[[nn.Module], Trainer]):
         super().__init__(inner)
         self._network, self._build = network, build
-        # With its key, the live mask or the closed channels, and its entries.
+        # Cache: (key, trainer, mask of its entries); the key is the live mask or the closed channels.
         self._latest: tuple[Any, Trainer, Mask] | None = None
 
     def narrow(self, live: Mask) -> Trainer:

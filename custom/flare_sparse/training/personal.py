@@ -82,7 +82,7 @@ class PersonalTrainer(Wrapper):
 
     def __init__(self, inner: Trainer, model: FlatModel, initial: Mapping[str, Tensor]):
         super().__init__(inner)
-        # Before any training: one that leaves a tensor out would make it look like a part of a frozen base model.
+        # Read the layout first: training freezes tensors, and frozen tensors are left out of it.
         self._network = Layout.from_module(model.module)
         self._tensors = PersonalTensors(model.module, tuple(initial))
         self._initial = torch.cat([tensor.reshape(-1) for tensor in initial.values()])

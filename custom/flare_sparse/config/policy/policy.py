@@ -420,8 +420,10 @@ def read_policy(file: Path) -> Policy:
 
 
 def raise_refusals(refusals: Iterable[str]) -> None:
-    """Raises:
-    PolicyRefusal: there is at least one reason.
+    """Raise the given reasons as one refusal, if there are any.
+
+    Raises:
+        PolicyRefusal: there is at least one reason.
     """
     if listed := "; ".join(refusals):
         raise PolicyRefusal(f"this site's policy: {listed}")

@@ -35,8 +35,10 @@ class SitePlanAuthorizer(FLComponent):
     """Checks every component of a job before FLARE builds it, whether or not the job carries code."""
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Raises:
-        UnsafeComponentError: an executor or filter of another package, a name of this package that is not one of a
+        """Refuse a component of a job that this site does not allow.
+
+        Raises:
+            UnsafeComponentError: an executor or filter of another package, a name of this package that is not one of a
             job's classes, or a site without its other guards.
         """
         if event_type != EventType.BEFORE_BUILD_COMPONENT:

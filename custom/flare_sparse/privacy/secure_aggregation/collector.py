@@ -241,8 +241,10 @@ class SumCollector:
         )
 
     def _require_enough(self, sites: int, action: str) -> None:
-        """Raises:
-        TooFewSites: fewer sites than the sum needs are left.
+        """Fail the sum if too few sites are left.
+
+        Raises:
+            TooFewSites: fewer sites than the sum needs are left.
         """
         needed = count_needed(len(self.members), self.min_sites)
         if sites < needed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..runs.comparison import describe_groups, explain_lacks
+from ..runs.comparison import describe_groups, explain_missing_metrics
 from ..runs.results import RunResult
 from .tables import ReportTable, format_metric
 
@@ -19,7 +19,7 @@ def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
             continue
         differences = predictions.differences
         for name, by_metric in differences.items():
-            if text := explain_lacks(predictions, name, by_metric):
+            if text := explain_missing_metrics(predictions, name, by_metric):
                 lacks.append(f"{run.label} against {name}: {text}.")
         for metric in dict.fromkeys(metric for by_metric in differences.values() for metric in by_metric):
             for name, by_metric in differences.items():

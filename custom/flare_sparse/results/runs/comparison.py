@@ -123,12 +123,15 @@ def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
         description["pooled"] = predictions.pooled | describe_predictor(predictions, RUN)
         description["baselines"] = {name: describe_predictor(predictions, name) for name in predictions.baselines}
         description["differences"] = predictions.differences
-        reasons = {name: explain_lacks(predictions, name, found) for name, found in description["differences"].items()}
+        reasons = {
+            name: explain_missing_metrics(predictions, name, found)
+            for name, found in description["differences"].items()
+        }
         description["notes"] = {name: reason for name, reason in reasons.items() if reason}
     return description
 
 
-def explain_lacks(predictions: Predictions, baseline: str, differences: Mapping[str, Any]) -> str:
+def explain_missing_metrics(predictions: Predictions, baseline: str, differences: Mapping[str, Any]) -> str:
     """Return why a comparison with a baseline lacks a metric; empty if it has all."""
     metrics = predictions.select_metrics(baseline)
     return "; ".join(_explain_lack(m, len(predictions.sites)) for m in metrics if m.name not in differences)

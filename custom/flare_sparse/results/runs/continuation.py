@@ -142,8 +142,10 @@ def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> Non
 
 
 def _check_settings(run: Path, finished: RunConfig, config: RunConfig) -> None:
-    """Raises:
-    ConfigError: settings other than the number of rounds differ, or there are no more rounds than the run has.
+    """Refuse settings with which a finished run cannot be continued.
+
+    Raises:
+        ConfigError: settings other than the number of rounds differ, or there are no more rounds than the run has.
     """
     if differences := list(iterate_differences(_drop_rounds(finished), _drop_rounds(config))):
         raise ConfigError(

@@ -88,7 +88,8 @@ class DryTrainer(Trainer):
     def compute_statistics(self, weights: Tensor) -> Tensor:
         self._count_usage(OBSERVED_BATCH, None)
         vector, generator = torch.zeros(self.layout.size), make_generator(self._seed, "dry statistics", self._name)
-        # Of noise, which says how far they compress; two rows have a deviation, and the count is the site's own.
+        # Use noise as data: it shows how well the statistics compress. Two rows have a deviation, and the count is the
+        # site's own.
         for layer, part in select_statistics(vector, self.layout):
             rows = torch.rand(min(2, self._count), part.shape[1], generator=generator)
             part.copy_(layer.compute_statistics(rows))

@@ -129,8 +129,10 @@ def round_labels(file: Path, values: np.ndarray) -> np.ndarray:
 
 
 def _check_axes(file: Path, shape: tuple[int, ...], axes: int) -> None:
-    """Raises:
-    DataError: an image is no volume, or too large.
+    """Refuse an image that is no volume, or too large.
+
+    Raises:
+        DataError: an image is no volume, or too large.
     """
     if len(shape) not in (axes, axes + 1) or min(shape) < 1:
         expected = "a volume, or one per channel" if axes == 3 else f"{axes} axes, and one more of channels"

@@ -148,8 +148,10 @@ class Nnunet(Task):
         return list_orientations([files[name].images[0] for name in names if files[name].images])
 
     def _check_dataset(self, folder: Path) -> None:
-        """Raises:
-        DataError: the data is not what the plan was made for.
+        """Refuse data that the plan was not made for.
+
+        Raises:
+            DataError: the data is not what the plan was made for.
         """
         found = read_dataset(folder)
         for name in ("channel_names", "labels", "file_ending"):
