@@ -20,8 +20,7 @@ from pydantic import BaseModel
 import flare_sparse
 from flare_sparse import client
 from flare_sparse.cli import COMMANDS, load_command
-from flare_sparse.cli.methods import find_source
-from flare_sparse.cli.settings_table import get_first_line, iterate_settings
+from flare_sparse.cli.settings import find_source, get_first_line, iterate_settings
 from flare_sparse.config.policy.policy import Policy
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.methods.method import MethodConfig

@@ -182,7 +182,7 @@ def list_examples() -> Iterator[Any]:
     """Yield the configurations on the pages of docs/."""
     for page in sorted((ROOT / "docs").rglob("*.md")):
         for number, text in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
-            if re.search("^method:", text, re.MULTILINE) and re.search("^task:", text, re.MULTILINE):
+            if all(re.search(f"^{section}:", text, re.MULTILINE) for section in ("method", "task")):
                 yield pytest.param(text, marks=pytest.mark.long, id=f"{page.stem}-{number}")
 
 

@@ -138,7 +138,7 @@ def test_files_of_the_page_are_the_table() -> None:
 
 @pytest.mark.slow
 def test_matrix_of_the_terminal_has_the_marks_of_the_table() -> None:
-    output = CliRunner().invoke(app, ["methods", "--matrix"]).output
+    output = CliRunner().invoke(app, ["settings", "--matrix"]).output
     rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.split()[0] in METHODS}
     assert rows == {
         name: ["no" if find_reasons(feature)[name] else "yes" for feature in list_columns()] for name in METHODS

@@ -134,9 +134,9 @@ def test_plugin_is_named_by_its_class_in_the_job(file: Path) -> None:
     config = load_config(file)
     assert (config.method.name, config.method.key) == ("my_methods.Mine", "class")
     for words, expected in (
-        (["methods"], "my_methods.Mine  sparse_draws 1.2"),
-        (["methods", "draws"], "method.share"),
-        (["methods", "my_methods.Mine"], "method.share"),
+        (["settings"], "my_methods.Mine  sparse_draws 1.2"),
+        (["settings", "draws"], "method.share"),
+        (["settings", "my_methods.Mine"], "method.share"),
     ):
         shown = CliRunner().invoke(app, words, terminal_width=200)
         assert expected in " ".join(shown.output.split("\n")).replace("   ", "  "), shown.output

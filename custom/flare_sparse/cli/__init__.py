@@ -20,7 +20,7 @@ from .console import out as console
 
 COMMANDS = (
     "run", "watch", "report", "evaluate", "predict", "audit", "evidence", "sweep", "bench", "adapt", "check",
-    "describe", "estimate", "export", "save", "decrypt", "withdraw", "fetch-model", "methods", "tasks", "nnunet",
+    "describe", "estimate", "export", "save", "decrypt", "withdraw", "fetch-model", "settings", "nnunet",
     "phantom", "site",
 )  # fmt: skip
 
@@ -98,7 +98,7 @@ def main(
 
     [bold]Start[/]   flare-sparse run app_configs/neurosfl_brain_age.yaml
     [bold]Change[/]  flare-sparse run app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.98
-    [bold]Choose[/]  flare-sparse methods, flare-sparse tasks, then a file in app_configs/
+    [bold]Choose[/]  flare-sparse settings, then a file in app_configs/
     [bold]Follow[/]  flare-sparse watch RUN shows the rounds and the time left
     [bold]Check[/]   flare-sparse estimate CONFIG counts bytes, flare-sparse check CONFIG finds mistakes
     """

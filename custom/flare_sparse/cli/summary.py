@@ -174,9 +174,7 @@ def _build_bytes_table(summary: dict[str, Any]) -> Table:
 
 def _suggest_next_step(summary: dict[str, Any]) -> str:
     if summary["method"] == "fedavg":
-        return (
-            "next: a sparse method on the same data, such as --set 'method={name: neurosfl}' (see flare-sparse methods)"
-        )
+        return "next: a sparse method on the same data: --set 'method={name: neurosfl}' (see flare-sparse settings)"
     rounds = summary["rounds"]
     return (
         f"next: dense FedAvg for comparison (--set 'method={{name: fedavg, rounds: {rounds}, training: ...}}' with the "

@@ -339,7 +339,7 @@ class JobConfig(Section):
     )
     seed: int = Field(0, ge=0, lt=2**53, description="seed of all randomness of a run")
     method: Annotated[Choice[MethodConfig], build_choice_validator(lambda: METHODS), ChoiceSerializer] = Field(
-        description="what is exchanged and how it is aggregated; see flare-sparse methods"
+        description="what is exchanged and how it is aggregated; see flare-sparse settings"
     )
     task: Annotated[Choice[TaskConfig], build_choice_validator(lambda: TASKS), ChoiceSerializer] = Field(
         description="model, data, loss and metric"

@@ -357,7 +357,7 @@ class Task(ABC):
     Attributes:
         Config: class of the settings.
         metric: the metric that rounds and models are compared by.
-        reads: the data that ``load`` reads, in one sentence; ``flare-sparse tasks`` shows it.
+        reads: the data that ``load`` reads, in one sentence; ``flare-sparse settings`` shows it.
         kind: what the targets are, for baselines and paired comparisons; None: runs are compared by their metrics only.
 
     Examples:

@@ -1,0 +1,202 @@
+"""``flare-sparse settings``: list the methods and tasks, or every setting of one."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from rich.markup import escape
+from rich.table import Table
+
+from ..config.problems import format_allowed
+from ..core.errors import ConfigError, suggest
+from .console import out as console
+
+if TYPE_CHECKING:
+    from ..config.needs import Feature
+    from ..methods.method import Method
+    from ..tasks.task import Task
+
+
+def settings(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Show the settings of this method or task; module.Class for one of your own"),
+    ] = None,
+    matrix: Annotated[bool, typer.Option("--matrix", help="Show which method works with which feature")] = False,
+) -> None:
+    """List the methods and tasks, or the settings of one with default, range and meaning.
+
+    [dim]flare-sparse settings[/]
+
+    [dim]flare-sparse settings neurosfl[/]
+
+    [dim]flare-sparse settings table[/]
+
+    [dim]flare-sparse settings my_tasks.Dose[/]
+
+    [dim]flare-sparse settings --matrix[/]
+    """
+    from ..config.compatibility import list_columns
+    from ..config.plugins import load_entry
+    from ..methods.registry import METHODS
+    from ..tasks.task import Task
+
+    if matrix:
+        columns = list_columns()
+        console.print(_build_matrix(columns, [name] if name else list(METHODS)))
+        for number, feature in enumerate(columns, 1):
+            console.print(f"{number:>2} {feature.name}: {feature.effect}", markup=False, highlight=False)
+        return
+    if name is None:
+        for section, table in (("method", _list_methods()), ("task", _list_tasks())):
+            console.print(table)
+            _print_plugins(section)
+        return
+    entry = load_entry(_find_section(name), name, Path.cwd())
+    if not issubclass(entry, Task):
+        console.print(build_settings_table(entry.Config, "method", find_source(entry)))
+        return
+    console.print(build_settings_table(entry.Config, "task", _describe_target(entry)))
+    console.print(f"\nmetric: {_describe_metric(entry)}", markup=False)
+    if entry.reads:
+        console.print(f"data:   {entry.reads}", markup=False)
+
+
+def _find_section(name: str) -> str:
+    """Return whether a name is that of a method or of a task.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    from ..config.plugins import BUILT_IN, list_plugins, load_entry
+
+    sections = ("method", "task")
+    known = {section: {*BUILT_IN[section], *(plugin.name for plugin in list_plugins(section))} for section in sections}
+    if found := [section for section in sections if name in known[section]]:
+        return found[0]
+    if "." not in name:
+        names = sorted(known["method"] | known["task"])
+        raise ConfigError(
+            f"there is no method or task {name!r}; expected one of {', '.join(names)}, or module.Class for one of your "
+            f"own.{suggest(name, names)}"
+        )
+    try:
+        load_entry("task", name, Path.cwd())
+    except ConfigError:
+        return "method"
+    return "task"
+
+
+def _print_plugins(section: str) -> None:
+    """Print the methods or tasks of other distributions, which are not imported for it, and how to use one's own."""
+    from ..config.plugins import list_plugins
+
+    plugins = list_plugins(section)
+    if plugins:
+        table = Table("name", "class", "distribution", box=None, pad_edge=False, title=f"installed {section}s")
+        table.title_justify = "left"
+        for plugin in plugins:
+            table.add_row(f"[bold]{escape(plugin.name)}[/]", escape(plugin.path), escape(plugin.distribution))
+        console.print(table)
+    page = {"method": "docs/new-method.md", "task": "docs/own-task.md"}[section]
+    console.print(f"\nA {section} of your own is one class: {page}", markup=False)
+
+
+def find_source(method: type[Method[Any, Any]]) -> str:
+    """Return the paper that the method's module cites in its first line."""
+    return get_first_line(inspect.getmodule(method)).partition(":")[0]
+
+
+def _build_matrix(columns: Sequence[Feature], names: Sequence[str]) -> Table:
+    """Return the methods as rows and the features as numbered columns."""
+    from ..config.compatibility import find_reasons
+
+    table = Table("method", *map(str, range(1, len(columns) + 1)), box=None, pad_edge=False)
+    reasons = [find_reasons(feature) for feature in columns]
+    for name in names:
+        table.add_row(f"[bold]{name}[/]", *("[red]no[/]" if column[name] else "yes" for column in reasons))
+    return table
+
+
+def _list_methods() -> Table:
+    from ..methods.registry import METHODS
+
+    table = Table("name", "what happens in a round", "source", box=None, pad_edge=False)
+    for name, method in METHODS.items():
+        table.add_row(f"[bold]{name}[/]", escape(get_first_line(method)), escape(find_source(method)))
+    return table
+
+
+def _list_tasks() -> Table:
+    from ..tasks.registry import TASKS
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", no_wrap=True, min_width=max(map(len, TASKS)))
+    for column in ("what it predicts", "metric", "data that it reads"):
+        table.add_column(column, overflow="fold")
+    for name, task_class in TASKS.items():
+        cells = _describe_target(task_class), _describe_metric(task_class), task_class.reads
+        table.add_row(f"[bold]{name}[/]", *(escape(cell) for cell in cells))
+    return table
+
+
+def _describe_target(task_class: type[Task]) -> str:
+    # The rest of the line has the shapes of a batch, for readers of the code.
+    return get_first_line(task_class).partition(";")[0].rstrip(".")
+
+
+def _describe_metric(task_class: type[Task]) -> str:
+    metric = task_class.metric
+    unit = f" in {metric.unit}" if metric.unit else ""
+    return f"{metric.name}{unit}, {'lower' if metric.mode == 'min' else 'higher'} is better"
+
+
+def build_settings_table(config: type[BaseModel], section: str, title: str) -> Table:
+    """Return a row for each setting of ``config``; names are folded, never cut, in a narrow terminal.
+
+    Args:
+        config: class of the settings.
+        section: section of the configuration, ``"method"`` or ``"task"``.
+        title: line above the table.
+    """
+    table = Table(box=None, pad_edge=False, title=escape(title))
+    table.title_justify = "left"
+    rows = list(iterate_settings(config, section))
+    # rich cuts a word that is wider than its column, and a setting that cannot be read cannot be typed.
+    table.add_column("setting", min_width=max((len(row[0]) for row in rows), default=0), no_wrap=True)
+    for column in ("default", "allowed", "meaning"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table
+
+
+def get_first_line(documented: Any) -> str:
+    """Return the first line of a docstring as plain text; empty without one."""
+    return (inspect.getdoc(documented) or "").partition("\n")[0].replace("``", "")
+
+
+def iterate_settings(
+    config: type[BaseModel], path: str, section: BaseModel | None = None
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield path, default, allowed values and meaning of each setting; ``section`` overrides the defaults."""
+    for name, field in config.model_fields.items():
+        default = field.get_default(call_default_factory=True, validated_data={})
+        # A method may have defaults of its own for a section that it shares with others, as the LoRA methods have.
+        default = default if section is None else getattr(section, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            nested = default if isinstance(default, BaseModel) else None
+            yield from iterate_settings(field.annotation, f"{path}.{name}", nested)
+            # The settings of a network depend on its name; shown are those of the default network.
+            for key, value in ((nested.model_extra or {}) if nested else {}).items():
+                yield f"{path}.{name}.{key}", json.dumps(value), "as the network needs", "setting of this network"
+            continue
+        shown = "required" if default is PydanticUndefined else json.dumps(default, default=str).strip('"')
+        yield f"{path}.{name}", shown, format_allowed(field), field.description or ""
