@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from flare_sparse.api.describe import build_record
 from flare_sparse.config.schema import JobConfig
 from flare_sparse.config.study import Study
+from flare_sparse.flare.fingerprints import FingerprintExecutor
 from flare_sparse.flare.payload import QUESTION, get_refusal_code, is_statistics, question_to_shareable
 from flare_sparse.flare.questions import ADMITTED, ANSWER, build_question
 from flare_sparse.flare.session import REQUESTS_FOLDER
@@ -32,7 +33,7 @@ from flare_sparse.flare.statistics import DescriptionController, DescriptionReci
 from flare_sparse.results.report.describe import write_description
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
 from flare_sparse.rounds.endpoints.request_log import read_record
-from flare_sparse.tasks.columns import LEAST
+from flare_sparse.tasks.columns import LEAST, Description
 
 
 def ask(site: DescribedSite) -> Shareable:
@@ -335,3 +336,30 @@ def test_such_a_job_carries_no_code_and_sites_run_no_class_of_flare(tmp_path: Pa
     assert content["executors"][0]["executor"]["path"] in CLASSES
     assert not content["components"]
     assert not content["task_result_filters"]
+
+
+CELLS = {"release": "cells", "max_lifetime_questions": 40}
+
+
+def test_description_leaves_once_and_no_single_person_shows_in_it(tmp_path: Path, job: JobConfig) -> None:
+    rows = make_rows("A", 120)
+    site = make_site(tmp_path / "A", job, rows, CELLS)
+    question = question_to_shareable(build_question(site.executor))
+    first = site.answer(QUESTION, question)
+    found = Description.model_validate_json(from_shareable(first).data[ANSWER]).root
+    assert all(own.count % 5 == 0 for own in found.values())
+    # The deviation of heights is about 8, and 10 of 120 move a mean by up to 0.7 on its scale.
+    assert all(value % 1 == 0 for value in (found["height"].mean, found["height"].stddev))
+    assert not found["sex=F"].histogram
+    # One person leaves: the same bytes.
+    text = (site.folder / "table.csv").read_text().splitlines(keepends=True)
+    (site.folder / "table.csv").write_text("".join([text[0], *text[2:]]))
+    assert fobs.dumps(dict(site.answer(QUESTION, question))) == fobs.dumps(dict(first))
+
+
+def test_fingerprint_needs_the_approval_of_a_person(tmp_path: Path, job: JobConfig) -> None:
+    site = make_site(tmp_path / "A", job, make_rows("A", 120), CELLS)
+    site.executor = FingerprintExecutor(5)
+    question = question_to_shareable(build_question(site.executor))
+    assert get_refusal_code(site.answer(QUESTION, question)) == "E_POLICY"
+    assert "approved_rows: [fingerprint]" in site.read_error()

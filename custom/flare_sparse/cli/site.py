@@ -24,6 +24,8 @@ HELP = """Prepare a site: allow classes, set a policy, refuse code, check that i
 
 [dim]flare-sparse site preflight /opt/flare/site-1[/]
 
+[dim]flare-sparse site declare /opt/flare/site-1 --id patient[/]
+
 [dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt[/]
 
 [dim]flare-sparse site requests /opt/flare/site-1[/]
@@ -152,6 +154,31 @@ def withdraw(
     console.print(f"checkpoints deleted: {', '.join(done.deleted) or 'none'}", markup=False)
     for job in done.jobs:
         console.print(f"may have learned from them, run it again: {job}", markup=False, soft_wrap=True)
+
+
+@site.command()
+def declare(
+    kit: Kit,
+    id_column: Annotated[str, typer.Option("--id", help="Column with the identifier of a person")],
+    table: Annotated[Path | None, typer.Option(help="Table of the people; default: the site's data")] = None,
+    folds: Annotated[int, typer.Option(help="Number of folds, which the site's secret assigns", min=2, max=50)] = 5,
+    write: Annotated[bool, typer.Option("--write", help="Write the proposal to the kit; otherwise print it")] = False,
+) -> None:
+    """Propose which columns and groups of this site's people jobs may ask for (release: cells of the policy).
+
+    A column is proposed if every cell of the complete cross table with the folds and the columns before it holds the
+    policy's min_cell; the others are named. Change the groups as you like: a column that does not fit is left out.
+    The first job fixes the declaration for life.
+
+    [dim]flare-sparse site declare /opt/flare/site-1 --id patient[/]
+
+    [dim]flare-sparse site declare /opt/flare/site-1 --id patient --write[/]
+    """
+    from ..flare.site.people import declare_people
+
+    text, left = declare_people(kit, id_column, table, folds, write=write)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"left out: {', '.join(left) or 'none'}", markup=False, soft_wrap=True)
 
 
 @site.command()

@@ -42,6 +42,7 @@ from ..training.subject_metrics import SilentTrainer
 from ..training.trainer import Trainer
 from .loading import build_method, serialize_job
 from .needs import JobPart, find_conflicts
+from .people import ReleaseGate
 from .schema import JobConfig, build_task
 
 _LOG = logging.getLogger(__name__)
@@ -161,13 +162,16 @@ def open_checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -
     return Store(root / f"{job.name}-{assembly.run_id}" / end, owner, keep=job.federation.kept_commits)
 
 
-def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None = None) -> Site:
+def open_site(
+    assembly: Assembly, data: SiteData, account: PrivacyAccount | None = None, gate: ReleaseGate | None = None
+) -> Site:
     """Load a site's data and build the site.
 
     Args:
         assembly: parts of the job.
         data: location of the site's data.
         account: the site's secret and privacy ledger; None: new ones in memory.
+        gate: decides what is said of people; None: exact numbers.
 
     Raises:
         ConfigError: the site file sets a setting that the method does not let sites choose, or an invalid value.
@@ -177,7 +181,10 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
     method = assembly.method
     # Settings are checked before the data is loaded: loading may take minutes.
     site_settings = validate_site_settings(method, data)
-    examples = load_examples(assembly.task, data, method.seed)
+    record = None if gate is None else gate.bind(assembly.task, data)
+    examples = load_examples(assembly.task, data, method.seed if gate is None else gate.split_seed)
+    if gate is not None:
+        examples = gate.label(record, data, assembly.task, examples)
     # What describes the site's own examples; all other tensors start with the values that the seed gives every site.
     described = assembly.task.describe_site(examples.train) if examples.n_train else {}
     personal = {name: described.get(name, values) for name, values in assembly.personal.items()}
@@ -185,7 +192,9 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
     _LOG.info("site %s computes on %s", data.site, hardware.device)
     local = LocalTask.open(data.site, assembly.task, examples, assembly.layout, method.seed, hardware)
     privacy = open_site_privacy(assembly, examples, account or PrivacyAccount())
-    return build_site(local, site_settings, personal=personal, privacy=privacy)
+    site = build_site(local, site_settings, personal=personal, privacy=privacy)
+    site.release = None if gate is None else gate.build(record, assembly.task, examples)
+    return site
 
 
 def open_site_privacy(assembly: Assembly, examples: Examples, account: PrivacyAccount) -> SitePrivacy:
@@ -247,7 +256,12 @@ def open_script_budget(assembly: Assembly, folder: Path, limit: Budget | None = 
 
 
 def open_script_trainer(
-    assembly: Assembly, data: SiteData, runner: ScriptRunner, weigh_by: WeighBy, budget: ScriptBudget | None = None
+    assembly: Assembly,
+    data: SiteData,
+    runner: ScriptRunner,
+    weigh_by: WeighBy,
+    budget: ScriptBudget | None = None,
+    gate: ReleaseGate | None = None,
 ) -> Site:
     """Build a site that trains with a script; the script loads the site's data.
 
@@ -257,6 +271,7 @@ def open_script_trainer(
         runner: runs the script.
         weigh_by: what n_k is.
         budget: what the script's engine charges; None: the job has no privacy section.
+        gate: as in :func:`open_site`.
 
     Raises:
         ConfigError: as :func:`open_site`.
@@ -275,7 +290,10 @@ def open_script_trainer(
     )
     if assembly.privacy is not None and assembly.privacy.metrics == "none":
         trainer = SilentTrainer(trainer)
-    return Site(data.site, trainer, site_settings)
+    site = Site(data.site, trainer, site_settings)
+    if gate is not None:
+        site.release = gate.build(gate.bind(assembly.task, data), assembly.task, None)
+    return site
 
 
 def validate_site_settings(method: Method[Any, Any], data: SiteData) -> BaseModel | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.people import ReleaseGate
 from ..config.policy.policy import Policy, raise_refusals
 from ..config.schema import JobConfig
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, PolicyRefusal
 from ..tasks.nnunet.fingerprint import (
     Fingerprint,
     compute_fingerprint,
@@ -54,7 +55,12 @@ class FingerprintExecutor(QuestionExecutor):
     def list_terms(self) -> dict[str, Any]:
         return {"samples_per_case": self.samples_per_case}
 
-    def compute(self, job: JobConfig, policy: Policy, data: SiteData) -> str:
+    def compute(self, job: JobConfig, policy: Policy, data: SiteData, gate: ReleaseGate | None) -> str:
+        if gate is not None and self.kind not in gate.approved:
+            raise PolicyRefusal(
+                "this site's policy: release: a fingerprint has a line for each case; a person approves it with "
+                f"approved_rows: [{self.kind}]"
+            )
         config = job.task.config
         if not isinstance(config, NnunetConfig):
             raise ConfigError("the job's task is not nnunet")

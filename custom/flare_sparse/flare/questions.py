@@ -31,6 +31,7 @@ from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
 
 from ..config.loading import serialize_job
+from ..config.people import ReleaseGate
 from ..config.policy.policy import Policy, raise_refusals
 from ..config.schema import JobConfig
 from ..config.yaml_files import format_yaml
@@ -42,7 +43,7 @@ from ..tasks.data.source import find_site_data
 from ..tasks.task import SiteData
 from .egress import install_recorder
 from .payload import QUESTION, build_refusal, extract_question, get_refusal_code, question_to_shareable
-from .session import find_record, read_job, read_site_policy
+from .session import find_record, open_gate, read_job, read_site_policy
 from .workspace import JOB_FILE, get_workspace, write_site_error
 
 ANSWER = "answer"
@@ -89,8 +90,15 @@ class QuestionExecutor(Executor, ABC):
         """Return all that the answer depends on beside the job's settings and the site's data, as JSON values."""
 
     @abstractmethod
-    def compute(self, job: JobConfig, policy: Policy, data: SiteData) -> str:
-        """Return the answer as text."""
+    def compute(self, job: JobConfig, policy: Policy, data: SiteData, gate: ReleaseGate | None) -> str:
+        """Return the answer as text.
+
+        Args:
+            job: this site's copy of the job.
+            policy: its policy.
+            data: its data.
+            gate: decides on numbers about people; None: exact ones may leave.
+        """
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Log what leaves, from the start of the job."""
@@ -124,11 +132,16 @@ class QuestionExecutor(Executor, ABC):
             raise RequestRefused(f"this site's copy of the job asks {question}; the server sent {found}")
         raise_refusals(policy.check_description(permit=job.permit))
         # Counted before the data is read: a process that is ended in between must not forget it.
-        self._count(job, policy, question, fl_ctx)
+        digest = self._count(job, policy, question, fl_ctx)
         data = find_site_data(fl_ctx.get_identity_name(), Path(get_workspace(fl_ctx).get_site_config_dir()))
-        return self.compute(job, policy, data)
+        gate = open_gate(fl_ctx)
+        if gate is None:
+            return self.compute(job, policy, data, None)
+        # Never computed anew: two answers over rows that differ by one person would tell that person's values.
+        return gate.keep_answer(digest, lambda: self.compute(job, policy, data, gate))
 
-    def _count(self, job: JobConfig, policy: Policy, question: str, fl_ctx: FLContext) -> None:
+    def _count(self, job: JobConfig, policy: Policy, question: str, fl_ctx: FLContext) -> str:
+        """Count a question in the site's record, and return its digest."""
         settings = format_yaml(serialize_job(job))
         digest = hashlib.sha256(f"{question}\n{settings}".encode()).hexdigest()
         log = RequestLog(
@@ -140,6 +153,7 @@ class QuestionExecutor(Executor, ABC):
         )
         log.admit(RequestId(self.kind, 0), digest)
         log.admit_question(self.kind, digest, policy.max_lifetime_questions)
+        return digest
 
 
 def build_question(executor: QuestionExecutor) -> str:

@@ -30,6 +30,7 @@ from ..config.assemble import (
 from ..config.checks import find_example_warnings
 from ..config.choice import Choice
 from ..config.loading import parse_job
+from ..config.people import ReleaseGate
 from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
 from ..config.schema import JobConfig
 from ..config.yaml_files import read_yaml
@@ -37,6 +38,8 @@ from ..core.errors import ConfigError
 from ..methods.method import ConfiguredMethod, describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, Budget, PrivacyAccount
 from ..privacy.dp.scripts import PRIVACY_VARIABLE
+from ..privacy.release.record import Rule
+from ..privacy.release.site import RELEASE_FOLDER
 from ..results.runs.model_files import save_site_model
 from ..results.runs.record import LAYER_COMPUTE, write_layer_compute
 from ..rounds.endpoints.model_change import ChangeLimit
@@ -316,7 +319,7 @@ class SiteSession(FLComponent):
             # Before the data is read, and not in the first training, after scores and messages.
             check_kernels(assembly.method)
             account = None if assembly.privacy is None else PrivacyAccount(*describe_account(fl_ctx))
-            site = open_site(assembly, find_site_data(name, local), account)
+            site = open_site(assembly, find_site_data(name, local), account, open_gate(fl_ctx))
             for finding in find_example_warnings(name, site.trainer.examples):
                 _LOG.warning("%s", finding)
             return site
@@ -331,7 +334,8 @@ class SiteSession(FLComponent):
             os.environ[PRIVACY_VARIABLE] = budget.write(folder / "budget.json")
         self._script = FlareScript(script, task.config.args, data, folder, task.config.launch)
         location = data or SiteData(name, Path())
-        return open_script_trainer(assembly, location, self._script, task.config.weigh_by, budget)
+        gate = open_gate(fl_ctx)
+        return open_script_trainer(assembly, location, self._script, task.config.weigh_by, budget, gate)
 
     def build_hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
         """Return the message with which this site introduces itself: its versions and its limits on uploads.
@@ -368,6 +372,16 @@ def describe_account(fl_ctx: FLContext) -> tuple[Path, Budget | None]:
     """Return the folder of the site's secret and privacy ledger, in the startup kit for all jobs, and its limit."""
     folder = Path(get_workspace(fl_ctx).get_root_dir()) / PRIVACY_FOLDER / fl_ctx.get_identity_name()
     return folder, read_site_policy(fl_ctx).privacy_budget
+
+
+def open_gate(fl_ctx: FLContext) -> ReleaseGate | None:
+    """Return what decides on numbers about people at this site; None: its policy lets exact ones leave."""
+    policy = read_site_policy(fl_ctx)
+    if policy.release == "exact":
+        return None
+    folder = Path(get_workspace(fl_ctx).get_root_dir()) / RELEASE_FOLDER / fl_ctx.get_identity_name()
+    local = Path(get_workspace(fl_ctx).get_site_config_dir())
+    return ReleaseGate(local, folder, Rule(policy.min_cell), policy.approved_rows)
 
 
 def _open_sums(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: RequestLog) -> SiteSums | None:

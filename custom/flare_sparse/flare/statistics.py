@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.people import ReleaseGate
 from ..config.policy.policy import Policy
 from ..config.schema import JobConfig, build_task
 from ..core.errors import DataError
-from ..tasks.columns import BINS, LEAST, QUANTILES, Description, compute_figures, encode_columns, list_columns
+from ..privacy.release.site import compute_step
+from ..results.runs.description import is_label
+from ..tasks.columns import BINS, LEAST, QUANTILES, Description, Figures, compute_figures, encode_columns, list_columns
 from ..tasks.task import SiteData
 from .questions import QuestionController, QuestionExecutor, QuestionRecipe, build_question
 
@@ -45,11 +49,43 @@ class StatisticsExecutor(QuestionExecutor):
     def list_terms(self) -> dict[str, Any]:
         return {"least": self.least, "quantiles": QUANTILES, "bins": BINS}
 
-    def compute(self, job: JobConfig, policy: Policy, data: SiteData) -> str:
-        least = max(self.least, policy.min_examples, LEAST)
-        if not (values := encode_columns(list_columns(build_task(job), data), least)):
+    def compute(self, job: JobConfig, policy: Policy, data: SiteData, gate: ReleaseGate | None) -> str:
+        task, least = build_task(job), max(self.least, policy.min_examples, LEAST)
+        if gate is not None:
+            gate.bind(task, data)
+            least = max(least, gate.rule.minimum)
+        if not (values := encode_columns(list_columns(task, data), least)):
             raise DataError(f"no column has {least} rows, the fewest from which this site computes a figure")
-        return Description({name: compute_figures(column, least) for name, column in values.items()}).model_dump_json()
+        figures = {name: compute_figures(column, least) for name, column in values.items()}
+        if gate is not None:
+            figures = {name: coarsen_figures(name, own, gate) for name, own in figures.items()}
+        return Description(figures).model_dump_json()
+
+
+def coarsen_figures(name: str, figures: Figures, gate: ReleaseGate) -> Figures:
+    """Return figures whose counts are rounded as released ones, and the others on the grid of the column.
+
+    Of a label, such as ``sex=F``, the share of the rounded counts alone.
+    """
+    count = gate.round_count(name.partition("=")[0], figures.count)
+    if is_label(name):
+        share = min(gate.round_count(name, round(figures.mean * figures.count)) / count, 1.0)
+        deviation = math.sqrt(share * (1 - share))
+        return Figures(count=count, mean=share, stddev=deviation, quantile={}, histogram=())
+    step = compute_step(gate.rule, figures.stddev, count)
+
+    def snap(value: float) -> float:
+        return round(value / step) * step if step else value
+
+    edges = [snap(figures.histogram[0][0]), *(snap(high) for _, high, _ in figures.histogram)]
+    counts = [gate.round_count(f"{name} {number}", cell[2]) for number, cell in enumerate(figures.histogram)]
+    return Figures(
+        count=count,
+        mean=snap(figures.mean),
+        stddev=snap(figures.stddev),
+        quantile={percent: snap(value) for percent, value in figures.quantile.items()},
+        histogram=tuple(zip(edges, edges[1:], counts, strict=False)),
+    )
 
 
 class DescriptionController(QuestionController[Description]):

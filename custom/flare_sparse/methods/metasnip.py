@@ -78,7 +78,7 @@ class MetaSNIP(AdaptationMethod[MetaSNIPConfig, MetaGaterState]):
 
     def select_pruned(self, site: Site) -> Mask:
         """Return the entries to prune: in each layer the units of the lowest summed ``|w * grad|``."""
-        batch_size = self.config.adapt_batch or max(site.num_examples, 1)
+        batch_size = self.config.adapt_batch or max(site.trainer.num_examples, 1)
         scores = compute_saliency(site, site.weights, batch_size=batch_size, batches=1, t=0)
         bits = torch.zeros(self.layout.size, dtype=torch.bool)
         for indices in self._units:

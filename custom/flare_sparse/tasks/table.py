@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -84,6 +84,15 @@ class TableTask(Task):
         named = (config.target, config.event, config.group, config.id, *config.rows)
         columns = frozenset({*config.features, *(name for name in named if name is not None)})
         return _read_file(path, codes, Spelling(config.decimal, config.censored), columns)
+
+    def list_row_conditions(self) -> dict[str, Collection[str]]:
+        """Return the codes of missing values that are not filled in: rows with them are left out, or end the job."""
+        config = self.config
+        filled = config.features if config.missing == "impute" else ()
+        return {name: codes for name, codes in config.codes_by_column.items() if codes and name not in filled}
+
+    def get_person_column(self) -> str | None:
+        return self.config.group or self.config.id or "the number of its row"
 
     def describe_columns(self, data: SiteData) -> list[Column]:
         """Return what the columns of the settings contain in the rows of a site; a column that it lacks is left out."""

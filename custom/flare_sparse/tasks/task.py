@@ -34,8 +34,6 @@ VALIDATION_EXAMPLES = f"{VALIDATION}examples"
 """Name of the metric that the metrics of a site on validation examples are weighted by."""
 EPSILON = "epsilon"
 """Name of the number, sent with the metrics, that says what a run has charged the site's subjects so far."""
-ORIENTATION = "orientation"
-"""Kind of the column of the orientations of images, which stands beside those of a cohort."""
 COUNTS = (TEST_EXAMPLES, VALIDATION_EXAMPLES)
 """Names of the metrics that are numbers of examples."""
 METRIC_NAMES = "1 to 64 printable characters without quotes, brackets [ ] and < > & \\ `, for a subgroup 200 more"
@@ -202,10 +200,7 @@ class SiteData:
             return names
         # An identifier of the subset that the data lacks has no subject; the task names it as missing.
         left = self.withdrawn | {
-            name
-            for name in known
-            for subject in (subject_of(name),)
-            if not self.withdrawn.isdisjoint((subject, subject.rpartition("/")[2], name.rpartition("/")[2]))
+            name for name in known if not self.withdrawn.isdisjoint((subject_of(name), name.rpartition("/")[2]))
         }
         return tuple(name for name in names if name not in left)
 
@@ -415,6 +410,14 @@ class Task(ABC):
             f"simulator.data.partition: {type(self).__name__} has no cohort(), which lists the examples to divide; "
             "give each site its own folder (path: data/{site}), or let it divide them (partition: {kind: shared})"
         )
+
+    def list_row_conditions(self) -> Mapping[str, Collection[str]]:
+        """Return the values, by column, for which the settings leave out rows; by default none."""
+        return {}
+
+    def get_person_column(self) -> str | None:
+        """Return the column whose values are the subjects; None: the data itself says who they are."""
+        return None
 
     def describe_columns(self, data: SiteData) -> Sequence[Column]:
         """Return what each column of a site's table contains, for ``flare-sparse check``; by default nothing.

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.exchange import Patch
 from ..core.mask import Mask
 from ..core.params import Layout
+from ..privacy.release.site import SiteRelease
 from .config import TrainingConfig
 from .trainer import Trainer, Training
 
@@ -27,11 +28,13 @@ class Site:
         weights: ``(P,)`` the vector of the server's last request, with the entries outside its patch filled in.
         live_patch: the patch that gives ``weights`` if it is written over zeros: its mask has every entry that may
             differ from 0. None: unknown. Code that assigns ``weights`` replaces it.
+        release: what leaves in place of exact numbers about people; None: these leave.
         evaluated: layout and vector of the whole network that was evaluated last; None: none.
     """
 
     def __init__(self, name: str, trainer: Trainer, site_settings: Any = None):
         self.name, self.trainer, self.site_settings = name, trainer, site_settings
+        self.release: SiteRelease | None = None
         self.weights = torch.zeros(trainer.layout.size)
         self.live_patch: Patch | None = None
         self.evaluated: tuple[Layout, Tensor] | None = None
@@ -44,8 +47,10 @@ class Site:
 
     @property
     def num_examples(self) -> int:
-        """n_k: number of training examples."""
-        return self.trainer.num_examples
+        """n_k: number of training examples, or what the site's release states in its place."""
+        if self.release is None or not self.trainer.num_examples:
+            return self.trainer.num_examples
+        return self.release.numbers.train
 
     @property
     def memory(self) -> dict[str, Tensor]:
@@ -118,5 +123,5 @@ class Site:
 
     def _replace_trainer(self, trainer: Trainer, live: Mask) -> Site:
         site = Site(self.name, trainer, self.site_settings)
-        site.weights = live.take(self.weights)
+        site.weights, site.release = live.take(self.weights), self.release
         return site

@@ -238,3 +238,13 @@ def test_job_must_name_the_permit_of_the_site() -> None:
         (reason,) = policy.check_job(records_updates=False, permit=permit)
         assert reason == (f"permit: this site takes part under 'EA 12/2026', and {found}; set permit: 'EA 12/2026'")
     assert list(Policy().check_job(records_updates=False, permit="EA 1/2026")) == []
+
+
+@pytest.mark.parametrize("preset", ["careful", "strict"])
+def test_nested_subgroups_of_no_declaration_stay_at_the_site(preset: str) -> None:
+    """P4: a group of one column and a group of another one differ by one patient."""
+    sent = {"subjects in diagnosis=AD": 21.0, "mae in diagnosis=AD": 4.1, "subjects in subtype=AD": 20.0, "mae": 4.0}
+    policy = read_policy(PRESETS[preset])
+    assert policy.sanitize_metrics(sent, {"test_examples": 60}) == {"mae": 4.0}
+    declared = policy.sanitize_metrics(sent, {"test_examples": 60}, {"diagnosis=AD"})
+    assert set(declared) == {"subjects in diagnosis=AD", "mae in diagnosis=AD", "mae"}

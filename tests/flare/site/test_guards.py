@@ -40,6 +40,7 @@ from flare_sparse.flare.payload import (
     extract_sum,
     hello_to_shareable,
     message_to_shareable,
+    shareable_to_message,
     sum_to_shareable,
     update_to_dxo,
 )
@@ -53,6 +54,8 @@ from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.privacy.encryption import PRECISION, KeyContexts, ServerCipher, SiteCipher
+from flare_sparse.privacy.release.record import ReleaseRecord, Rule, SentCell
+from flare_sparse.privacy.release.site import Numbers, SiteRelease, update_record
 from flare_sparse.privacy.secure_aggregation.identities import generate_identity
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
@@ -691,3 +694,19 @@ def test_installing_guards_keeps_other_entries_and_is_idempotent(tmp_path: Path)
     assert [len(scope["task_result_filters"]) for scope in privacy["scopes"]] == [2, 1]
     assert resources["client"] == {"retry_timeout": 30}
     assert resources["allow_log_streaming"] is False
+
+
+def attach(hospital: Hospital, folder: Path, numbers: Numbers) -> None:
+    hospital.endpoint.site.release = SiteRelease(folder / "release", Rule(10), numbers, "task")
+    update_record(folder / "release", lambda known: known or ReleaseRecord(cells={"": SentCell(count=numbers.train)}))
+
+
+def test_message_states_the_released_numbers_and_metrics_on_the_grid(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site", policy={"release": "cells", "metrics": "rounded"})
+    attach(hospital, tmp_path, Numbers(35, 10, 0))
+    _, meta = shareable_to_message(hospital.run_task(), "site-1")
+    assert meta["examples"] == 35
+    assert meta["metrics"]["test_examples"] == 10
+    others = {name: value for name, value in meta["metrics"].items() if name != "test_examples"}
+    assert others
+    assert all(value == int(value) for value in others.values()), "ten subjects: a grid of 1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 
-from ...cohorts.subgroups import SUBJECTS, suppress_small
+from ...cohorts.subgroups import SUBJECTS, split_metric, suppress_small
 from ...core.errors import ConfigError, PolicyRefusal
 from ...core.exchange import EVALUATE, STATISTICS, Content, Patch
 from ...core.mask import Mask
@@ -51,6 +51,15 @@ class Policy(BaseModel):
     min_test_examples: int = Field(0, ge=0, description="metrics of fewer test or validation examples stay at the site")
     metrics: Literal["exact", "rounded", "none"] = Field(
         "exact", description="rounded: to two decimals, or three digits of a number above 1; none: no metrics leave"
+    )
+    release: Literal["exact", "cells"] = Field(
+        "exact",
+        description="cells: numbers about people are rounded sums over the cells that the site declared; exact: counts "
+        "and metrics of whichever rows a job chooses",
+    )
+    min_cell: int = Field(10, ge=2, description="fewest people of a declared cell; metrics lie on a grid of it over n")
+    approved_rows: tuple[str, ...] = Field(
+        (), description="choices of rows by jobs that a person at the site has approved, as site_error.txt names them"
     )
     max_evaluations: int | None = Field(
         None,
@@ -271,12 +280,15 @@ class Policy(BaseModel):
                 asked = f"scores of {int(counts[counts > 0].min())} entries of {group}"
                 yield f"min_entries: the request asks for {asked}, the minimum is {minimum}"
 
-    def sanitize_metrics(self, metrics: Mapping[str, float], examples: Mapping[str, int]) -> dict[str, float]:
+    def sanitize_metrics(
+        self, metrics: Mapping[str, float], examples: Mapping[str, int], groups: Collection[str] = ()
+    ) -> dict[str, float]:
         """Return the metrics that may leave, each computed from enough examples.
 
         Args:
             metrics: the site's metrics.
             examples: numbers of test and of validation examples, by the name of the metric that reports them.
+            groups: subgroups that the site declared; of others nothing leaves under ``release: cells``.
 
         Rounding to hundredths is absolute below 1: relative to the value, it would show a single example among many
         whose error a hostile model keeps near zero.
@@ -291,6 +303,8 @@ class Policy(BaseModel):
             for name, value in metrics.items()
             if name != EPSILON and examples.get(get_count_name(name), 0) >= self.min_test_examples
         }
+        if self.release == "cells":
+            enough = {name: v for name, v in enough.items() if not (part := split_metric(name)) or part[1] in groups}
         enough = suppress_small(enough, self.min_test_examples)
         if self.metrics == "rounded":
             enough = {

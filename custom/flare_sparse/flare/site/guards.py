@@ -30,9 +30,13 @@ from ...config.policy.policy import Policy, raise_refusals
 from ...core.errors import FlareSparseError, PolicyRefusal
 from ...core.exchange import STATISTICS, Patch, Request, RequestId, Update
 from ...core.mask import Mask
+from ...core.params import Layout
+from ...inputs.scaling import InputScaler, join_rows, select_statistics, split_rows
+from ...privacy.release.site import SiteRelease, compute_step
 from ...rounds.endpoints.request_log import RequestLog
 from ...rounds.endpoints.site import SiteEndpoint
-from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES
+from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES, get_count_name
+from ...training import SampleUsage
 from ...wire.messages import Encoded
 from ..egress import install_recorder, iterate_buffers
 from ..payload import (
@@ -103,6 +107,8 @@ class SiteResultPolicy(Filter):
         if update.content == STATISTICS and endpoint.requests is not None:
             # Of one run: the model has no part in them.
             endpoint.requests.admit_question(STATISTICS, endpoint.run, policy.max_lifetime_questions)
+            if endpoint.site.release is not None:
+                update = _coarsen_statistics(update, endpoint.site.release, layout)
         update = replace(update, metrics=_select_metrics(update.metrics, policy, endpoint, request))
         reference = _get_reference(update, endpoint)
         # Clones, because the patch's values may share memory with the DXO's arrays, which a later filter may change.
@@ -118,7 +124,7 @@ class SiteResultPolicy(Filter):
         values = update.patch.values.clone() if sanitized is delta.values else sanitized + reference
         update = replace(update, patch=Patch(values, update.patch.mask))
         raise_refusals(
-            policy.find_refusals(update.content, endpoint.site.trainer.usage, update.patch.mask, sanitized, layout)
+            policy.find_refusals(update.content, _count_usage(endpoint), update.patch.mask, sanitized, layout)
         )
         fl_ctx.set_prop(APPROVED, update, private=True, sticky=False)
         reply = update_to_dxo(update, layout).to_shareable()
@@ -227,7 +233,7 @@ class SiteLastGate(FLComponent):
         values = values - (_get_reference(approved, endpoint) if approved.content == "weights" else 0)
         size = max(len(message), endpoint.sums.message_bytes if endpoint.sums else 0)
         mask, layout = approved.patch.mask, endpoint.site.layout
-        raise_refusals(policy.find_refusals(approved.content, endpoint.site.trainer.usage, mask, values, layout, size))
+        raise_refusals(policy.find_refusals(approved.content, _count_usage(endpoint), mask, values, layout, size))
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
         # The endpoint's own events: a filter of the job may have changed those of the message.
         return update_to_shareable(np.asarray(message), replace(approved, metrics=metrics), endpoint.events)
@@ -311,25 +317,62 @@ def _select_metrics(
     metrics: dict[str, float], policy: Policy, endpoint: SiteEndpoint, request: Request
 ) -> dict[str, float]:
     """Return the metrics that may leave: rounded or none, and none of a model beyond the limits on evaluated models."""
-    site, requests = endpoint.site, endpoint.requests
+    site, requests, release = endpoint.site, endpoint.requests, endpoint.site.release
     counts = {TEST_EXAMPLES: site.trainer.num_test_examples, VALIDATION_EXAMPLES: site.trainer.num_validation_examples}
-    metrics = policy.sanitize_metrics(metrics, counts)
+    if release is not None:
+        # A part without examples has no metrics, and no number either.
+        stated = {TEST_EXAMPLES: release.numbers.test, VALIDATION_EXAMPLES: release.numbers.validation}
+        counts = {name: stated[name] if count else 0 for name, count in counts.items()}
+        present = {name: float(count) for name, count in counts.items() if name in metrics}
+        metrics = release.state_counts({**metrics, **present})
+    metrics = policy.sanitize_metrics(metrics, counts, release.numbers.groups if release else {})
     is_limited = policy.max_evaluations is not None or policy.max_lifetime_questions is not None
     # What is spent is no metric of a model: it is not counted, and leaves past every limit.
     spent = {name: value for name, value in metrics.items() if name == EPSILON}
-    if metrics == spent or not is_limited:
+    if metrics != spent and is_limited:
+        config = endpoint.method.config
+        # Without a record nothing can be counted, so nothing may leave.
+        if requests is None or not policy.allows_metrics(request.round, config.rounds, config.evaluate_every):
+            return spent
+        is_released = requests.release_metrics(
+            RequestId(request.kind, request.round),
+            endpoint.compute_model_digest(),
+            limit=policy.max_evaluations,
+            lifetime=policy.max_lifetime_questions,
+        )
+        metrics = metrics if is_released else spent
+    if release is None or metrics == spent:
         return metrics
-    config = endpoint.method.config
-    # Without a record nothing can be counted, so nothing may leave.
-    if requests is None or not policy.allows_metrics(request.round, config.rounds, config.evaluate_every):
-        return spent
-    is_released = requests.release_metrics(
-        RequestId(request.kind, request.round),
-        endpoint.compute_model_digest(),
-        limit=policy.max_evaluations,
-        lifetime=policy.max_lifetime_questions,
-    )
-    return metrics if is_released else spent
+    people = {name: counts[get_count_name(name)] for name in metrics if name not in (EPSILON, *counts)}
+    return release.publish_metrics(metrics, people, endpoint.compute_model_digest())
+
+
+def _coarsen_statistics(update: Update, release: SiteRelease, layout: Layout) -> Update:
+    """Return statistics of inputs whose counts are the released number, and the others on the grid of each input.
+
+    Raises:
+        PolicyRefusal: they say how inputs go together with covariates, which no grid bounds.
+    """
+    vector, people = update.patch.to_vector(), release.numbers.train
+    for layer, statistics in select_statistics(vector, layout):
+        if not isinstance(layer, InputScaler):
+            raise PolicyRefusal("this site's policy: release: statistics with covariates; choose another task.scaling")
+        count, (mean, deviation) = split_rows(statistics)
+        steps = [compute_step(release.rule, value, people) or 1.0 for value in deviation.tolist()]
+        step, is_enough = torch.tensor(steps, dtype=torch.float64), count >= release.rule.minimum
+        coarse = [torch.where(is_enough, (part / step).round() * step, 0.0) for part in (mean, deviation)]
+        statistics.copy_(join_rows(torch.where(is_enough, float(people), 0.0).double(), coarse))
+    return replace(update, patch=Patch.from_vector(vector, update.patch.mask))
+
+
+def _count_usage(endpoint: SiteEndpoint) -> SampleUsage:
+    """Return the examples that an update read; all of the site's are the number that its release states.
+
+    So no minimum of the policy decides by an exact number of people.
+    """
+    usage, site = endpoint.site.trainer.usage, endpoint.site
+    is_whole = site.release is not None and usage.examples >= site.trainer.num_examples > 0
+    return replace(usage, examples=site.num_examples) if is_whole else usage
 
 
 def _check_initial_model(endpoint: SiteEndpoint, initial: torch.Tensor) -> Iterator[str]:

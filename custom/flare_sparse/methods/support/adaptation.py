@@ -125,6 +125,6 @@ def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: A
         stages: the entries of each step; empty ones are skipped.
         config: learning rate and batch size of the steps.
     """
-    batch_size, clip_norm = config.adapt_batch or max(site.num_examples, 1), config.training.clip_norm
+    batch_size, clip_norm = config.adapt_batch or max(site.trainer.num_examples, 1), config.training.clip_norm
     step = TrainingConfig(optimizer="sgd", lr=config.adapt_lr, batch_size=batch_size, clip_norm=clip_norm)
     return site.trainer.step_in_stages(weights, [stage for stage in stages if stage.count], step)

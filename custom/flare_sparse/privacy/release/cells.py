@@ -10,8 +10,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import cast
 
 from ...cohorts.split import place
+from ...core.names import find_number
 
 FOLD = "fold"
 """Name of the column of folds, which the site's secret assigns."""
@@ -56,13 +58,15 @@ def find_group(groups: Groups, value: str) -> int:
     >>> find_group((("F",), ("M",)), "x"), find_group((50.0, 65.0), "50"), find_group((50.0, 65.0), "")
     (1, 1, 2)
     """
+    found = find_number(value)
     if is_listed(groups):
-        return next((number for number, texts in enumerate(groups) if value in texts), len(groups) - 1)  # type: ignore[operator]
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    return len(groups) if math.isnan(number) else bisect_right(groups, number)
+        # A code of a job means a number, however it is spelled.
+        own = {value, found} - {None}
+        lists = cast("tuple[tuple[str, ...], ...]", groups)
+        matches = (number for number, texts in enumerate(lists) if own & {*texts, *map(find_number, texts)})
+        return next(matches, len(groups) - 1)
+    edges = cast("tuple[float, ...]", groups)
+    return len(edges) if found is None or math.isnan(found) else bisect_right(edges, found)
 
 
 def label_group(groups: Groups, number: int) -> str:

@@ -47,7 +47,8 @@ class ReleaseRecord(BaseModel):
     Attributes:
         columns: declared columns that are in the cells.
         cells: by key of the cell.
-        metrics: metrics that left, by cells, task and model.
+        metrics: metrics that left, by task and model.
+        answers: answers to questions about columns that left, by the digest of the question.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,6 +56,7 @@ class ReleaseRecord(BaseModel):
     columns: dict[str, Groups] = Field(default_factory=dict)
     cells: dict[str, SentCell] = Field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = Field(default_factory=dict)
+    answers: dict[str, str] = Field(default_factory=dict)
 
 
 def declare(rule: Rule, secret: bytes, columns: Columns, people: People) -> ReleaseRecord:

@@ -1,0 +1,49 @@
+"""Declaration of a site's people in its startup kit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...config.people import PEOPLE_FILE, ReleaseGate, find_table, propose
+from ...config.policy.policy import POLICY_FILE, read_policy
+from ...config.yaml_files import format_yaml
+from ...core.errors import ConfigError
+from ...privacy.release.record import Rule
+from ...privacy.release.site import RELEASE_FOLDER
+from ...tasks.data.source import find_site_data
+from ...tasks.data.tables import read_table
+from .allow_list import find_local_folder
+from .kit_files import write_text
+from .preflight import read_site_name
+
+
+def declare_people(
+    kit: Path, id_column: str, table: Path | None, folds: int, *, write: bool = False
+) -> tuple[str, list[str]]:
+    """Return the text of a proposed declaration, and the columns that it leaves out.
+
+    Args:
+        kit: the startup kit.
+        id_column: column with the identifier of a person.
+        table: table of the people; None: the site's data.
+        folds: number of folds.
+        write: write the text to the kit.
+
+    Raises:
+        ConfigError: the folder is no kit, or has a declaration already.
+        DataError: the table cannot be read, or has no such column.
+    """
+    local = find_local_folder(kit).absolute()
+    file, name = local / PEOPLE_FILE, read_site_name(local.parent)
+    if write and file.exists():
+        raise ConfigError(f"{file}: this site has declared its people; change the file by hand before the first job")
+    rule = Rule(read_policy(local / POLICY_FILE).min_cell)
+    gate = ReleaseGate(local, local.parent / RELEASE_FOLDER / name, rule)
+    path = find_table(find_site_data(name, local).path if table is None else table.absolute())
+    declaration, left = propose(read_table(path), id_column, folds, rule, gate.split_seed)
+    if table is not None:
+        declaration = declaration.model_copy(update={"table": path})
+    text = format_yaml(declaration.model_dump(mode="json", exclude_none=True))
+    if write:
+        write_text(file, text)
+    return text, left
