@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,10 +13,12 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..core.errors import list_first
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .classes import compute_binary_metrics
 from .data import bids
 from .data.augmentation import Augmentation
+from .data.cases import split_cases
 from .data.screening import screen_subjects
 from .data.volumes import Normalization, VolumeDataset, VolumeExample, build_preprocessing, read_voxels
 from .models import ModelConfig
@@ -68,7 +71,7 @@ class BrainTask(AdaptableTask, ABC):
     config: BrainConfig
     reads = (
         "a BIDS data set, or a folder of several: participants.tsv with age or sex (F or 0, M or 1), and "
-        "sub-*/anat/*_T1w.nii.gz"
+        "sub-*/[ses-*/]anat/*_T1w.nii.gz; a session is an example of its subject"
     )
 
     @staticmethod
@@ -96,14 +99,27 @@ class BrainTask(AdaptableTask, ABC):
             voxels = read_voxels(file, shape, spacing)
             return VolumeExample(file, target, preprocess(voxels) if self.config.cache else None)
 
-        ids = data.select(subjects)
+        def get_subject(name: str) -> str:
+            return subjects[name].name if name in subjects else name
+
+        ids = data.select(subjects, get_subject)
         skip = self.config.skip_bad_subjects
         examples, skipped = screen_subjects(ids, read_example, skip_bad_subjects=skip, source=data.path)
 
         def build_dataset(names: Sequence[str]) -> VolumeDataset:
             return VolumeDataset([examples[name] for name in names], shape, downsample, spacing, normalization)
 
-        return build_examples(self.config.split.assign(examples, seed), build_dataset, skipped)
+        split = split_cases({name: get_subject(name) for name in examples}, self.config.split, seed)
+        found = build_examples(split, build_dataset, skipped)
+        if others := [file.name for name in examples for file in subjects[name].others]:
+            text = f"{len(others)} further runs of T1w images are left out: {list_first(others, 3)}"
+            found = replace(found, warnings=(text,))
+        if all(get_subject(name) == name for name in examples):
+            return found
+        train, test, validation = (
+            [get_subject(name) for name in names] for names in (split.train, split.test, split.validation)
+        )
+        return replace(found, train_subjects=train, test_subjects=test, validation_subjects=validation)
 
     def augment(self, batch: Any, generator: torch.Generator) -> Any:
         """Return the minibatch with changed volumes; the first axis of a volume in RAS is left to right."""

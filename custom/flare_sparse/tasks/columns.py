@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, Roo
 
 from ..cohorts.subgroups import MISSING, SUBJECTS, label_values, name_metric, suppress_small
 from ..core.names import format_names, parse_numbers
-from .task import Column, SiteData, Task
+from .task import ORIENTATION, Column, SiteData, Task
 
 LEAST = 5
 """Fewest rows that a job may ask for: a site computes no figure from fewer, whatever its policy."""
@@ -55,14 +55,15 @@ def list_columns(task: Task, data: SiteData) -> list[Column]:
         ConfigError: the task knows no columns.
         DataError: the data cannot be read.
     """
-    if described := [column for column in task.describe_columns(data) if column.kind != "subject"]:
-        return [_label_marks(column) for column in described]
+    described = [_label_marks(column) for column in task.describe_columns(data) if column.kind != "subject"]
+    if any(column.kind != ORIENTATION for column in described):
+        return described
     cohort = task.cohort(data.path)
     subject_of = dict(zip(cohort.ids, cohort.subjects or cohort.ids, strict=True))
     own = set(data.select(cohort.ids, subject_of.__getitem__))
     rows = [row for row, name in enumerate(cohort.ids) if name in own]
     columns = (_read_column(name, np.asarray(values)[rows]) for name, values in cohort.columns.items())
-    return [column for column in columns if column is not None]
+    return [*described, *(column for column in columns if column is not None)]
 
 
 def encode_columns(columns: Sequence[Column], least: int) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,17 @@ from ..core.errors import ConfigError, DataError
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .case_metrics import measure_case, name_metrics
 from .data.augmentation import Augmentation
-from .data.cases import CaseFiles, Derivative, Suffixes, find_cases, find_images, read_cases, read_cohort, split_cases
+from .data.cases import (
+    CaseFiles,
+    Derivative,
+    Suffixes,
+    describe_left_out,
+    find_cases,
+    find_images,
+    read_cases,
+    read_cohort,
+    split_cases,
+)
 from .data.nifti import read_nifti
 from .data.pairs import Pairs
 from .data.patches import sample_patch, take_central_patch
@@ -144,7 +155,8 @@ class Segmentation(AdaptableTask):
             SegmentationDataset([examples[name] for name in names], preparation, trains=names is split.train)
             for names in (split.train, split.validation, split.test)
         )
-        return Examples(train, test, skipped, split.train, split.test, (), validation, split.validation)
+        found = Examples(train, test, skipped, split.train, split.test, (), validation, split.validation)
+        return replace(found, warnings=describe_left_out(cases))
 
     def _find_cases(self, path: Path) -> dict[str, CaseFiles]:
         if self.config.hd95 and find_spec("scipy") is None:

@@ -34,6 +34,8 @@ VALIDATION_EXAMPLES = f"{VALIDATION}examples"
 """Name of the metric that the metrics of a site on validation examples are weighted by."""
 EPSILON = "epsilon"
 """Name of the number, sent with the metrics, that says what a run has charged the site's subjects so far."""
+ORIENTATION = "orientation"
+"""Kind of the column of the orientations of images, which stands beside those of a cohort."""
 COUNTS = (TEST_EXAMPLES, VALIDATION_EXAMPLES)
 """Names of the metrics that are numbers of examples."""
 METRIC_NAMES = "1 to 64 printable characters without quotes, brackets [ ] and < > & \\ `, for a subgroup 200 more"
@@ -200,7 +202,10 @@ class SiteData:
             return names
         # An identifier of the subset that the data lacks has no subject; the task names it as missing.
         left = self.withdrawn | {
-            name for name in known if not self.withdrawn.isdisjoint((subject_of(name), name.rpartition("/")[2]))
+            name
+            for name in known
+            for subject in (subject_of(name),)
+            if not self.withdrawn.isdisjoint((subject, subject.rpartition("/")[2], name.rpartition("/")[2]))
         }
         return tuple(name for name in names if name not in left)
 

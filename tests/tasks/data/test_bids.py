@@ -9,6 +9,7 @@ import pytest
 
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.data.bids import Subject, read_cohort, read_subjects
+from flare_sparse.tasks.task import SiteData
 
 
 def dataset(folder: Path, table: str, images: tuple[str, ...] = ()) -> Path:
@@ -119,3 +120,28 @@ def test_real_brains_have_the_expected_sites(shared_data: Path) -> None:
     assert len(index.ids) == 252
     assert dict(zip(*np.unique(index.columns["site"], return_counts=True), strict=True)) == {"IXI-HH": 180, "NSK": 72}
     assert (index.columns["age"].min() >= 19, index.columns["age"].max() <= 82) == (True, True)
+
+
+def test_sessions_are_examples_of_their_subject_with_the_age_at_the_session(tmp_path: Path) -> None:
+    images = ("sub-01/ses-a/anat/sub-01_ses-a_T1w.nii.gz", "sub-01/ses-b/anat/sub-01_ses-b_T1w.nii.gz")
+    more = ("sub-02/anat/sub-02_T1w.nii.gz", "sub-02/ses-a/anat/sub-02_ses-a_run-1_T1w.nii")
+    path = dataset(
+        tmp_path, TABLE, (*images, *more, "sub-02/ses-a/anat/sub-02_ses-a_run-2_T1w.nii", "sub-02/ses-b/func/x")
+    )
+    (path / "sub-01" / "sub-01_sessions.tsv").write_text("session_id\tage\nses-a\t40\nses-b\tn/a\n")
+    subjects = read_subjects(path)
+    assert {name: subject.name for name, subject in subjects.items()} == {
+        "sub-01_ses-a": "sub-01",
+        "sub-01_ses-b": "sub-01",
+        "sub-02": "sub-02",
+        "sub-02_ses-a": "sub-02",
+    }
+    assert [subject.get_image().relative_to(path).as_posix() for subject in subjects.values()] == [*images, *more]
+    assert [file.name for file in subjects["sub-02_ses-a"].others] == ["sub-02_ses-a_run-2_T1w.nii"]
+    assert (subjects["sub-01_ses-a"].parse_age(), subjects["sub-02_ses-a"].parse_age()) == (40.0, 30.5)
+    with pytest.raises(DataError, match="age is missing"):
+        subjects["sub-01_ses-b"].parse_age()
+    index = read_cohort(path)
+    assert index.subjects == ("sub-01", "sub-01", "sub-02", "sub-02")
+    data = SiteData("a", path, withdrawn=frozenset({"sub-01"}))
+    assert data.select(subjects, lambda name: subjects[name].name) == ("sub-02", "sub-02_ses-a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
-from ..data.cases import Case, CaseFiles, Derivative, Suffixes, read_cases, read_cohort, split_cases
+from ..data.cases import Case, CaseFiles, Derivative, Suffixes, describe_left_out, read_cases, read_cohort, split_cases
 from ..data.pairs import Pairs
 from ..task import Cohort, Examples, Metric, SiteData
 from .cases import CaseDataset, Item, describe_cause, strip_metadata
@@ -153,7 +154,8 @@ class BundleTask(AdaptableTask):
 
         train = build_dataset(split.train, training)
         validation, test = (build_dataset(part, evaluation) for part in (split.validation, split.test))
-        return Examples(train, test, skipped, split.train, split.test, (), validation, split.validation)
+        found = Examples(train, test, skipped, split.train, split.test, (), validation, split.validation)
+        return replace(found, warnings=describe_left_out(files))
 
     def _read_checked_case(self, files: CaseFiles) -> Item:
         self._target.check_files(files)

@@ -1,7 +1,8 @@
-"""BIDS data sets: ``participants.tsv`` and ``sub-*/anat/*_T1w.nii.gz`` (Gorgolewski et al. 2016).
+"""BIDS data sets: ``participants.tsv`` and ``sub-*/[ses-*/]anat/*_T1w.nii.gz`` (Gorgolewski et al. 2016).
 
-A path names one BIDS folder, or a folder of several. In the second case identifiers are ``FOLDER/sub-x``, and the
-natural site of a subject is its folder.
+A session is an example of its subject, ``sub-x_ses-y``; cells of ``sub-x/sub-x_sessions.tsv`` replace those of the
+subject, such as the age at the session. A path names one BIDS folder, or a folder of several. In the second case
+identifiers are ``FOLDER/sub-x``, and the natural site of a subject is its folder.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import csv
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 
@@ -23,20 +24,24 @@ from .screening import SEX_VALUES, parse_sex
 
 TABLE = "participants.tsv"
 MISSING = ("", "n/a", "na", "nan")
-_LABEL = re.compile(r"sub-[A-Za-z0-9]+")
+_LABEL, _SESSION = re.compile(r"sub-[A-Za-z0-9]+"), re.compile(r"ses-[A-Za-z0-9]+")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One subject: its row in ``participants.tsv`` and its T1-weighted image; either may be missing.
+    """One subject, or one of its sessions: its row in ``participants.tsv`` and its image; either may be missing.
 
     Attributes:
         row: text by column; None when the subject has a folder but no row.
-        image: first image in name order; None when there is none.
+        image: first T1-weighted image in name order; None when there is none.
+        others: further runs, which are not used.
+        name: identifier of the subject.
     """
 
     row: Mapping[str, str] | None = field(default=None)
     image: Path | None = field(default=None)
+    others: tuple[Path, ...] = ()
+    name: str = ""
 
     def get_text(self, column: str) -> str:
         """Return the text of a column.
@@ -84,7 +89,7 @@ class Subject:
             DataError: there is no image.
         """
         if self.image is None:
-            raise DataError("missing file: no anat/*_T1w.nii.gz")
+            raise DataError("missing file: no anat/*_T1w.nii.gz, and none in a folder ses-*")
         return self.image
 
 
@@ -105,7 +110,9 @@ def read_subjects(path: Path) -> dict[str, Subject]:
             f"{path}: no BIDS data set; expected {TABLE} and sub-*/anat/*_T1w.nii.gz in this folder or its subfolders"
         )
     return {
-        f"{folder.name}/{name}": Subject(None if s.row is None else {**s.row, "site": folder.name}, s.image)
+        f"{folder.name}/{name}": replace(
+            s, row=None if s.row is None else {**s.row, "site": folder.name}, name=f"{folder.name}/{s.name}"
+        )
         for folder in folders
         for name, s in _read_dataset(folder).items()
     }
@@ -119,24 +126,48 @@ def read_cohort(path: Path) -> Cohort:
     Raises:
         DataError: as :func:`read_subjects`.
     """
-    rows = {name: s.row for name, s in read_subjects(path).items() if s.row is not None}
+    subjects = {name: subject for name, subject in read_subjects(path).items() if subject.row is not None}
+    rows = {name: subject.row or {} for name, subject in subjects.items()}
     names = dict.fromkeys(column for row in rows.values() for column in row)
     columns = {name: np.array([row.get(name, "") for row in rows.values()]) for name in names}
     if "age" in columns:
         ages = [find_number(text) for text in columns["age"].tolist()]
         columns["age"] = np.array([math.nan if age is None else age for age in ages])
-    return Cohort(tuple(rows), columns)
+    owners = tuple(subject.name for subject in subjects.values())
+    return Cohort(tuple(rows), columns, () if owners == tuple(rows) else owners)
 
 
 def _read_dataset(folder: Path) -> dict[str, Subject]:
     rows = read_rows(folder / TABLE)
     on_disk = {entry.name for entry in folder.glob("sub-*/")}
-    return {name: Subject(rows.get(name), _find_image(folder / name)) for name in sorted(on_disk | set(rows))}
+    subjects = {}
+    for name in sorted(on_disk | set(rows)):
+        sessions = _read_sessions(folder / name)
+        found = {"": list_images(folder / name)} | {
+            session: list_images(folder / name / session) for session in sessions
+        }
+        used = {session: images for session, images in found.items() if images} or {"": []}
+        for session, images in used.items():
+            row = rows.get(name)
+            row = row if row is None else {**row, **sessions.get(session, {})}
+            first, others = next(iter(images), None), tuple(images[1:])
+            subjects[f"{name}_{session}".removesuffix("_")] = Subject(row, first, others, name)
+    return subjects
 
 
-def _find_image(folder: Path) -> Path | None:
-    images = list_files(folder, "anat/*_T1w.nii.gz") or list_files(folder, "anat/*_T1w.nii")
-    return images[0] if images else None
+def _read_sessions(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the cells that a subject's own table gives by session, for each session on disk."""
+    table = folder / f"{folder.name}_sessions.tsv"
+    rows = read_rows(table, "session_id", _SESSION) if table.is_file() else {}
+    cells = {
+        name: {key: cell for key, cell in row.items() if key != "session_id" and cell} for name, row in rows.items()
+    }
+    return {place.name: cells.get(place.name, {}) for place in sorted(folder.glob("ses-*/"))}
+
+
+def list_images(folder: Path) -> list[Path]:
+    """Return the T1-weighted images in ``anat`` of a folder of a subject or of a session."""
+    return list_files(folder, "anat/*_T1w.nii.gz") or list_files(folder, "anat/*_T1w.nii")
 
 
 def list_files(folder: Path, pattern: str) -> list[Path]:
@@ -147,7 +178,9 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
     return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
 
 
-def read_rows(table: Path) -> dict[str, dict[str, str]]:
+def read_rows(
+    table: Path, column: str = "participant_id", pattern: re.Pattern[str] = _LABEL
+) -> dict[str, dict[str, str]]:
     """Return the rows of ``participants.tsv`` by participant, with empty texts for ``n/a``.
 
     Labels become folder names below the data set, so ``../x`` must not pass: ids that are not plain BIDS labels are
@@ -158,13 +191,14 @@ def read_rows(table: Path) -> dict[str, dict[str, str]]:
         lines = list(csv.DictReader(text, delimiter="\t", quoting=csv.QUOTE_NONE, restval=""))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{table}: cannot be read: {error}. Expected UTF-8 text, tab-separated columns") from error
-    if lines and "participant_id" not in lines[0]:
-        raise DataError(f"{table}: no column 'participant_id'; found {', '.join(map(str, lines[0]))}")
+    if lines and column not in lines[0]:
+        raise DataError(f"{table}: no column {column!r}; found {', '.join(map(str, lines[0]))}")
     rows: dict[str, dict[str, str]] = {}
     for number, line in enumerate(lines, start=2):
-        name = line["participant_id"]
-        if not _LABEL.fullmatch(name):
-            raise DataError(f"{table}, line {number}: participant_id {name!r}; expected sub- and letters or digits")
+        name = line[column]
+        if not pattern.fullmatch(name):
+            start = pattern.pattern.partition("-")[0]
+            raise DataError(f"{table}, line {number}: {column} {name!r}; expected {start}- and letters or digits")
         if name in rows:
             raise DataError(f"{table}, line {number}: {name} occurs twice; remove one row")
         if None in line:

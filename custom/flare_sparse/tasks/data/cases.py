@@ -11,6 +11,7 @@ folder that it is in.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +22,7 @@ import numpy as np
 from pydantic import Field
 
 from ...cohorts.split import Split, SplitConfig
-from ...core.errors import DataError
+from ...core.errors import DataError, list_first
 from ..task import Cohort
 from .bids import TABLE, list_files, read_rows
 from .pairs import CASE, Pairs, match_files
@@ -49,6 +50,8 @@ EXPECTED_CLASSES = (
     f"expected a BIDS data set with a column {CLASS} in {TABLE}, a folder with {DECATHLON} and a number as {CLASS} of "
     "each image, a folder for each class (0/, 1/, ...), or a folder of such folders"
 )
+VOLUMES = r"\.(nii|nrrd|mha|mhd|mgz|img)(\.gz)?$"
+"""Ends of the names of files of volumes, also of formats that other tools read."""
 PHOTOGRAPHS = (".png", ".jpg", ".jpeg")
 """Extensions of plane images besides NIfTI."""
 
@@ -108,6 +111,21 @@ def find_cases(
     return _find_everywhere(
         path, partial(_find_in_folder, suffixes=suffixes, derivative=derivative, pairs=pairs), message
     )
+
+
+def describe_left_out(cases: Mapping[str, CaseFiles]) -> list[str]:
+    """Return a warning of the images beside those of the cases that no case has, such as ``a.NII`` or ``a_01.nii``.
+
+    Folders ``anat`` of BIDS hold images of other sequences, too.
+    """
+    used = {file for case in cases.values() for file in (*case.images, case.labels) if file is not None}
+    beside = {file for folder in {file.parent for file in used} if folder.name != "anat" for file in folder.iterdir()}
+    left = sorted(
+        f"{file.parent.name}/{file.name}"
+        for file in beside - used
+        if not file.name.startswith(".") and re.search(VOLUMES, file.name, re.IGNORECASE)
+    )
+    return [f"{len(left)} images are left out, since no case has them: {list_first(left, 3)}"] if left else []
 
 
 def find_classes(path: Path, suffixes: Sequence[str] = ("T1w",)) -> dict[str, CaseFiles]:

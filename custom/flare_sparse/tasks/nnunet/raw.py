@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
+import numpy as np
+from nibabel.filebasedimages import ImageFileError
+
 from ...core.errors import DataError
 from ..data.cases import CaseFiles, find_bids_cases
-from ..data.segmentation import check_volumes
-from ..task import SiteData
+from ..data.segmentation import check_volumes, describe_orientation
+from ..task import ORIENTATION, Column, SiteData
 
 DATASET = "dataset.json"
 TURNING_READER = "NibabelIOWithReorient"
@@ -81,6 +87,17 @@ def check_alignment(case: CaseFiles, reader: str, *, needs_labels: bool) -> None
     if files[0].name.endswith(_NIFTI):
         remedy = f'set "{_READER_SETTING}": "{TURNING_READER}" in dataset.json at all sites, or reorient one file'
         check_volumes(files, canonical=reader == TURNING_READER, remedy=remedy)
+
+
+def list_orientations(images: Sequence[Path]) -> list[Column]:
+    """Return a column of the orientations in which NIfTI images are stored; none for other formats."""
+    # The header alone; a file that cannot be read is an error when the case is.
+    codes = []
+    for file in images:
+        with suppress(OSError, ValueError, ImageFileError):
+            if file.name.endswith(_NIFTI):
+                codes.append(describe_orientation(nib.load(file)))
+    return [Column("orientation", ORIENTATION, 0, np.zeros(0), Counter(codes))] if codes else []
 
 
 def explain_reader_error(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +17,20 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ...core.needs import Need, Needs
-from ..data.cases import CaseFiles, Derivative, find_bids_cases, read_cohort, split_cases
+from ..data.cases import CaseFiles, Derivative, describe_left_out, find_bids_cases, read_cohort, split_cases
 from ..data.screening import screen_subjects
-from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples, is_metric_name
+from ..task import Cohort, Column, Examples, Metric, SiteData, Task, TaskConfig, build_examples, is_metric_name
 from .pipeline import TRAINER, Pipeline, Prepared
 from .plan import check_plan, list_configurations
-from .raw import check_channels, find_channels, find_raw_cases, list_suffixes, read_dataset
+from .raw import (
+    TURNING_READER,
+    check_channels,
+    find_channels,
+    find_raw_cases,
+    list_orientations,
+    list_suffixes,
+    read_dataset,
+)
 
 CHECKPOINT = "checkpoint_final.pth"
 _SCORE_SEED = 0
@@ -127,7 +136,16 @@ class Nnunet(Task):
             source=data.path,
         )
         split = split_cases({name: files[name].subject for name in cases}, self.config.split, seed)
-        return build_examples(split, lambda names: _CaseList([cases[name] for name in names]), skipped)
+        found = build_examples(split, lambda names: _CaseList([cases[name] for name in names]), skipped)
+        return replace(found, warnings=describe_left_out(files))
+
+    def describe_columns(self, data: SiteData) -> list[Column]:
+        """Return the orientations that a site's images are stored in, where nnU-Net reads voxels as they are stored."""
+        if self.config.plan is None or self.config.plan["plans"].get("image_reader_writer") == TURNING_READER:
+            return []
+        files = find_raw_cases(data.path, self.config.derivative)
+        names = [name for name in data.select(files, lambda name: files[name].subject) if name in files]
+        return list_orientations([files[name].images[0] for name in names if files[name].images])
 
     def _check_dataset(self, folder: Path) -> None:
         """Refuse data that the plan was not made for.
