@@ -79,7 +79,8 @@ Scaling = Literal["site", "federated", "combat", "freesurfer", "none"] | Constan
 
 def _expand_names(value: Any) -> Any:
     """Return names of columns, with those of an atlas in place of its name, and ``x_0``, ``x_1`` for ``x_{0..1}``."""
-    if isinstance(value, dict) or any("*" in str(name) for name in value if isinstance(value, (list, tuple))):
+    names = value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, dict) or any("*" in str(name) for name in names):
         raise ValueError("the columns are not known here; set task.header to a table of a site, or to its first line")
     if not isinstance(value, (list, tuple)):
         return value

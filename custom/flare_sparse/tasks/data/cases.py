@@ -119,7 +119,11 @@ def describe_left_out(cases: Mapping[str, CaseFiles]) -> list[str]:
     Folders ``anat`` of BIDS hold images of other sequences, too.
     """
     used = {file for case in cases.values() for file in (*case.images, case.labels) if file is not None}
-    beside = {file for folder in {file.parent for file in used} if folder.name != "anat" for file in folder.iterdir()}
+    folders = {file.parent for file in used if file.parent.name != "anat"}
+    # Label maps that no case has may be in a folder of their own.
+    if any(case.labels is None and not case.row for case in cases.values()):
+        folders |= {place for folder in folders for place in folder.parent.glob("label*/")}
+    beside = {file for folder in folders if folder.is_dir() for file in folder.iterdir()}
     left = sorted(
         f"{file.parent.name}/{file.name}"
         for file in beside - used

@@ -1,0 +1,232 @@
+"""Mutated tables, folders and settings: each gives the values that a plain reading gives, or one error in words.
+
+By default a fraction runs; ``pytest -m long tests/tasks/data/test_mutations.py`` runs 2,000 tables, 500 folders of
+images and 300 texts of settings. Judged: names are the characters of the file, numbers those of ``float``; every file
+that is there is a case, named, or the reason of a DataError; no other exception.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.data.cases import describe_left_out, find_cases
+from flare_sparse.tasks.data.pairs import Pairs
+from flare_sparse.tasks.data.partition import partition_by_site
+from flare_sparse.tasks.data.segmentation import Preparation, read_volumes
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.table_config import TableConfig
+from flare_sparse.tasks.task import SiteData
+
+CODES = (
+    "007",
+    "7",
+    "4E1",
+    "40",
+    "1_000",
+    "True",
+    "NA",
+    "260100023",
+    "260100045",
+    "Zo\u00eb",
+    "Zoe\u0308",
+    "a b",
+    "A b",
+    "12345678901234567890",
+)
+CELLS = (
+    "<90",
+    ">200",
+    "neg",
+    "132 mmHg",
+    "#DIV/0!",
+    "120,5",
+    ".",
+    "1,234.5",
+    "inf",
+    "1e3",
+    "",
+    "NA",
+    "nan",
+    "-0",
+    "0x10",
+    '"',
+    "\n",
+    "\u00a07",
+    "\uff19",
+)
+TABLE = {"kind": "regression", "target": "y", "features": ["x"], "id": "id", "missing": "impute"}
+
+
+def write_table(rng: random.Random, file: Path) -> list[list[str]]:
+    """Write a table with two or three mutated cells, in one of the ways of spreadsheets; return its rows."""
+    rows = [["id", "hospital", "x", "y"]]
+    rows += [[f"{i:04d}", rng.choice(CODES), f"{rng.gauss(0, 1):.3f}", f"{rng.gauss(0, 1):.3f}"] for i in range(12)]
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        rows[rng.randrange(1, 13)][rng.choice((0, 2, 3))] = rng.choice(CELLS + CODES)
+    stream = io.StringIO()
+    csv.writer(stream, delimiter=rng.choice(",,;\t|"), lineterminator=rng.choice(("\n", "\r\n"))).writerows(rows)
+    encoding = rng.choice(("utf-8", "utf-8", "utf-8-sig", "utf-16", "cp1252"))
+    content = bytearray(stream.getvalue().encode(encoding, "replace"))
+    rows = [[cell.encode(encoding, "replace").decode(encoding) for cell in row] for row in rows]
+    if rng.random() < 0.3:
+        position = rng.randrange(len(content))
+        content[position : position + rng.choice((0, 1, 1))] = bytes([rng.choice(b'",;\n\x00\xe4A')])
+        rows = []
+    file.write_bytes(content)
+    return rows
+
+
+def clean(text: str) -> str:
+    return unicodedata.normalize("NFC", text).strip()
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 2 else pytest.mark.long) for s in range(20)])
+def test_mutated_tables_are_read_as_they_are_or_refused_in_words(tmp_path: Path, seed: int) -> None:
+    """100 tables a seed."""
+    rng, outcomes = random.Random(seed), Counter[str]()
+    texts: list[str] = []
+    for number in range(100):
+        file = tmp_path / f"{number}.csv"
+        rows = write_table(rng, file)
+        task = TASKS["table"](TABLE)
+        try:
+            cohort = task.cohort(file)
+            sites = partition_by_site(cohort, column="hospital")
+            examples = task.load(SiteData("a", file), seed=0)
+        except DataError as error:
+            texts.append(str(error))
+            outcomes["refused"] += 1
+            continue
+        outcomes["read"] += 1
+        if not rows:
+            continue
+        expected = Counter(clean(row[1]) for row in rows[1:])
+        assert list(cohort.ids) == [clean(row[0]) for row in rows[1:]]
+        assert sum(map(len, sites.values())) == len(rows) - 1
+        assert len(sites) == len(expected)
+        values = {tuple(pair[1].tolist()) for part in (examples.train, examples.test) for pair in part}  # type: ignore[attr-defined]
+        assert values <= {(float(np.float32(float(row[3]))),) for row in rows[1:]}
+    assert min(outcomes["read"], outcomes["refused"]) > 5
+    assert all(texts)
+
+
+PATTERNS = Pairs(images=("imagesTr/{case}_0000.nii.gz",), labels="labelsTr/{case}.nii.gz")
+PREPARATION = Preparation(1, None, None, "none", {1: 1}, "refuse")
+NAMES = ("case1", "Pat 2", "Zo\u00eb3", "_case4", "case,5", "case+6", "case(7)", "c.8", "9")
+
+
+def write_folder(rng: random.Random, root: Path) -> set[Path]:
+    """Write three cases with one mutation of their geometry, labels or names; return the files."""
+    for part in ("imagesTr", "labelsTr"):
+        (root / part).mkdir(parents=True)
+    for name in rng.sample(NAMES, 3):
+        affine = np.diag([1.0, 1.0, 1.2, 1.0])
+        image = nib.Nifti1Image(
+            np.random.default_rng(rng.randrange(99)).normal(size=(6, 5, 4)).astype(np.float32), affine
+        )
+        values = np.zeros((6, 5, 4), np.float32)
+        values[1:3, 1:3, 1:3] = rng.choice((1, 1, 0.99999994, 0.5, 2, np.nan))
+        labels = nib.Nifti1Image(values, affine + (rng.random() < 0.1) * 5 * np.eye(4, k=3))
+        if rng.random() < 0.3:
+            turn = nib.orientations.axcodes2ornt(rng.choice(("LAS", "LPS", "ASR")))
+            labels = labels.as_reoriented(nib.orientations.ornt_transform(nib.io_orientation(affine), turn))
+        ending = rng.choice((".nii.gz",) * 6 + (".nii", ".NII.GZ"))
+        nib.save(image, root / "imagesTr" / f"{name}_0000.nii.gz")
+        file = root / "labelsTr" / f"{name}.nii.gz"
+        nib.save(labels, file)
+        if ending != ".nii.gz":
+            file.rename(file.with_name(f"{name}{ending}"))
+        if rng.random() < 0.1:
+            file = rng.choice(sorted(root.glob("*/*")))
+            content = bytearray(file.read_bytes())
+            content[rng.randrange(len(content))] ^= 255
+            file.write_bytes(content)
+    return set(root.glob("*/*"))
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 1 else pytest.mark.long) for s in range(20)])
+def test_each_file_of_a_mutated_folder_is_read_refused_or_named(tmp_path: Path, seed: int) -> None:
+    """25 folders a seed; a label map that is read has the label where it was drawn, whatever its orientation."""
+    rng, outcomes = random.Random(seed), Counter[str]()
+    texts: list[str] = []
+    for number in range(25):
+        root = tmp_path / str(number)
+        files = write_folder(rng, root)
+        try:
+            cases = find_cases(root, pairs=PATTERNS)
+        except DataError as error:
+            texts.append(str(error))
+            continue
+        used = {file for case in cases.values() for file in (*case.images, case.labels) if file is not None}
+        left = " ".join(describe_left_out(cases))
+        for file in files - used:
+            assert file.name in left
+        for case in cases.values():
+            try:
+                volumes = read_volumes(case, PREPARATION)
+            except DataError as error:
+                outcomes["refused"] += 1
+                texts.append(str(error))
+                continue
+            outcomes["read"] += 1
+            assert (volumes.labels.numpy()[1:3, 1:3, 1:3] == 1).all()
+            assert int(volumes.labels.sum()) == 8
+    assert outcomes["read"] > 5
+    assert outcomes["refused"] > 5
+    assert all(texts)
+
+
+VALUES = (
+    "",
+    "007",
+    "1_000",
+    "yes",
+    "4E1",
+    "-1",
+    ".nan",
+    "[]",
+    "{}",
+    "[x, x]",
+    "null",
+    "{a: {b: c}}",
+    "'<90'",
+    "2019-01-01",
+    "*",
+    "[[1]]",
+    "half",
+    "','",
+)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 1 else pytest.mark.long) for s in range(6)])
+def test_mutated_settings_of_a_table_are_accepted_or_refused_by_field(seed: int) -> None:
+    """50 texts a seed."""
+    rng, outcomes = random.Random(seed), Counter[str]()
+    texts: list[str] = []
+    for _ in range(50):
+        settings = {key: json.dumps(value) for key, value in TABLE.items()}
+        settings[rng.choice([*TableConfig.model_fields, "fetures"])] = rng.choice(VALUES)
+        try:
+            content = yaml.safe_load("\n".join(f"{key}: {value}" for key, value in settings.items()))
+            config = TableConfig.model_validate(content)
+        except (ValidationError, yaml.YAMLError) as error:
+            outcomes["refused"] += 1
+            texts.append(str(error))
+            continue
+        outcomes["accepted"] += 1
+        assert TableConfig.model_validate(config.model_dump()) == config
+    assert min(outcomes["accepted"], outcomes["refused"]) > 2
+    assert all(texts)
