@@ -260,6 +260,40 @@ def find_fenced_blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
 
 
+SHOWN = re.compile(r"^<!-- shows: ([^\n]+) -->\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+"""A command, and what a page says that it prints; ``...`` stands for any text."""
+OWN_FILES = ("own-script.md", "own-task.md")
+"""Pages whose commands need files of the page: the tests of these pages check what they show."""
+
+
+def check_shown(page: str, command: str, output: str) -> None:
+    """Compare what a page shows of a command with what it printed: each line stands there, in this order."""
+    ((_, shown),) = (found for found in SHOWN.findall((ROOT / "docs" / page).read_text()) if found[0] == command)
+    printed = [" ".join(line.split()) for line in output.splitlines()]
+    for line in shown.splitlines():
+        pattern = ".*".join(map(re.escape, " ".join(line.split()).split("...")))
+        place = next((number for number, text in enumerate(printed) if re.fullmatch(pattern, text)), None)
+        assert place is not None, f"{page}: {line!r} is not in what {command!r} prints:\n{output}"
+        printed = printed[place + 1 :]
+
+
+@pytest.mark.long
+def test_commands_print_what_their_pages_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("app_configs").symlink_to(ROOT / "app_configs")
+    for folder in ("kit/local", "kit/startup"):
+        Path(folder).mkdir(parents=True)
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in OWN_FILES)
+    marks = [(page, command) for page in pages for command, _ in SHOWN.findall((ROOT / "docs" / page).read_text())]
+    # The run comes first: other pages look at its folder.
+    for page, command in sorted(marks, key=lambda mark: " run " not in mark[1]):
+        words = shlex.split(command.replace("KIT", "kit"))[1:]
+        words += ["--env", "local"] if words[0] == "run" else []
+        check_shown(page, command, CliRunner().invoke(app, words).output)
+    assert len(marks) >= 6
+
+
 @pytest.fixture
 def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the module and the two configurations of docs/own-task.md, and data for both."""
@@ -277,6 +311,7 @@ def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [",".join([f"p{i}", "AB"[i % 2], f"{i}", *map(str, range(10))]) for i in range(40)]
     (tmp_path / "data" / "cohort.csv").write_text("\n".join([header, *rows]) + "\n")
     monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
     return tmp_path
 
 
@@ -290,6 +325,7 @@ def test_example_of_own_task_passes_the_check_command(own_task: Path) -> None:
     result = CliRunner().invoke(app, ["check", str(own_task / "dose.yaml")])
     assert result.exit_code == 0, result.output
     assert find_site_rows(result.output) == {f"site-{i}": ["16", "4"] for i in (1, 2, 3)}
+    check_shown("own-task.md", "flare-sparse check dose.yaml", result.output)
 
 
 def test_example_of_a_partitioned_cohort_gives_each_hospital_its_own_patients(own_task: Path) -> None:
@@ -307,13 +343,14 @@ def own_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "study" / "client.py").write_text(script)
     (tmp_path / "study" / "study.yaml").write_text(find_fenced_blocks("own-script.md", "yaml")[0])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     return tmp_path / "study"
 
 
 @pytest.mark.long
 def test_example_of_own_script_learns(own_script: Path) -> None:
     checked = CliRunner().invoke(app, ["check", "study/study.yaml"])
-    assert "PASS own code: client.py, model.py; travels with the job" in checked.output
+    check_shown("own-script.md", "flare-sparse check study.yaml", checked.output)
     done = CliRunner().invoke(app, ["run", "study/study.yaml", "--env", "local", "--out", "out"])
     assert done.exit_code == 0, done.output
     rounds = [yaml.safe_load(line) for line in Path("out/rounds.jsonl").read_text().splitlines()]
