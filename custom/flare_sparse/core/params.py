@@ -212,6 +212,7 @@ def match_state_dict(module: nn.Module) -> dict[str, str]:
     inside it. They are matched by the memory that they share. An entry that is no tensor of the module, such as a copy
     under another name, is left out.
     """
+    _check_tensors(module)
     own = dict([*module.named_parameters(), *module.named_buffers()])
     names = {_locate(tensor): name for name, tensor in reversed(own.items())}
     matches = {}
