@@ -4,6 +4,7 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/unfold_cpu_dispatch.h>
 #include <ATen/ops/view_cpu_dispatch.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -129,6 +130,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", differentiate_convolution);
   m.impl("as_strided", at::cpu::as_strided);
   m.impl("view", at::cpu::view);
+  m.impl("unfold", at::cpu::unfold);
   m.impl("set_.source_Storage_storage_offset", [](at::Tensor& t, c10::Storage s, int64_t o, c10::IntArrayRef n, c10::IntArrayRef st) -> at::Tensor& { return at::cpu::set_(t, s, o, n, st); });
 }
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from shutil import which
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
+from skips import require
 from torch.utils.cpp_extension import load
 
 
 @cache
 def open_other_device() -> torch.device:
     """Compile and register the device of ``other_device.cpp``, which takes half a minute the first time."""
+    require(bool(which("ninja") and which("c++")), "a C++ compiler and ninja are needed (g++, ninja-build)")
     torch.utils.rename_privateuse1_backend("other")
     module = SimpleNamespace(
         is_available=lambda: True,
@@ -25,5 +29,7 @@ def open_other_device() -> torch.device:
         get_amp_supported_dtype=lambda: [torch.bfloat16],
     )
     torch._register_device_module("other", module)
-    load("other_device", [str(Path(__file__).with_suffix(".cpp"))])
+    # In a folder of its own: torch's cache is locked for good by a process that was killed while it compiled.
+    with TemporaryDirectory() as folder:
+        load("other_device", [str(Path(__file__).with_suffix(".cpp"))], build_directory=folder)
     return torch.device("other", 0)
