@@ -24,7 +24,7 @@ from flare_sparse.rounds.endpoints.site_state import SiteMemory
 from flare_sparse.rounds.federation import Outcome, Reply, RoundRules
 
 SITES = ("site-1", "site-2", "site-3")
-WAIT_S = 100.0
+WAIT_S = 300.0
 """Longer than a busy machine takes to import what torch's first optimiser needs."""
 LOSS_WORDS = ("starts without it", "starts from zero")
 """What the log of a site says when its residual or the memory of its method is lost."""
