@@ -79,6 +79,14 @@ def test_numbers_are_rounded_and_no_job_changes_them(tmp_path: Path, declared: d
             )
 
 
+@pytest.mark.parametrize("rows", [{"dx": ["2"]}, {"age": ["61"]}, {"lab": ["5.8"]}])
+def test_rows_that_a_job_asks_for_must_be_declared_cells(tmp_path: Path, rows: dict[str, Any]) -> None:
+    write_table(tmp_path)
+    for declared in (None, {"columns": COLUMNS}):
+        with pytest.raises(PolicyRefusal, match=r"the job chooses rows by their values of .* no union"):
+            open_job(tmp_path, declared=declared, rows=rows)
+
+
 def test_withdrawal_of_too_few_changes_no_number_and_their_rows_are_gone(tmp_path: Path) -> None:
     write_table(tmp_path)
     declared = {"columns": COLUMNS}

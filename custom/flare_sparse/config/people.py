@@ -20,7 +20,6 @@ from ..privacy.release.cells import (
     FOLD,
     Columns,
     Groups,
-    Term,
     assign_fold,
     build_folds,
     find_group,
@@ -94,12 +93,13 @@ class ReleaseGate:
         """
         declaration = read_declaration(self.local)
         record = None if declaration is None else self.open(declaration, data)
-        terms = [Term(column, frozenset(values)) for column, values in task.list_row_conditions().items()]
-        choice = hashlib.sha256(json.dumps([[t.column, sorted(t.values)] for t in terms]).encode()).hexdigest()[:12]
+        terms = task.list_row_conditions()
+        named = [[term.column, sorted(term.values), term.keeps] for term in terms]
+        choice = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:12]
         if terms and choice not in self.approved and not is_union(record or ReleaseRecord(cells={}), terms):
             names = ", ".join(term.column for term in terms)
             raise PolicyRefusal(
-                f"this site's policy: release: the job leaves out rows by their values of {names}, which is no union "
+                f"this site's policy: release: the job chooses rows by their values of {names}, which is no union "
                 f"of declared cells; declare the columns, or approve this choice with approved_rows: [{choice}]"
             )
         person = task.get_person_column()

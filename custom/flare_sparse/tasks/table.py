@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from ..cohorts.conditions import Term
 from ..cohorts.split import Split
 from ..core.errors import DataError
 from ..inputs.scaling import TargetScaler
@@ -85,11 +86,15 @@ class TableTask(Task):
         columns = frozenset({*config.features, *(name for name in named if name is not None)})
         return _read_file(path, codes, Spelling(config.decimal, config.censored), columns)
 
-    def list_row_conditions(self) -> dict[str, Collection[str]]:
-        """Return the codes of missing values that are not filled in: rows with them are left out, or end the job."""
+    def list_row_conditions(self) -> list[Term]:
+        """Return the conditions of ``rows``, and the codes of missing values that are not filled in."""
         config = self.config
         filled = config.features if config.missing == "impute" else ()
-        return {name: codes for name, codes in config.codes_by_column.items() if codes and name not in filled}
+        codes = {name: codes for name, codes in config.codes_by_column.items() if codes and name not in filled}
+        return [
+            *(Term(name, frozenset(values), keeps=True) for name, values in config.rows.items()),
+            *(Term(name, frozenset(values)) for name, values in codes.items()),
+        ]
 
     def get_person_column(self) -> str | None:
         return self.config.group or self.config.id or "the number of its row"

@@ -18,6 +18,7 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ..cohorts.conditions import Term
 from ..cohorts.split import Split, SplitConfig
 from ..cohorts.subgroups import ERROR, LONGEST_CELL, label_values, parse_subgroup, split_metric
 from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
@@ -416,9 +417,9 @@ class Task(ABC):
             "give each site its own folder (path: data/{site}), or let it divide them (partition: {kind: shared})"
         )
 
-    def list_row_conditions(self) -> Mapping[str, Collection[str]]:
-        """Return the values, by column, for which the settings leave out rows; by default none."""
-        return {}
+    def list_row_conditions(self) -> list[Term]:
+        """Return the conditions by which the settings choose rows; by default none."""
+        return []
 
     def get_person_column(self) -> str | None:
         """Return the column whose values are the subjects; None: the data itself says who they are."""

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flare_sparse.cohorts.conditions import Term
 from flare_sparse.cohorts.split import SplitConfig
 from flare_sparse.privacy.release.cells import (
     Columns,
-    Term,
     assign_fold,
     count_groups,
     find_cell,

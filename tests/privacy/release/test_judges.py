@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flare_sparse.cohorts.conditions import Term
 from flare_sparse.cohorts.split import SplitConfig
 from flare_sparse.privacy.release import record as release
-from flare_sparse.privacy.release.cells import Columns, Term, find_cell, iterate_cells, judge, name_cell
+from flare_sparse.privacy.release.cells import Columns, find_cell, iterate_cells, judge, name_cell
 from flare_sparse.privacy.release.record import (
     ReleaseRecord,
     Rule,

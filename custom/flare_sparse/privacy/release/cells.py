@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import cast
 
+from ...cohorts.conditions import Term
 from ...cohorts.split import place
 from ...core.names import find_number
 
@@ -25,21 +25,6 @@ Cell = Mapping[str, int]
 """Number of a cell's group by column."""
 Values = Mapping[str, str]
 """Raw texts of a person by column."""
-
-
-@dataclass(frozen=True)
-class Term:
-    """A condition on one column: its value is among some texts, or is not.
-
-    Attributes:
-        column: name of the column.
-        values: texts, such as codes of missing values.
-        keeps: whether rows with these values are meant, or all others.
-    """
-
-    column: str
-    values: frozenset[str]
-    keeps: bool = False
 
 
 def count_groups(groups: Groups) -> int:

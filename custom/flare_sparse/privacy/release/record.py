@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ...cohorts.conditions import Term
 from ..dp.secret import derive_key
-from .cells import Columns, Groups, Term, Values, find_cell, iterate_cells, judge, name_cell
+from .cells import Columns, Groups, Values, find_cell, iterate_cells, judge, name_cell
 
 People = Mapping[str, Values]
 """Raw texts of each person by identifier; their fold among them."""

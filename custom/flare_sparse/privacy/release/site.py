@@ -11,11 +11,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ...cohorts.conditions import Term
 from ...cohorts.split import SplitConfig
 from ...cohorts.subgroups import EVERYONE, SUBJECTS, parse_subgroup, split_metric
 from ...core.checkpoint.writing import write_json
 from ...core.errors import PolicyRefusal
-from .cells import FOLD, Term, build_folds, count_groups, label_group
+from .cells import FOLD, build_folds, count_groups, label_group
 from .record import ReleaseRecord, Rule, count_people, round_metric
 
 RELEASE_FOLDER = "flare_sparse_release"
