@@ -17,6 +17,7 @@ from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.filter import FilterChainType
 from nvflare.apis.fl_constant import FilterKey
 from nvflare.fuel.utils import fobs
+from scipy import sparse
 
 from flare_sparse.components.arrays import ComponentError
 from flare_sparse.components.csr import FromCSR, ToCSR, decode_csr, encode_csr
@@ -30,7 +31,6 @@ def pass_on(item: Any, dxo: DXO, root: Path, direction: str = FilterKey.OUT) -> 
 
 
 def test_table_is_what_scipy_reads() -> None:
-    sparse = pytest.importorskip("scipy.sparse")
     table = encode_csr(SPARSE)
     matrix = sparse.csr_matrix((table["values"], table["indices"], table["indptr"]), table["shape"])
     assert np.array_equal(matrix.toarray(), SPARSE)

@@ -254,7 +254,8 @@ def _describe_sites(
             text = f"{metric.name} is undefined for its test examples"
             yield Finding("WARN", f"metrics of {one.data.site}", text)
         yield Finding("PASS", f"site {one.data.site}", "; ".join(parts))
-    if opened and not any(one.examples.n_test for one in opened if one.examples is not None):
+    known_examples = [one.examples for one in opened if one.examples is not None]
+    if known_examples and not any(examples.n_test for examples in known_examples):
         yield Finding("WARN", "test examples", "no site has test examples: no model can be compared")
     if still:
         yield Finding(
