@@ -47,13 +47,6 @@ def test_gradient_of_an_example_does_not_depend_on_the_others() -> None:
     torch.testing.assert_close(network(images)[:1], network(images[:1]))
 
 
-def test_setting_is_absent_from_the_configuration_of_other_networks() -> None:
-    assert "norm" not in ModelConfig.model_validate({"name": "resnet32"}).model_dump()
-    config = ModelConfig.model_validate({"name": "resnet32", "norm": "group"})
-    assert config.model_dump()["norm"] == "group"
-    assert ModelConfig.model_validate(config.model_dump()) == config
-
-
 def test_network_without_batch_normalisation_has_nothing_to_replace() -> None:
     assert "mlp" in MODELS
     with pytest.raises(ConfigError, match=r"model\.norm: mlp has no batch normalisation; leave norm out"):
