@@ -180,6 +180,17 @@ def test_malformed_field_is_refused_with_its_code(name: str) -> None:
     assert all(word in str(caught.value) for word in (code, "site-3", "expected", "found"))
 
 
+@pytest.mark.parametrize("is_request", [True, False])
+def test_message_of_the_other_direction_is_named_as_such_before_its_base(is_request: bool) -> None:
+    """A site that reports a missing base receives the whole model; a message that it reflects is no reason for that."""
+    message = force_encoding("shared", mask=BASE_MASK) if is_request else build_message(BASE_MASK, trainable=MASK)
+    assert read_header(message).base == PLAN.base
+    assert (decode(message, PLAN).trainable is None) == is_request
+    for plan in (PLAN, replace(PLAN, base=None, base_mask=None)):
+        with pytest.raises(RejectedMessage, match=r"E_KIND.*trainable"):
+            decode(message, replace(plan, is_request=is_request))
+
+
 @pytest.mark.parametrize(("at", "byte"), [(0, b"X"), (4, bytes([VERSION + 1])), (5, b"\1")])
 def test_other_magic_or_version_is_refused(at: int, byte: bytes) -> None:
     data = build_message().copy()

@@ -253,6 +253,11 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     content = find_by_code(_CONTENTS_BY_CODE, header.content, "content")
     is_difference = is_quantized(value_format) and content == "weights" and header.patch_base >= _DIFFERENCE
     base = find_by_code(_BASES_BY_CODE, header.patch_base - _DIFFERENCE * is_difference, "base")
+    relative = find_encoding(header.trainable, "trainable encoding") if header.trainable else None
+    # Before the base: a request that comes back as an update is no reason to send the whole model again.
+    if plan.is_request not in (None, relative is not None):
+        expected, found = ("a request", "an update") if plan.is_request else ("an update", "a request")
+        raise RejectedMessage("E_KIND", "trainable", expected, found)
     check_base(header, base, encoding, plan, is_difference=is_difference)
     # Every size is known to be right before a section is decoded: first the number of values, then the exact length.
     if header.scalars > plan.layout.size:
@@ -270,7 +275,9 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     mask = encoding.decode(buffer[HEADER_BYTES:selection_end], plan.base_mask, plan.layout)
     if mask.count != header.scalars:
         raise RejectedMessage("E_NNZ", "scalars", f"{mask.count} selected entries", header.scalars)
-    trainable = _decode_trainable(header, buffer[selection_end:trainable_end], mask, plan)
+    if relative is None and header.trainable_bytes:
+        raise RejectedMessage("E_LEN", "trainable", "0 bytes", header.trainable_bytes)
+    trainable = relative.decode(buffer[selection_end:trainable_end], mask, plan.layout) if relative else None
     values = buffer[start:end]
     if value_format == "ckks":
         # Copied, because the transport delivers read-only bytes and torch cannot share their memory.
@@ -301,11 +308,3 @@ def _measure_values(buffer: np.ndarray, header: Header, value_format: ValueForma
         return measure_section(buffer[header.values_start :], header.scalars, value_format)
     assert plan.ciphertext_format is not None, "find_value_format has checked it"
     return ciphertexts.measure_ciphertexts(buffer[header.values_start :], header.scalars, plan.ciphertext_format)
-
-
-def _decode_trainable(header: Header, section: np.ndarray, mask: Mask, plan: Plan) -> Mask | None:
-    if header.trainable == 0:
-        if section.size:
-            raise RejectedMessage("E_LEN", "trainable", "0 bytes", section.size)
-        return None
-    return find_encoding(header.trainable, "trainable encoding").decode(section, mask, plan.layout)

@@ -54,6 +54,7 @@ class Plan:
         sequence, round, kind: of that request. A sender gives all of them, from ``target`` on. A site that receives a
             request does not know them yet and leaves them None; they are then not checked.
         ciphertext_format: format of encrypted values; None: this end accepts no encrypted values.
+        is_request: whether the message is a request, which alone has a trainable section; None: this is not checked.
 
     Raises:
         ValueError: ``run`` or a name is not 16 hex digits.
@@ -70,6 +71,7 @@ class Plan:
     round: int | None = None
     kind: str | None = None
     ciphertext_format: CiphertextFormat | None = None
+    is_request: bool | None = None
 
     def __post_init__(self) -> None:
         for field_name in ("run", "base", "target", "request"):

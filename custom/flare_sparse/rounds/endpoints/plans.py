@@ -108,8 +108,10 @@ def plan_request(
         names: what only the sender knows: ``sequence``, ``round`` and ``kind``.
     """
     if base is None:
-        return Plan(layout, run, ciphertext_format=ciphertext_format, **names)
-    return Plan(layout, run, base.name, base.mask, base.values, ciphertext_format=ciphertext_format, **names)
+        return Plan(layout, run, ciphertext_format=ciphertext_format, is_request=True, **names)
+    return Plan(
+        layout, run, base.name, base.mask, base.values, ciphertext_format=ciphertext_format, is_request=True, **names
+    )
 
 
 def plan_update(
@@ -147,4 +149,5 @@ def plan_update(
         round=request.round,
         kind=request.kind,
         ciphertext_format=ciphertext_format,
+        is_request=False,
     )

@@ -298,8 +298,8 @@ class ServerEndpoint:
         names = [sent.name, name_new_start(sent.name)] if site in self._link.counted else [sent.name]
         if message.request not in names:
             raise RejectedMessage("E_REPLAY", "request", names, message.request, site)
-        if message.patch.base != "zeros" or message.trainable is not None:
-            raise RejectedMessage("E_KIND", "base", "an update, with base zeros", "a request", site)
+        if message.patch.base != "zeros":
+            raise RejectedMessage("E_KIND", "base", "zeros, as in an update", message.patch.base, site)
         self._check_values(message, assignment.expected, site)
         _check_selection(message, assignment.expected, site)
         is_model = message.content == "weights"

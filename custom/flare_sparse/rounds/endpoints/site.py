@@ -349,8 +349,7 @@ class SiteEndpoint:
             self.site.layout, self.run, self._find_base(header.base), ciphertext_format=ciphertext_format
         )
         message = decode(data, plan, "server")
-        if message.trainable is None:
-            raise RejectedMessage("E_KIND", "trainable", "a request", "an update", "server")
+        assert message.trainable is not None, "decode() has checked it"
         check_kind(self.method, RequestId(message.kind, message.round))
         patch = correct_variances(self.decrypt(message.patch), self.site.layout)
         self._apply_patch(patch, message)
