@@ -77,8 +77,11 @@ def test_two_rounds_and_two_more_are_four_at_once(name: str, values: str, bench:
     copy_checkpoints(tmp_path / "short" / FINAL / "job", stores)
     continued = run(bench, name, 4, stores, values, resume=True)
     assert continued == run(bench, name, 4, open_stores(tmp_path / "once", 4), values)
-    kept = [len(Store(folder, {}).list_numbers()) for folder in (tmp_path / "short" / FINAL / "job").iterdir()]
-    assert max(kept) == 1
+    final = (tmp_path / "short" / FINAL / "job").iterdir()
+    kept = {folder.name: len(Store(folder, {}).list_numbers()) for folder in final}
+    # The last update of a site may be one that did not count: it starts from the memory before it.
+    assert kept.pop("server") == 1
+    assert set(kept.values()) <= {1, 2}
 
 
 @pytest.mark.parametrize("name", METHODS)
