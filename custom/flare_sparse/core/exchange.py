@@ -166,7 +166,8 @@ class Assignment:
     Attributes:
         request: message to the site.
         expected: requirements on the update.
-        full_model: sent instead of ``request.model`` to a site that does not hold the base of ``request.model``.
+        full_model: sent instead of ``request.model`` to a site that does not hold the base of ``request.model``. A
+            method that gives it may build its next request on this one.
     """
 
     request: Request

@@ -93,11 +93,11 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
         model = self.model(state)
         # A site whose selection is empty has trained. Without its examples, the mean of the others would be too large.
         expected = UpdateSpec(accepts=partial(self.accepts, state.live), counts_empty=True)
-        assignment = Assignment(Request(kind, state.round, model, state.live), expected)
+        assignment = Assignment(Request(kind, state.round, model, state.live), expected, full_model=model)
         if not state.live.is_full or state.changed.count > MOSTLY_CHANGED * self.layout.size:
             return assignment
         changed = Patch.from_vector(state.weights, state.changed, "previous")
-        return replace(assignment, request=replace(assignment.request, model=changed), full_model=model)
+        return replace(assignment, request=replace(assignment.request, model=changed))
 
     def answer(self, request: Request, site: Site) -> Update:
         """Train the network of the live units and return the revealed entries."""

@@ -130,11 +130,8 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         assignment = self.build_assignment(TRAIN, state)
         if state.phase == "counted" and all_count:
             # The sites counted the zeros of this model, so they hold its values; only the structure is new.
-            # A pruning that removes no unit leaves a patch over the previous model as the request's own.
-            full_model = assignment.full_model or assignment.request.model
             structure = replace(Patch.empty(self.layout.size), base="previous")
-            request = replace(assignment.request, model=structure)
-            assignment = replace(assignment, request=request, full_model=full_model)
+            assignment = replace(assignment, request=replace(assignment.request, model=structure))
         return broadcast(self.select_sites(state, sites), assignment)
 
     def answer(self, request: Request, site: Site) -> Update:
