@@ -64,6 +64,8 @@ def test_arguments_become_the_task_of_the_job(build: Callable[..., SparseRecipe]
         "launch": "torchrun --nproc_per_node=2",
         "metric": {"name": "mse", "mode": "max", "unit": ""},
         "weigh_by": "examples",
+        "subgroups": [],
+        "min_subgroup": 10,
     }
 
 
