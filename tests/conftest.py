@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from nvflare.apis.utils.decomposers import flare_decomposers
+from nvflare.app_common.decomposers import common_decomposers
 from ports import lock_ports, stop_processes_of
 from rows import mark_rows
 from skips import describe_skips, require, runs_in_ci
@@ -25,6 +27,10 @@ from flare_sparse.privacy.dp.secret import SECRET_BYTES
 SHARED_MEMORY, TEMPORARY_BYTES = Path("/dev/shm"), 4 << 30
 """Where files are in memory, and how much of it a run of the tests may need."""
 
+# FLARE serializes a class that nobody has registered by rules of its own, for the rest of the process. A test that
+# serializes before FLARE has started would leave a process that can no longer log in to any server.
+flare_decomposers.register()
+common_decomposers.register()
 # pytest's worker processes inherit COLUMNS, which would set the width of the terminal output under test.
 os.environ.pop("COLUMNS", None)
 # Tests that write checkpoints wait for the disk, unless these are in memory; in CI they stay on disk, as in a hospital.
