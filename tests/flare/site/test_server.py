@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from flare_sparse.flare.site.preflight import CheckResult, check_site
+from flare_sparse.core.findings import Finding
+from flare_sparse.flare.site.preflight import check_site
 
 BEGIN, END = dt.datetime(2020, 1, 1), dt.datetime(2100, 1, 1)
 
@@ -90,7 +91,7 @@ def port(ours: Project, reaction: str) -> Iterator[int]:
         thread.join()
 
 
-def check_server(folder: Path, port: int, root: Project, own: Project) -> CheckResult:
+def check_server(folder: Path, port: int, root: Project, own: Project) -> Finding:
     """Return the finding about the server for a site with these certificates."""
     startup = folder / "site" / "startup"
     startup.mkdir(parents=True)
@@ -99,7 +100,7 @@ def check_server(folder: Path, port: int, root: Project, own: Project) -> CheckR
     (startup / "rootCA.pem").write_bytes((root.folder / "root.pem").read_bytes())
     for name, file in zip(("client.crt", "client.key"), own.create_participant("site"), strict=True):
         (startup / name).write_bytes(file.read_bytes())
-    return next(finding for finding in check_site(startup.parent, environment={}) if finding.subject == "server")
+    return next(finding for finding in check_site(startup.parent, environment={}) if finding.place == "server")
 
 
 @pytest.mark.slow
@@ -107,19 +108,19 @@ def test_certificate_of_the_project_passes_unless_the_server_closes_the_connecti
     tmp_path: Path, port: int, reaction: str, ours: Project
 ) -> None:
     finding = check_server(tmp_path, port, ours, ours)
-    assert finding.verdict == ("PASS" if reaction == "waits" else "FAIL")
-    assert ("TLSv1.3" if reaction == "waits" else "refuses this certificate after the handshake") in finding.detail
+    assert finding.severity == ("PASS" if reaction == "waits" else "FAIL")
+    assert ("TLSv1.3" if reaction == "waits" else "refuses this certificate after the handshake") in finding.text
 
 
 def test_server_of_another_project_is_not_trusted(tmp_path: Path, port: int, theirs: Project) -> None:
     finding = check_server(tmp_path, port, theirs, theirs)
-    assert finding.verdict == "FAIL"
-    assert "refuses the TLS handshake" in finding.detail
+    assert finding.severity == "FAIL"
+    assert "refuses the TLS handshake" in finding.text
 
 
 def test_certificate_that_the_server_refuses_is_reported(
     tmp_path: Path, port: int, ours: Project, theirs: Project
 ) -> None:
     finding = check_server(tmp_path, port, ours, theirs)
-    assert finding.verdict == "FAIL"
-    assert "Is this the kit of this project?" in finding.detail
+    assert finding.severity == "FAIL"
+    assert "Is this the kit of this project?" in finding.text
