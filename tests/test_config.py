@@ -136,7 +136,7 @@ def test_numbers_survive_yaml_and_json_unchanged(sparsity: float, lr: float, see
 
 def test_job_contains_neither_simulator_nor_paths(file: Path) -> None:
     job = serialize_job(load_config(file))
-    assert set(job) == {"name", "seed", "method", "task", "wire", "federation"}
+    assert set(job) == {"name", "seed", "method", "task", "wire", "federation", "privacy", "audit", "permit"}
     assert str(file.parent) not in json.dumps(job)
     assert parse_job(job) == load_config(file).job
 
@@ -308,8 +308,8 @@ def test_privacy_has_a_target_or_a_noise_and_not_both(file: Path) -> None:
     assert "set either epsilon" in load_problems(file, *PRIVATE, "privacy.noise_multiplier=1")[0]
 
 
-def test_job_without_privacy_is_sent_as_before(file: Path) -> None:
-    assert "privacy" not in serialize_job(load_config(file))
+def test_section_on_privacy_is_sent_with_a_job(file: Path) -> None:
+    assert serialize_job(load_config(file))["privacy"] is None
     private = serialize_job(load_config(file, PRIVATE))
     assert private["privacy"]["epsilon"] == 3
     assert parse_job(private).privacy == load_config(file, PRIVATE).privacy
