@@ -431,7 +431,11 @@ def test_user_task_beside_the_file_is_loaded(file: Path) -> None:
     own = "task={class: own_task_module.MyTask, depth: 4}"
     config = load_config(file, [own])
     kind = import_task_class("own_task_module.MyTask")
-    assert config.task.config.model_dump(exclude={"split"}) == {"width": 3, "dropout": 0.0, "depth": 4}
+    assert config.task.config.model_dump(include={"width", "dropout", "depth"}) == {
+        "width": 3,
+        "dropout": 0.0,
+        "depth": 4,
+    }
     assert serialize_job(config)["task"]["class"] == "own_task_module.MyTask"
     assert type(build_task(config)) is kind
     assert parse_job(serialize_job(config), kind) == config.job
@@ -451,7 +455,9 @@ def test_script_is_a_task_with_settings_of_its_own(file: Path) -> None:
         "launch": "",
         "metric": {"name": "dice", "mode": "max", "unit": ""},
         "weigh_by": "steps",
-        "split": {"test": 0.2, "validation": 0.0, "folds": None, "fold": 1},
+        "split": {"test": 0.2, "validation": 0.0, "folds": None, "fold": 1, "stable": False},
+        "subgroups": [],
+        "min_subgroup": 10,
     }
     assert parse_job(serialize_job(config), ScriptTask) == config.job
     with pytest.raises(ConfigError, match="built by load_task"):

@@ -266,6 +266,16 @@ def keep_ranks(received: Any, net: nn.Module, rank: int) -> None:
 
     Raises:
         ConfigError: the network has no adapters.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
+        >>> net = add_adapters(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), AdapterConfig(rank=2))
+        >>> params = {spec.name: torch.zeros(spec.shape) for spec in Layout.from_module(net).tensors}
+        >>> received = SimpleNamespace(params=params, meta={}, current_round=0)
+        >>> keep_ranks(received, net, 1)
+        >>> [int(bits.sum()) for bits in received.meta[TRAINABLE].values()]
+        [0, 3]
     """
     from .methods.lora_a2 import LoRAA2
     from .methods.scores.ranks import compute_slot_scores, select_slots

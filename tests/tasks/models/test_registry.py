@@ -38,7 +38,7 @@ def test_invalid_names_and_settings_are_explained(name: str, settings: dict[str,
 
 def test_section_is_completed_with_defaults() -> None:
     section = ModelConfig.model_validate({"name": "mlp", "hidden": [8]})
-    assert section.model_dump() == {"name": "mlp", "hidden": [8], "dropout": 0.0}
+    assert section.model_dump() == {"name": "mlp", "hidden": [8], "dropout": 0.0, "norm": None, "gates": None}
 
 
 @pytest.mark.parametrize(
