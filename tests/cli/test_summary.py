@@ -133,6 +133,6 @@ def test_round_names_every_site_without_a_contribution_and_its_reason() -> None:
 
 
 def test_setting_names_are_not_cut_at_80_columns() -> None:
-    result = CliRunner().invoke(app, ["methods", "metagater"], env={"COLUMNS": "80", "TERM": "dumb"})
+    result = CliRunner().invoke(app, ["settings", "metagater"], env={"COLUMNS": "80", "TERM": "dumb"})
     assert "method.training.batch_size " in result.output
     assert "…" not in result.output

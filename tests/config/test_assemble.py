@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flare_sparse.config.assemble import assemble, count_model_entries, open_site
+from flare_sparse.config.checks import find_example_warnings
 from flare_sparse.config.loading import load_config, parse_job, serialize_job
 from flare_sparse.config.schema import RunConfig, build_task
 from flare_sparse.config.sites import prepare_site_data
@@ -50,15 +51,15 @@ def test_site_settings_reach_the_site_through_its_site_file(config: RunConfig, t
     assert sites["site-2"].site_settings.rate is None
 
 
-def test_warning_of_the_task_about_a_sites_examples_is_logged(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_warning_of_the_task_about_a_sites_examples_is_found(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembly = assemble(config)
     data = prepare_site_data(config, assembly.task, tmp_path)["site-1"]
     load = assembly.task.load
     monkeypatch.setattr(assembly.task, "load", lambda *of: replace(load(*of), warnings=("doses are in mg",)))
-    open_site(assembly, data)
-    assert "site site-1: doses are in mg" in caplog.messages
+    found = list(find_example_warnings("site-1", open_site(assembly, data).trainer.examples))
+    assert ("WARN", "data of site-1", "doses are in mg") in [(one.severity, one.place, one.text) for one in found]
 
 
 @pytest.mark.parametrize(
