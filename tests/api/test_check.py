@@ -152,7 +152,7 @@ CONFIGS = {
     "more sites than there are": ["federation.min_sites=99"],
     "nearly all subjects for testing": ["task.split.test=0.9"],
     "no step": ["method.training.lr=1e-30"],
-    "a step that diverges": ["method.training={optimizer: sgd, lr: 1e38}"],
+    "a step that diverges": ["method.training={optimizer: sgd, lr: 1e300}"],
 }
 
 

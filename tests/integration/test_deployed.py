@@ -431,8 +431,9 @@ def test_recipe_of_flare_charges_every_site_and_is_refused_when_the_budget_is_sp
     assert charges == [[first["job_id"]] * 2] * 3
     assert second["status"] != "FINISHED:COMPLETED"
     assert [list_charges(kits / site) for site in SITES] == charges
-    log = (kits / "site-1" / second["job_id"] / "log.txt").read_text(errors="replace")
-    assert "epsilon of this site's policy, over all jobs is 2 at delta 1e-05; 1.94" in log
+    # The first site that refuses ends the job: the others may be told before they refuse.
+    logs = "".join((kits / site / second["job_id"] / "log.txt").read_text(errors="replace") for site in SITES)
+    assert "epsilon of this site's policy, over all jobs is 2 at delta 1e-05; 1.94" in logs
 
 
 def submit_and_wait(kits: Path, job: Path) -> dict[str, Any]:

@@ -13,10 +13,13 @@ from skips import require
 from torch.utils.cpp_extension import load
 
 
+def require_compiler() -> None:
+    require(bool(which("ninja") and which("c++")), "a C++ compiler and ninja are needed (g++, ninja-build)")
+
+
 @cache
 def open_other_device() -> torch.device:
     """Compile and register the device of ``other_device.cpp``, which takes half a minute the first time."""
-    require(bool(which("ninja") and which("c++")), "a C++ compiler and ninja are needed (g++, ninja-build)")
     torch.utils.rename_privateuse1_backend("other")
     module = SimpleNamespace(
         is_available=lambda: True,
