@@ -32,6 +32,8 @@ from flare_sparse.tasks.task import TaskConfig
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
 """Folder of the site with files of the repository that pages link to."""
+RANKS = {"questions.md": 5.0, "results": 0.2, "reference": 0.3, "algorithms.md": 0.2, "wire-format.md": 0.2}
+"""How far the search moves a page, or the pages of a folder, up or down: answers first, tables of figures last."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -57,8 +59,10 @@ def list_outside_links(page: File) -> Iterator[Path]:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Put tables and the API in the place of their marks, and let links to the repository point into the site."""
+    """Put tables and the API in the place of their marks, let links to the repository point into the site, rank."""
     folder = (ROOT / "docs" / page.file.src_uri).parent
+    if rank := RANKS.get(page.file.src_uri.partition("/")[0]):
+        page.meta["search"] = {"boost": rank}
 
     def insert_table(match: re.Match[str]) -> str:
         with (folder / match[1]).open(encoding="utf-8", newline="") as file:
