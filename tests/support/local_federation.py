@@ -85,7 +85,7 @@ class LocalFederation:
         contexts: keys for encryption; None: values travel in the clear.
         site_contexts: other keys, by site.
         stores: checkpoint store of each end; None for an end without checkpoints.
-        sum_rules: rules of sums of fixed-point values; None: updates carry their values.
+        sum_rules: rules of sums of padded values; None: updates carry their values.
 
     Attributes:
         is_silent: whether a site stays silent in an attempt; it does not even receive the request.

@@ -73,17 +73,6 @@ def _build_format_feature(need: Need, effect: str) -> Feature:
     )
 
 
-_SUMS = frozenset(
-    {
-        Need.SINGLE_UPDATES,
-        Need.SINGLE_SCORES,
-        Need.OWN_ENTRIES,
-        Need.LATE_WEIGHTS,
-        Need.OWN_FORMAT,
-        Need.CIPHERTEXTS,
-        Need.EXACT_STATISTICS,
-    }
-)
 _READS_SINGLE_UPDATES = "needs to read single updates"
 
 _FEATURES = (
@@ -113,19 +102,21 @@ _FEATURES = (
         "the server reads sums only",
         lambda job: job.wire.aggregation == "masked",
         "set wire.aggregation to plain",
-        takes=_SUMS,
+        takes=frozenset(
+            {
+                Need.SINGLE_UPDATES,
+                Need.SINGLE_SCORES,
+                Need.OWN_ENTRIES,
+                Need.LATE_WEIGHTS,
+                Need.OWN_FORMAT,
+                Need.CIPHERTEXTS,
+                Need.EXACT_STATISTICS,
+            }
+        ),
         needs=_require(
             Need.QUORUM.because("each of two sites can subtract its own values from their sum", amount=FEWEST_SITES)
         ),
         example={"wire": {"aggregation": "masked"}, "federation": {"min_sites": FEWEST_SITES}},
-    ),
-    Feature(
-        "wire.aggregation: fixed_point",
-        "the server reads sums only",
-        lambda job: job.wire.aggregation == "fixed_point",
-        "set wire.aggregation to plain",
-        takes=_SUMS,
-        example={"wire": {"aggregation": "fixed_point"}},
     ),
     _build_format_feature(Need.EXACT_MODEL, "sites train from a rounded model"),
     _build_format_feature(Need.EXACT_STATISTICS, "values are rounded"),

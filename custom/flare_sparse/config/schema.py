@@ -39,16 +39,16 @@ class WireConfig(Section):
     encryption: Literal["none", "ckks"] = Field(
         "none", description="ckks: the server aggregates encrypted weights; the keys are part of the startup kits"
     )
-    aggregation: Literal["plain", "fixed_point", "masked"] = Field(
+    aggregation: Literal["plain", "masked"] = Field(
         "plain",
         description="masked: the server reads the sum of the sites' values and no value of a single site; sites sign "
-        "their keys with the certificates of their startup kits; fixed_point: the same sums without protection",
+        "their keys with the certificates of their startup kits",
     )
     bound: float = Field(
         64.0,
         gt=2.0**-20,
         le=MAX_BOUND,
-        description="masked, fixed_point: largest change of a parameter in a round; an update with a larger one is "
+        description="masked: largest change of a parameter in a round; an update with a larger one is "
         "refused (E_RANGE); the sum is exact to 2^-20 of it or better",
     )
     initial_model: Literal["sent", "built"] = Field(
@@ -405,10 +405,8 @@ class JobConfig(Section):
 
     @property
     def sum_rules(self) -> SumRules | None:
-        """Rules of the sums of fixed-point values; None: every update carries its values."""
-        if self.wire.aggregation == "plain":
-            return None
-        return SumRules(self.wire.bound, self.federation.min_sites, self.is_masked)
+        """Rules of the sums of padded values; None: every update carries its values."""
+        return SumRules(self.wire.bound, self.federation.min_sites) if self.is_masked else None
 
     @property
     def builds_initial(self) -> bool:

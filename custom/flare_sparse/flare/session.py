@@ -196,8 +196,7 @@ class ServerSession(FLComponent):
         layout, run_id, method = self.assembly.layout, self.assembly.run_id, self.assembly.method
         rules, sums = self.job.sum_rules, None
         if rules is not None:
-            root_certificate = load_root(fl_ctx) if rules.is_padded else None
-            sums = ServerSums(layout, run_id, rules, method.get_sum_weights, root_certificate, self.ledger)
+            sums = ServerSums(layout, run_id, rules, method.get_sum_weights, load_root(fl_ctx), self.ledger)
         updates = UpdateStore(folder=Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())))
         self.endpoint = ServerEndpoint(
             layout, run_id, self.job.wire.values, self.ledger, cipher, self.job.seed, sums, updates
@@ -392,8 +391,8 @@ def _open_sums(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: 
     # The site's own minimum counts, too: the job and its server may ask for less.
     rules = replace(rules, min_sites=max(rules.min_sites, read_site_policy(fl_ctx).min_sum_sites))
     method = assembly.method
-    identity = load_identity(fl_ctx) if rules.is_padded else fl_ctx.get_identity_name()
-    return SiteSums(identity, assembly.layout, assembly.run_id, rules, method.get_sum_weights, requests)
+    weights = method.get_sum_weights
+    return SiteSums(load_identity(fl_ctx), assembly.layout, assembly.run_id, rules, weights, requests)
 
 
 def read_site_policy(fl_ctx: FLContext) -> Policy:

@@ -420,15 +420,6 @@ def test_policy_can_require_masked_sums(tmp_path: Path) -> None:
     assert "masked: the server could read the weights" in hospital.read_site_error()
 
 
-def test_policy_that_requires_masked_sums_refuses_sums_without_pads(tmp_path: Path) -> None:
-    hospital = Hospital(tmp_path / "site", policy={"masked": True})
-    rules, weights = SumRules(64.0, is_padded=False), hospital.method.get_sum_weights
-    hospital.endpoint.sums = SiteSums("site-1", hospital.layout, RUN, rules, weights)
-    assert is_stripped(hospital.run_task())
-    assert "masked: the server could read the weights" in hospital.read_site_error()
-    assert hospital.endpoint.sums._withheld is None
-
-
 def test_step_of_a_sum_in_a_plain_job_is_refused(tmp_path: Path) -> None:
     reply = ask_for_keys(Hospital(tmp_path / "site"))
     assert is_stripped(reply)

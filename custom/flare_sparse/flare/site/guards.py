@@ -289,7 +289,7 @@ def _encode_approved(approved: Update, endpoint: SiteEndpoint, policy: Policy) -
     assert endpoint.request is not None, "an update answers a request"
     sums, sent = endpoint.sums, approved
     if approved.content != "metrics":
-        if policy.masked and (sums is None or not sums.rules.is_padded):
+        if policy.masked and sums is None:
             raise PolicyRefusal(
                 f"this site's policy: masked: the server could read the {approved.content}; set wire.aggregation: "
                 "masked"

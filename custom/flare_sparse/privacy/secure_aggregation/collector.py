@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,89 +18,6 @@ from .shamir import SHARE_BYTES, recover_secret
 
 class TooFewSites(Exception):
     """A sum has too few sites left to be read, or more than its ring allows; the attempt has failed."""
-
-
-class SectionSum:
-    """Sum of sections of values, and the sites in it.
-
-    Args:
-        ring: format of the sections.
-    """
-
-    def __init__(self, ring: RingFormat):
-        self.ring = ring
-        self.total = np.zeros(ring.section_bytes, np.uint8)
-        self.sites: list[str] = []
-
-    def add(self, name: str, section: np.ndarray, expected: Collection[str]) -> None:
-        """Add the section of a site.
-
-        Args:
-            name: name of the site.
-            section: uint8; not trusted.
-            expected: sites that may send values.
-
-        Raises:
-            RejectedMessage: the length is wrong, or the site has no part in the sum or is in it already.
-        """
-        if section.dtype != np.uint8 or section.shape != (self.ring.section_bytes,):
-            raise RejectedMessage("E_LEN", "values", self.ring.section_bytes, section.shape, name)
-        if name not in expected or name in self.sites:
-            raise RejectedMessage("E_REPLAY", "values", "those of a site of the sum, once", name, name)
-        # In the ring every order of additions ends in the same bits, so that values are added as they arrive.
-        self.ring.add(self.total, section)
-        self.sites.append(name)
-
-
-class ClearCollector:
-    """One sum of values without pads at the server.
-
-    Args:
-        ring: format of the values.
-
-    Attributes:
-        examples: number of examples of each site of the sum.
-    """
-
-    def __init__(self, ring: RingFormat):
-        self.ring = ring
-        self.examples: dict[str, int] = {}
-        self._sum = SectionSum(ring)
-
-    def begin(self, examples: Mapping[str, int]) -> dict[str, int]:
-        """Set the sites of the sum and return their numbers of examples.
-
-        Raises:
-            TooFewSites: there are too many.
-        """
-        if len(examples) > MAX_SITES:
-            raise TooFewSites(f"{len(examples)} sites have values, a sum has at most {MAX_SITES}")
-        self.examples = dict(examples)
-        return self.examples
-
-    @property
-    def sharers(self) -> list[str]:
-        """Sites that weighted their values for the sum, in the order of names."""
-        return sorted(self.examples)
-
-    @property
-    def survivors(self) -> list[str]:
-        """Sites whose values are in the sum, in the order of names."""
-        return sorted(self._sum.sites)
-
-    def accept_values(self, name: str, section: np.ndarray) -> None:
-        """Add the values of a site, as :meth:`SectionSum.add`."""
-        self._sum.add(name, section, self.examples)
-
-    def compute_sum(self) -> np.ndarray:
-        """Return the numbers, float64 ``(n,)``, of the sum over the survivors.
-
-        Raises:
-            TooFewSites: no site has sent values.
-        """
-        if not self._sum.sites:
-            raise TooFewSites(f"none of {len(self.examples)} sites sent values")
-        return self.ring.decode(self._sum.total)
 
 
 class SumCollector:
@@ -120,7 +37,8 @@ class SumCollector:
         self.min_sites = max(min_sites, FEWEST_SITES)
         self.members: dict[str, SignedKeys] = {}
         self._boxes: dict[str, dict[str, bytes]] = {}
-        self._sum = SectionSum(ring)
+        self._total = np.zeros(ring.section_bytes, np.uint8)
+        self._summed: set[str] = set()
         self._revealed: dict[str, list[bytes]] = {}
 
     @property
@@ -136,7 +54,7 @@ class SumCollector:
     @property
     def survivors(self) -> list[str]:
         """Sites whose values are in the sum, in the order of names."""
-        return sorted(self._sum.sites)
+        return sorted(self._summed)
 
     def accept_keys(self, keys: SignedKeys) -> None:
         """Add the keys of a site.
@@ -181,8 +99,18 @@ class SumCollector:
         return {sender: boxes[receiver] for sender, boxes in sorted(self._boxes.items()) if sender != receiver}
 
     def accept_values(self, name: str, section: np.ndarray) -> None:
-        """Add the padded values of a site, as :meth:`SectionSum.add`."""
-        self._sum.add(name, section, self._boxes)
+        """Add the padded values of a site, uint8, which are not trusted.
+
+        Raises:
+            RejectedMessage: the length is wrong, or the site has no part in the sum or is in it already.
+        """
+        if section.dtype != np.uint8 or section.shape != self._total.shape:
+            raise RejectedMessage("E_LEN", "values", self.ring.section_bytes, section.shape, name)
+        if name not in self._boxes or name in self._summed:
+            raise RejectedMessage("E_REPLAY", "values", "those of a site of the sum, once", name, name)
+        # In the ring every order of additions ends in the same bits, so that values are added as they arrive.
+        self.ring.add(self._total, section)
+        self._summed.add(name)
 
     def list_survivors(self) -> list[str]:
         """Return the sites whose values are in the sum, in the order of names.
@@ -190,7 +118,7 @@ class SumCollector:
         Raises:
             TooFewSites: fewer than the sum needs.
         """
-        self._require_enough(len(self._sum.sites), "sent values")
+        self._require_enough(len(self._summed), "sent values")
         return self.survivors
 
     def accept_shares(self, name: str, shares: Sequence[bytes]) -> None:
@@ -199,7 +127,7 @@ class SumCollector:
         Raises:
             RejectedMessage: their number or a length is wrong, or the site is no survivor.
         """
-        if name not in self._sum.sites:
+        if name not in self._summed:
             raise RejectedMessage("E_REPLAY", "shares", "those of a survivor", name, name)
         if len(shares) != len(self._boxes) or any(len(share) != SHARE_BYTES for share in shares):
             raise RejectedMessage("E_LEN", "shares", f"{len(self._boxes)} of {SHARE_BYTES} bytes", len(shares), name)
@@ -212,10 +140,10 @@ class SumCollector:
             TooFewSites: too few sites revealed shares, or some revealed wrong ones.
         """
         self._require_enough(len(self._revealed), "revealed shares")
-        total = self._sum.total.copy()
+        total = self._total.copy()
         for index, name in enumerate(self.sharers):
             secret = self._recover(index, name)
-            if name in self._sum.sites:
+            if name in self._summed:
                 pad = draw_pad(derive_key(secret, "own pad", self.sum_id, name), total.size)
                 self.ring.add(total, pad, -1)
                 continue
@@ -231,7 +159,7 @@ class SumCollector:
         secret = recover_secret(shares)
         keys = self.members[name]
         if secret is not None:
-            is_seed = name in self._sum.sites
+            is_seed = name in self._summed
             known = keys.commitment if is_seed else keys.pad_key
             if (commit_to(secret) if is_seed else get_public_key(secret)) == known:
                 return secret

@@ -112,14 +112,12 @@ def find_violation(earlier: Iterable[RevealedSum], new: RevealedSum) -> str:
 
 @dataclass(frozen=True)
 class SumRules:
-    """What both ends of a job with ``wire.aggregation: masked`` or ``fixed_point`` know of its sums.
+    """What both ends of a job with ``wire.aggregation: masked`` know of its sums.
 
     Attributes:
         bound: largest absolute change of a parameter, which decides the ring.
         min_sites: fewest sites of a sum.
-        is_padded: whether the values are padded, so that the server reads the sum alone.
     """
 
     bound: float
     min_sites: int = FEWEST_SITES
-    is_padded: bool = True

@@ -1,4 +1,4 @@
-"""Messages of a sum (docs/wire-format.md, section "Sums of fixed-point values").
+"""Messages of a sum (docs/wire-format.md, section "Sums of padded values").
 
 A message holds: magic (4 bytes) | version (uint16) | step (uint16) | id of the sum (36 bytes) | length of the payload
 (uint32) | CRC-32 of all of this and of the payload (uint32) | payload. The payload of padded values starts at a
@@ -24,7 +24,6 @@ from .shamir import SHARE_BYTES
 MAGIC, VERSION = b"FSPS", 1
 _HEAD = struct.Struct("<4sHH36sI")
 _CHECKSUM = struct.Struct("<I")
-_SHARE = struct.Struct("<d")
 HEADER_BYTES = _HEAD.size + _CHECKSUM.size + 4
 FINGERPRINT_BYTES = 16
 
@@ -36,13 +35,6 @@ class Step(IntEnum):
     SHARES = 2
     VALUES = 3
     REVEAL = 4
-    TERMS = 5
-    """The only exchange of a sum without pads: the sites' integers."""
-
-
-PADDED_STEPS = (Step.KEYS, Step.SHARES, Step.VALUES, Step.REVEAL)
-SUMMED_STEPS = (Step.VALUES, Step.TERMS)
-"""Steps whose replies hold a section of values."""
 
 
 def pack_message(step: Step, sum_id: SumId, payload: bytes) -> np.ndarray:
@@ -156,26 +148,6 @@ def unpack_names(payload: bytes) -> list[str]:
     return names
 
 
-def pack_share(share: float) -> bytes:
-    """Return the payload of a site's share of a sum."""
-    return _SHARE.pack(share)
-
-
-def unpack_share(payload: bytes) -> float:
-    """Return a site's share of a sum, above 0 and at most 1.
-
-    Raises:
-        RejectedMessage: the payload is malformed, or no such number.
-    """
-    if len(payload) != _SHARE.size:
-        raise RejectedMessage("E_LEN", "share", _SHARE.size, len(payload), "server")
-    (share,) = _SHARE.unpack(payload)
-    # With a larger one the sum could wrap around. "not 0 < x" and not "x <= 0", which NaN would pass.
-    if not 0 < share <= 1:
-        raise RejectedMessage("E_WEIGHT", "share", "above 0, at most 1", share, "server")
-    return float(share)
-
-
 def split_payload(payload: bytes, size: int, site: str) -> list[bytes]:
     """Return the parts of ``size`` bytes of a payload: the boxes or the shares of a reply.
 
@@ -194,7 +166,6 @@ def bound_reply_bytes(step: Step, section_bytes: int, sites: int) -> int:
         Step.SHARES: BOX_BYTES * sites,
         Step.VALUES: FINGERPRINT_BYTES + section_bytes,
         Step.REVEAL: SHARE_BYTES * sites,
-        Step.TERMS: FINGERPRINT_BYTES + section_bytes,
     }
     return HEADER_BYTES + sizes[step]
 

@@ -66,7 +66,6 @@ _CONTROLLER = (
 """What no record of a run has."""
 _AGGREGATION = {
     "plain": "none: the server reads the values that each site sends",
-    "fixed_point": "none: the server reads the values that each site sends",
     "masked": "masked: the server reads sums over sites. Limits: accomplices take their part out of a sum; a server "
     "that deviates can compare sums over nearly the same model; a sum of few sites tells much about each",
 }

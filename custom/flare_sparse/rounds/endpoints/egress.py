@@ -37,7 +37,6 @@ _SUM_CONTENTS = {
     Step.SHARES: "shares of keys",
     Step.VALUES: "padded values",
     Step.REVEAL: "shares of keys",
-    Step.TERMS: "values of a sum",
 }
 
 

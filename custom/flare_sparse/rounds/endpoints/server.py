@@ -120,7 +120,7 @@ class ServerEndpoint:
         ledger: receives one line per message.
         cipher: aggregates encrypted weights without decrypting them; None: all values travel in the clear.
         seed: seed of the run, for the rounding of quantized values.
-        sums: sums of fixed-point values, which updates then do not carry; None: the server reads each update.
+        sums: sums of padded values, which updates then do not carry; None: the server reads each update.
         updates: memory for the updates of a round; None: the default.
     """
 
@@ -417,8 +417,7 @@ class ServerEndpoint:
                 that must be withheld for a sum, or another number format than the job's.
         """
         if self.sums is not None and message.content != "metrics":
-            aggregation = "masked" if self.sums.rules.is_padded else "fixed_point"
-            raise RejectedMessage("E_SEALED", f"values of {message.content}", aggregation, message.values, site)
+            raise RejectedMessage("E_SEALED", f"values of {message.content}", "masked", message.values, site)
         # A site without training examples answers every request with metrics only.
         if message.content not in (expected.content, "metrics"):
             raise RejectedMessage("E_KIND", "content", expected.content, message.content, site)

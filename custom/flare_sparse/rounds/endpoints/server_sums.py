@@ -1,4 +1,4 @@
-"""The server's end of the sums of fixed-point values: questions and replies of each step, their bytes, and the sum."""
+"""The server's end of the sums of padded values: questions and replies of each step, their bytes, and the sum."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ from ...core.exchange import Assignment, Contribution, Patch
 from ...core.mask import Mask
 from ...core.params import Layout
 from ...methods.aggregation.weighted import Weights
-from ...privacy.secure_aggregation.collector import ClearCollector, SumCollector, TooFewSites
+from ...privacy.secure_aggregation.collector import SumCollector, TooFewSites
 from ...privacy.secure_aggregation.identities import RootCertificate
 from ...privacy.secure_aggregation.keys import SignedKeys
 from ...privacy.secure_aggregation.limits import SumRules
 from ...privacy.secure_aggregation.messages import (
     FINGERPRINT_BYTES,
-    PADDED_STEPS,
-    SUMMED_STEPS,
     Step,
     bound_reply_bytes,
     pack_boxes,
     pack_members,
     pack_message,
     pack_names,
-    pack_share,
     split_payload,
     unpack_reply,
 )
@@ -36,7 +33,7 @@ from ...privacy.secure_aggregation.pads import SumId
 from ...privacy.secure_aggregation.party import BOX_BYTES
 from ...privacy.secure_aggregation.shamir import SHARE_BYTES
 from ...wire.ledger import Ledger, LedgerLine
-from .sums import build_ring, compute_reference, compute_shares, compute_weights
+from .sums import build_ring, compute_reference, compute_weights
 
 SUM_SITE = "sum"
 """Site of the contribution that stands for all summed ones."""
@@ -79,7 +76,7 @@ class ServerSums:
         run: id of the run, 16 hex digits.
         rules: bound and smallest size of the sums.
         get_weights: weights of the method's aggregation, by kind of request.
-        root: root certificate of the federation; None: the sums have no pads.
+        root: root certificate of the federation.
         ledger: receives a line per message.
         current: what is remembered of the current request.
     """
@@ -88,7 +85,7 @@ class ServerSums:
     run: str
     rules: SumRules
     get_weights: Callable[[str], Weights]
-    root: RootCertificate | None
+    root: RootCertificate
     ledger: Ledger
     current: RequestSums = field(default_factory=RequestSums)
 
@@ -115,7 +112,6 @@ class SumExchange:
     """The steps of one sum. Each has questions, one for each site that is still in it, and replies.
 
     Attributes:
-        steps: the steps, in their order.
         attempts: what is remembered of all attempts at the request.
         failure: why the sum has failed; empty: it has not.
     """
@@ -124,10 +120,7 @@ class SumExchange:
         self.sums, self.sum_id, self.assignment, self.mask, self.attempts = sums, sum_id, assignment, mask, attempts
         ring = build_ring(assignment.expected.content, mask, sums.layout, sums.rules)
         self._section_bytes = ring.section_bytes
-        self.steps = PADDED_STEPS if sums.rules.is_padded else (Step.TERMS,)
-        self._padded = SumCollector(sum_id, ring, sums.root, sums.rules.min_sites)
-        self._clear = ClearCollector(ring)
-        self.collector = self._padded if sums.rules.is_padded else self._clear
+        self.collector = SumCollector(sum_id, ring, sums.root, sums.rules.min_sites)
         self.failure = ""
 
     def ask(self, step: Step, examples: Mapping[str, int]) -> dict[str, np.ndarray]:
@@ -156,20 +149,15 @@ class SumExchange:
         if step == Step.KEYS:
             yield from dict.fromkeys(self.attempts.choose_members(examples), b"").items()
         elif step == Step.SHARES:
-            members = pack_members(self._padded.list_members())
-            yield from dict.fromkeys(sorted(self._padded.members), members).items()
+            members = pack_members(self.collector.list_members())
+            yield from dict.fromkeys(sorted(self.collector.members), members).items()
         elif step == Step.VALUES:
-            boxes = {site: pack_boxes(self._padded.list_boxes(site)) for site in self._padded.sharers}
+            boxes = {site: pack_boxes(self.collector.list_boxes(site)) for site in self.collector.sharers}
             # Sites that have begun to reveal a sum reveal that one only: a member that was lost in it stays out of it.
             yield from ((site, boxes[site]) for site in sorted(self.attempts.choose_survivors(boxes)))
-        elif step == Step.TERMS:
-            # Its share alone: a site need not learn the numbers of examples of the others.
-            weigh = self.sums.get_weights(self.sum_id.kind)
-            for site, share in compute_shares(self._clear.begin(examples), list(examples), weigh).items():
-                yield site, pack_share(share)
         else:
-            survivors = self._padded.list_survivors()
-            self.attempts.members, self.attempts.survivors = frozenset(self._padded.members), frozenset(survivors)
+            survivors = self.collector.list_survivors()
+            self.attempts.members, self.attempts.survivors = frozenset(self.collector.members), frozenset(survivors)
             yield from dict.fromkeys(survivors, pack_names(survivors)).items()
 
     def accept(self, step: Step, site: str, data: Any, examples: Mapping[str, int]) -> None:
@@ -193,22 +181,22 @@ class SumExchange:
         if step == Step.KEYS and payload:
             self._accept_keys(SignedKeys.from_bytes(site, payload), examples)
         elif step == Step.SHARES:
-            self._padded.accept_boxes(site, split_payload(payload, BOX_BYTES, site))
-        elif step in SUMMED_STEPS:
+            self.collector.accept_boxes(site, split_payload(payload, BOX_BYTES, site))
+        elif step == Step.VALUES:
             fingerprint = bytes.fromhex(self.mask.fingerprint)
             if payload[:FINGERPRINT_BYTES] != fingerprint:
                 found = payload[:FINGERPRINT_BYTES].hex()
                 raise RejectedMessage("E_MASK", "selection", self.mask.fingerprint, found, site)
             self.collector.accept_values(site, np.frombuffer(payload[FINGERPRINT_BYTES:], np.uint8))
         elif step == Step.REVEAL:
-            self._padded.accept_shares(site, split_payload(payload, SHARE_BYTES, site))
+            self.collector.accept_shares(site, split_payload(payload, SHARE_BYTES, site))
         self._record(step, site, "up", data.size)
 
     def _accept_keys(self, keys: SignedKeys, examples: Mapping[str, int]) -> None:
         # The sites weigh by the signed number, the quorum by the reported one.
         if keys.num_examples != examples[keys.name]:
             raise RejectedMessage("E_WEIGHT", "examples", examples[keys.name], keys.num_examples, keys.name)
-        self._padded.accept_keys(keys)
+        self.collector.accept_keys(keys)
 
     def finish(self, contributions: Mapping[str, Contribution]) -> tuple[Contribution | None, dict[str, Contribution]]:
         """Return the contribution that stands for all summed ones, and the contributions of its sites.
@@ -250,7 +238,7 @@ class SumExchange:
 
     def _record(self, step: Step, site: str, direction: Any, size: int) -> None:
         """Add a message to the ledger; keys, shares and reveals count as messages without values."""
-        has_values = step in SUMMED_STEPS and direction == "up"
+        has_values = step == Step.VALUES and direction == "up"
         content = self.assignment.expected.content if has_values else "metrics"
         total = self.sums.layout.size
         line = LedgerLine(
@@ -262,7 +250,7 @@ class SumExchange:
             kind=self.sum_id.kind,
             content=content,
             encoding="shared" if has_values else step.name.lower(),
-            values="masked" if self.sums.rules.is_padded else "fixed_point",
+            values="masked",
             scalars_total=total,
             scalars_sent=self.mask.count if has_values else 0,
             payload_bytes=size,

@@ -258,9 +258,7 @@ class SiteEndpoint:
         residual = self._current.memory.residual
         if self.sums is not None:
             request_id = RequestId(request.kind, request.round)
-            # Sums without pads have no keys that the digest could enter.
-            digest = self.compute_model_digest() if self.sums.rules.is_padded else ""
-            update = self.sums.withhold(update, request_id, self.site.weights, digest)
+            update = self.sums.withhold(update, request_id, self.site.weights, self.compute_model_digest())
         encoded = self.encode_message(request, update)
         # Error feedback applies to model values only: an update of scores or metrics leaves the residual unchanged.
         if update.content in ("weights", "delta"):

@@ -1,4 +1,4 @@
-"""A site's end of the sums of fixed-point values: it withholds an update until its sum, and answers the sum's steps."""
+"""A site's end of the sums of padded values: it withholds an update until its sum, and answers the sum's steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from ...privacy.secure_aggregation.messages import (
     unpack_members,
     unpack_message,
     unpack_names,
-    unpack_share,
 )
 from ...privacy.secure_aggregation.pads import SumId, read_sum_id
 from ...privacy.secure_aggregation.party import SumParty
@@ -58,15 +57,12 @@ class SiteSums:
     """Answers the steps of the sums of a job. Nothing is kept on disk but the records of the revealed sums.
 
     Args:
-        identity: signs this site's keys and checks those of the others; the site's name alone, for sums without pads.
+        identity: signs this site's keys and checks those of the others.
         layout: layout of the model.
         run: id of the run, 16 hex digits.
         rules: bound and smallest size of the sums.
         get_weights: weights of the method's aggregation, by kind of request.
         requests: records of the revealed sums; None: they are remembered as long as this process runs.
-
-    Raises:
-        ValueError: padded sums need keys, and the identity is a name alone.
 
     Attributes:
         reply: the last reply; a process that lets only this site's own messages leave compares with it.
@@ -74,17 +70,14 @@ class SiteSums:
 
     def __init__(
         self,
-        identity: SiteIdentity | str,
+        identity: SiteIdentity,
         layout: Layout,
         run: str,
         rules: SumRules,
         get_weights: Callable[[str], Weights],
         requests: RequestLog | None = None,
     ):
-        if isinstance(identity, str) and rules.is_padded:
-            raise ValueError("padded sums need the keys of a SiteIdentity")
         self.identity, self.layout, self.run, self.rules = identity, layout, run, rules
-        self.name = identity if isinstance(identity, str) else identity.name
         self.get_weights = get_weights
         # Records of sums do not depend on the number of attempts.
         self.requests = requests or RequestLog(run, lambda kind, t: 1, attempts=1)
@@ -101,7 +94,7 @@ class SiteSums:
             update: the update.
             request: id of the request that it answers.
             model: ``(P,)`` the model of the request.
-            model_digest: its digest. A padded sum has values of one model only.
+            model_digest: its digest; a sum has values of one model only.
 
         Raises:
             RejectedMessage: a value is not finite, or above the bound of the ring. Nothing may be sent.
@@ -146,13 +139,7 @@ class SiteSums:
         """
         step, raw_id, payload = unpack_message(data, "server")
         sum_id = read_sum_id(raw_id)
-        # Decided by this site's copy of the job and not by the question: values must not leave without their pads.
-        if self.rules.is_padded == (step == Step.TERMS):
-            kind = "masked" if self.rules.is_padded else "fixed_point"
-            raise RequestRefused(f"step {step.name} of a sum, but wire.aggregation of this site's job is {kind}")
-        if step == Step.TERMS:
-            answer = self._send_terms(sum_id, unpack_share(payload))
-        elif step == Step.KEYS:
+        if step == Step.KEYS:
             answer = self._publish_keys(sum_id, payload)
         else:
             if self._party is None or sum_id != self._party.sum_id:
@@ -170,7 +157,6 @@ class SiteSums:
         if self._withheld is None:
             return b""
         self._admit(sum_id, self._withheld)
-        assert isinstance(self.identity, SiteIdentity), "padded sums have keys"
         examples, digest = self._withheld.update.num_examples, self._withheld.model_digest
         self._party = SumParty(sum_id, self.identity, examples, self.rules.min_sites, digest)
         return self._party.keys.to_bytes()
@@ -186,21 +172,6 @@ class SiteSums:
         if sum_id.sequence <= self._newest:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._newest}", sum_id.sequence, "server")
         self._newest = sum_id.sequence
-
-    def _send_terms(self, sum_id: SumId, share: float) -> bytes:
-        """Return this site's part of a sum without pads.
-
-        Args:
-            sum_id: id of the sum.
-            share: this site's share of the sum.
-        """
-        withheld = self._withheld
-        if withheld is None:
-            raise RequestRefused("no update of this site waits for the sum")
-        self._admit(sum_id, withheld)
-        self._withheld = None
-        section = withheld.ring.encode(withheld.values, share)
-        return bytes.fromhex(withheld.update.patch.mask.fingerprint) + section.tobytes()
 
     def _require_withheld(self) -> Withheld:
         """Return the update that waits for its sum.
@@ -233,7 +204,7 @@ class SiteSums:
         withheld, boxes = self._require_withheld(), unpack_boxes(payload)
         if self._sum is None:
             raise RequestRefused("the values of this sum are asked for before the shares")
-        share = self._sum.shares[self.name]
+        share = self._sum.shares[self.identity.name]
         section = party.pad(boxes, withheld.ring.encode(withheld.values, share), withheld.ring)
         # The same values are never padded twice: another sum needs another attempt at the request.
         self._withheld = None

@@ -1,4 +1,4 @@
-"""What both ends of a sum of fixed-point values compute alike: the ring of an update and the sites' weights."""
+"""What both ends of a sum of padded values compute alike: the ring of an update and the sites' weights."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Connections:
     Attributes:
         connected: returns the names of the sites that are connected now.
         exchange: carries requests and replies.
-        exchange_sum: carries the steps of sums of fixed-point values; None: the updates carry their values.
+        exchange_sum: carries the steps of sums of padded values; None: the updates carry their values.
         handshake: requests the capabilities of sites before their first request; None: all sites have all of them.
         returned: returns those of the given quarantined sites that have sent another hello, by default none.
         on_excluded: called once per site and reason with the error that keeps a site from taking part.

@@ -1,4 +1,4 @@
-"""The steps of a sum of fixed-point values, after the sites have answered a request."""
+"""The steps of a sum of padded values, after the sites have answered a request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sum_replies(
     refused: dict[str, str] = {}
     for site in exchange.attempts.silent.keys() & examples.keys():
         _apply_code(after, site, exchange.attempts.silent[site])
-    for step in exchange.steps:
+    for step in Step:
         questions = exchange.ask(step, examples)
         answers = _send(step, questions, transport, deadline, exchange, examples) if questions else {}
         if step == Step.REVEAL:

@@ -141,7 +141,7 @@ def dry_run(
         dry_sites: the sites, by name.
         values: number format of the values in messages.
         encrypted: encrypt the weights, with newly generated keys.
-        sum_rules: rules of fixed-point sums.
+        sum_rules: rules of sums of padded values.
         builds_initial: no message carries the initial model.
 
     Returns:

@@ -58,7 +58,7 @@ class Transport:
     Attributes:
         values: number format of the values.
         contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
-        sum_rules: rules of the sums of fixed-point values; None: each update carries its values.
+        sum_rules: rules of the sums of padded values; None: each update carries its values.
         builds_initial: each site builds the initial model itself, and no message carries it.
     """
 
@@ -173,11 +173,11 @@ def build_sums(
 
     The sites' certificates are generated for it: they prove nothing here, but the messages are those of a federation.
     """
-    identities = {name: generate_identity(name) for name in names} if rules.is_padded else {}
-    root = identities[names[0]].root if identities else None
-    server = ServerSums(method.layout, run, rules, method.get_sum_weights, root, ledger)
+    identities = {name: generate_identity(name) for name in names}
+    server = ServerSums(method.layout, run, rules, method.get_sum_weights, identities[names[0]].root, ledger)
     return server, {
-        name: SiteSums(identities.get(name, name), method.layout, run, rules, method.get_sum_weights) for name in names
+        name: SiteSums(identity, method.layout, run, rules, method.get_sum_weights)
+        for name, identity in identities.items()
     }
 
 
