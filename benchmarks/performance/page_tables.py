@@ -1,1 +1,1 @@
-../experiments/page_tables.py
+../page_tables.py

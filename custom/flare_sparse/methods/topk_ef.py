@@ -58,13 +58,11 @@ class TopKEFConfig(MethodConfig):
     )
     server: ServerOptimizer = Field(
         default_factory=ServerOptimizer,
-        exclude_if=lambda value: value == ServerOptimizer(),
         description="the server's step along the mean of the deltas; with a memory of its own it changes every entry, "
         "of which down sends the largest changes",
     )
     model_average: ModelAverage = Field(
         default_factory=ModelAverage,
-        exclude_if=lambda value: value == ModelAverage(),
         description="average of the models of several rounds, the result of the run in place of the last model",
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import pytest
 import torch
@@ -49,6 +50,13 @@ def test_unpack_inverts_pack(on: list[bool], figures: dict[str, float], names: l
     assert outer.state == Inner((mask, mask), figures)
     assert outer.names == names
     assert outer.last is vector if vector is None else torch.equal(outer.last, vector)
+
+
+def test_fields_of_abstract_types_come_back() -> None:
+    mask = Mask(torch.tensor([True, False]))
+    value = {"sites": ({"a": mask, "b": mask}, {})}
+    assert pack_and_unpack(value, Mapping[str, Sequence[Mapping[str, Mask]]]) == value
+    assert pack_and_unpack("sum", Literal["sum", "count"]) == "sum"
 
 
 def test_shared_object_is_written_once() -> None:
@@ -162,6 +170,9 @@ def test_pack_refuses_other_types(value: Any) -> None:
         ({"shape": [2, 4], "bits": "bits", "values": "two"}, torch.Tensor),
         ("missing", torch.Tensor),
         (None, int),
+        ("mean", Literal["sum", "count"]),
+        (["0"], set[torch.Tensor]),
+        ("0", Any),
     ],
 )
 def test_unpack_refuses_values_of_undeclared_types(packed: Any, kind: Any) -> None:

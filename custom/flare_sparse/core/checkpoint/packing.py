@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from ..errors import CheckpointError, SelectionError
 from ..mask import Mask
 
 _PLAIN = (bool, int, float, str)
+_COLLECTIONS: dict[Any, Any] = {tuple: tuple, list: list, dict: dict, Mapping: dict, Sequence: tuple}
 
 _LARGE = 4096
 """Entries from which a tensor is examined for zeros."""
@@ -189,8 +190,9 @@ def unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor]) -> Any:
 
     Args:
         packed: JSON.
-        kind: a dataclass, ``Tensor``, ``Mask``, a plain type, ``tuple[X, ...]``, ``list[X]``, ``dict[str, X]``, or the
-            union of one of these with None.
+        kind: a dataclass, ``Tensor``, ``Mask``, a plain type, ``Literal``, ``tuple[X, ...]``, ``list[X]``,
+            ``dict[str, X]``, their abstract types ``Sequence[X]`` and ``Mapping[str, X]``, or the union of one of
+            these with None.
         tensors: by name.
 
     Raises:
@@ -210,7 +212,7 @@ def _unpack(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         return _unpack_optional(packed, get_args(kind), tensors, path)
-    if origin in (tuple, list, dict):
+    if origin in _COLLECTIONS:
         return _unpack_collection(packed, origin, get_args(kind), tensors, path)
     if dataclasses.is_dataclass(origin or kind):
         return _unpack_dataclass(packed, kind, tensors, path)
@@ -220,13 +222,14 @@ def _unpack(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
 
 
 def _unpack_collection(packed: Any, origin: Any, parts: tuple[Any, ...], tensors: _Stored, path: str) -> Any:
-    """Unpack ``tuple[X, ...]``, ``list[X]`` or ``dict[str, X]``."""
-    if origin is dict:
+    """Unpack ``tuple[X, ...]``, ``list[X]`` or ``dict[str, X]``, or what a field declares as their abstract type."""
+    build = _COLLECTIONS[origin]
+    if build is dict:
         return {
             name: _unpack_checked(part, parts[1], tensors, f"{path}.{name}")
             for name, part in _check_type(dict, packed).items()
         }
-    return origin(
+    return build(
         _unpack_checked(part, parts[0], tensors, f"{path}.{i}") for i, part in enumerate(_check_type(list, packed))
     )
 
@@ -253,8 +256,9 @@ def _unpack_dataclass(packed: Any, kind: Any, tensors: _Stored, path: str) -> An
 
 def _check_type(kind: Any, packed: Any) -> Any:
     """Return ``packed`` if it is of type ``kind``; an int is accepted as a float."""
-    # Literal[...] is not checked here.
-    if kind is Any or get_origin(kind) is not None:
+    if get_origin(kind) is Literal:
+        if packed not in get_args(kind):
+            raise ValueError(f"found {packed!r}")
         return packed
     if kind is float and type(packed) is int:
         return float(packed)
