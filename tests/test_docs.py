@@ -430,7 +430,7 @@ def test_federation_of_the_page_on_nnunet_is_planned_trained_and_saved(
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
     _, commands, job, *_ = find_fenced_blocks("nnunet.md", "bash")
     for line in (*job.splitlines(), *commands.splitlines()):
-        if "nnunet plan site" in line:
+        if "nnunet plan data" in line:
             collected = Path("plan.json").read_bytes()
         if "flare-sparse check" in line:
             assert Path("plan.json").read_bytes() == collected

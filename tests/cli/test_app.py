@@ -26,7 +26,6 @@ COMMANDS = {
     "settings",
     "phantom",
     "save",
-    "fetch-model",
     "adapt",
     "site",
 }

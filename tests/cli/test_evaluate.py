@@ -73,7 +73,7 @@ def test_test_split_of_a_site_has_the_metrics_of_the_run(finished: Path) -> None
 
 @pytest.mark.slow
 def test_held_out_hospital_is_evaluated_whole_with_intervals_around_the_values(finished: Path) -> None:
-    result = call(finished / "fedavg", "--data", finished / "held-out.csv", "--best")
+    result = call(finished / "fedavg", "--data", finished / "held-out.csv", "--model", "best")
     assert result.exit_code == 0, result.output
     assert "best model on held-out, 24 examples" in result.output
     record = read_json(finished / "fedavg" / "evaluations" / "held-out-best.json")
@@ -126,10 +126,10 @@ def test_sites_own_model_is_evaluated_on_request_and_named_where_it_is_not(finis
     result = call(finished / "local_only", "--data", data)
     assert result.exit_code == 2
     assert "local_only trains no common model: each site's model is trained at the site alone" in result.output
-    own = call(finished / "local_only", "--data", data, "--site-model", "site-2", "--resamples", 0)
+    own = call(finished / "local_only", "--data", data, "--model", "site-2", "--resamples", 0)
     assert own.exit_code == 0, own.output
     assert (finished / "local_only" / "evaluations" / "held-out-site-2.json").is_file()
-    wrong = call(finished / "local_only", "--data", data, "--site-model", "site-9")
+    wrong = call(finished / "local_only", "--data", data, "--model", "site-9")
     assert wrong.exit_code == 2
     assert "no own model of site 'site-9'" in wrong.output
     adapting = call(finished / "per_fedavg", "--data", data, "--resamples", 0)
@@ -144,7 +144,6 @@ def test_sites_own_model_is_evaluated_on_request_and_named_where_it_is_not(finis
         (("--data", "missing.csv"), 2, "--data missing.csv: there is no file or folder of this name"),
         (("--data", "DATA", "--matrix"), 2, "leave --data out"),
         (("--data", "DATA", "--name", "a/b"), 2, "--name 'a/b': expected letters"),
-        (("--data", "DATA", "--best", "--site-model", "site-1"), 2, "exclude each other"),
         (("--data", "OTHER"), 2, "no column 'med_b'"),
     ],
 )
@@ -162,7 +161,7 @@ def test_encrypted_run_must_be_decrypted_first(finished: Path, tmp_path: Path) -
     shutil.copytree(finished / "fedavg", tmp_path / "run")
     for name in ("model", "best_model"):
         (tmp_path / "run" / f"{name}.safetensors").rename(tmp_path / "run" / f"encrypted_{name}.safetensors")
-    for option in ((), ("--best",)):
+    for option in ((), ("--model", "best")):
         result = call(tmp_path / "run", "--data", finished / "held-out.csv", "--name", "x", *option)
         assert result.exit_code == 2
-        assert "the run's model is encrypted; decrypt it at a site: flare-sparse decrypt" in result.output
+        assert "the run's model is encrypted; decrypt it at a site: flare-sparse save" in result.output

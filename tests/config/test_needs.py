@@ -9,21 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
-from torch.utils.data import TensorDataset
-from toy import Adapted, Toy
-from typer.testing import CliRunner
-
-from flare_sparse.cli import app
-from flare_sparse.config.assemble import assemble, open_site
-from flare_sparse.config.compatibility import (
-    find_reasons,
+from compatibility import (
     format_csv,
-    list_columns,
     list_pairs,
     tabulate_methods,
     tabulate_refusals,
 )
+from pydantic import ValidationError
+from torch.utils.data import TensorDataset
+from toy import Adapted, Toy
+
+from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.needs import FEATURES, Feature, list_compatible_methods
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.core.needs import Need
@@ -133,16 +129,7 @@ def test_files_of_the_page_are_the_table() -> None:
     docs = Path(__file__).parents[2] / "docs"
     for name, rows in (("methods", tabulate_methods()), ("reasons", tabulate_refusals())):
         text = (docs / f"compatibility_{name}.csv").read_text(encoding="utf-8")
-        assert text == format_csv(rows), "python -m flare_sparse.config.compatibility"
-
-
-@pytest.mark.slow
-def test_matrix_of_the_terminal_has_the_marks_of_the_table() -> None:
-    output = CliRunner().invoke(app, ["settings", "--matrix"]).output
-    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.split()[0] in METHODS}
-    assert rows == {
-        name: ["no" if find_reasons(feature)[name] else "yes" for feature in list_columns()] for name in METHODS
-    }
+        assert text == format_csv(rows), "python tests/support/compatibility.py"
 
 
 def test_two_features_that_exclude_each_other_are_refused_with_both_names() -> None:

@@ -16,7 +16,7 @@ from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare import aggregator, controller, executor, filters, session, tracking
-from flare_sparse.flare.export import SIGNATURES, export_job, find_outdated_files
+from flare_sparse.flare.export import export_job
 from flare_sparse.flare.job_settings import SITE_SECTIONS, _flatten, check_shown_settings, show_settings
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.site.allow_list import CLASSES, SERVER_CLASSES
@@ -179,18 +179,3 @@ def test_request_interval_is_nested_where_flare_reads_it(config: RunConfig, tmp_
     app = export_job(config, tmp_path) / "app"
     server = json.loads((app / "config" / "config_fed_server.json").read_text())
     assert server["server"] == {"task_request_interval": 0.05}
-
-
-def test_differences_of_a_job_folder_are_listed_and_signatures_ignored(config: RunConfig, tmp_path: Path) -> None:
-    assert find_outdated_files(config, tmp_path) == ["neurosfl_brain_age: missing"]
-    job = export_job(config, tmp_path)
-    for folder in (job, job / "app", job / "app" / "config"):
-        for name in SIGNATURES:  # as FLARE does on submission
-            (folder / name).write_text("signed")
-    assert find_outdated_files(config, tmp_path) == []
-    (job / "app" / "config" / "flare_sparse.yaml").write_text("seed: 7\n")
-    (job / "extra").write_text("")
-    assert find_outdated_files(config, tmp_path) == [
-        "neurosfl_brain_age/app/config/flare_sparse.yaml: differs",
-        "neurosfl_brain_age/extra: no longer exported",
-    ]

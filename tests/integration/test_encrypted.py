@@ -70,8 +70,8 @@ def test_encrypted_simulator_run_equals_the_plain_run_and_only_its_key_decrypts_
     assert refused.exit_code == 2
     key = tmp_path / "other.tenseal"
     key.write_bytes(KeyContexts.generate().client)
-    assert CliRunner().invoke(app, ["decrypt", str(out), "--context", str(key)]).exit_code == 1
-    decrypted = CliRunner().invoke(app, ["decrypt", str(out), "--context", str(out / "he" / CLIENT_FILE)])
+    assert CliRunner().invoke(app, ["save", str(out), "--context", str(key)]).exit_code == 1
+    decrypted = CliRunner().invoke(app, ["save", str(out), "--context", str(out / "he" / CLIENT_FILE)])
     assert decrypted.exit_code == 0, decrypted.output
     assert compute_largest_difference(out, tmp_path) == 0
 

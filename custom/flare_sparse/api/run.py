@@ -102,17 +102,17 @@ class Run:
         lines = (self.path / APPENDED_FILES[0]).read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
-    def model(self, *, best: bool = False, compute: Compute = "dense") -> nn.Module:
+    def model(self, name: str = "final", *, compute: Compute = "dense") -> nn.Module:
         """Return the trained network in evaluation mode; see :func:`flare_sparse.results.runs.load.load_model`.
 
         Args:
-            best: the best model on validation examples instead of the last one.
+            name: ``final``; ``best``, of the round with the best metric on validation examples; or a site's name.
             compute: ``auto`` or ``sparse``: compute with sparse kernels on the CPU, for inference only.
 
         Raises:
             ConfigError: the run has no such model, or ``sparse`` is asked for without numba.
         """
-        return load_model(self.path, best=best, compute=compute)
+        return load_model(self.path, name, compute=compute)
 
     def report(self, out: Path | None = None, *, baselines: bool = True, pictures: bool = True) -> list[Path]:
         """Write figures, tables and a page; see :func:`flare_sparse.api.report.write_reports`.

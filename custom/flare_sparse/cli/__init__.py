@@ -19,8 +19,8 @@ from .console import Commands, join_lines
 from .console import out as console
 
 COMMANDS = (
-    "run", "watch", "report", "evaluate", "predict", "audit", "evidence", "sweep", "bench", "adapt", "check",
-    "describe", "estimate", "export", "save", "decrypt", "withdraw", "fetch-model", "settings", "nnunet",
+    "run", "watch", "report", "evaluate", "predict", "audit", "evidence", "sweep", "adapt", "check",
+    "describe", "estimate", "export", "save", "withdraw", "settings", "nnunet",
     "phantom", "site",
 )  # fmt: skip
 
@@ -46,7 +46,7 @@ class _LazyCommands(Commands):
 @cache
 def load_command(name: str) -> Any:
     """Import and return a command of ``COMMANDS``, for ``site`` the group of its commands."""
-    function = getattr(import_module(f".{_get_module(name)}", __package__), _get_module(name))
+    function = getattr(import_module(f".{name}", __package__), name)
     if isinstance(function, typer.Typer):
         group = function
     else:
@@ -59,18 +59,13 @@ def load_command(name: str) -> Any:
 
 def _read_help(name: str) -> str:
     """Return a command's help without importing its module: the docstring of its function, or ``HELP``."""
-    module = _get_module(name)
-    for node in ast.parse(Path(__file__).with_name(f"{module}.py").read_text("utf-8")).body:
+    for node in ast.parse(Path(__file__).with_name(f"{name}.py").read_text("utf-8")).body:
         match node:
-            case ast.FunctionDef(name=found) if found == module:
+            case ast.FunctionDef(name=found) if found == name:
                 return join_lines(ast.get_docstring(node) or "")
             case ast.Assign(targets=[ast.Name(id="HELP")], value=ast.Constant(value=str(text))):
                 return text
-    raise LookupError(f"cli/{module}.py has neither a function {module} nor HELP")
-
-
-def _get_module(name: str) -> str:
-    return name.replace("-", "_")
+    raise LookupError(f"cli/{name}.py has neither a function {name} nor HELP")
 
 
 app = typer.Typer(

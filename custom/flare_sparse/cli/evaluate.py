@@ -13,7 +13,7 @@ from rich.table import Table
 from ..cohorts.split import Part
 from ..core.errors import ConfigError
 from .console import out as console
-from .options import take_options
+from .options import ModelName, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -29,13 +29,7 @@ class EvaluateOptions:
         Path | None, typer.Option(help="Data to evaluate on: the folder or file that a site file would name")
     ] = None
     split: Annotated[Part, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all"
-    best: Annotated[
-        bool, typer.Option("--best", help="Evaluate the best model on validation examples instead of the final one")
-    ] = False
-    site_model: Annotated[
-        str | None,
-        typer.Option(metavar="SITE", help="Evaluate a site's own model instead (of local_only, for one)"),
-    ] = None
+    model: ModelName = "final"
     name: Annotated[
         str | None,
         typer.Option(help="Name of the cohort in file, table and report; default: that of the data"),
@@ -61,23 +55,21 @@ def evaluate(options: EvaluateOptions) -> None:
 
         flare-sparse evaluate runs/neurosfl_brain_age --data /data/new_hospital
 
-        flare-sparse evaluate runs/neurosfl_brain_age --data /data/new_hospital --best --json
+        flare-sparse evaluate runs/neurosfl_brain_age --data /data/new_hospital --model best --json
 
         flare-sparse evaluate runs/neurosfl_brain_age runs/local_only_brain_age --matrix
     """
     from ..api.run import Run
     from ..results.runs.evaluation import choose_evaluation_file
-    from ..results.runs.models import name_model
     from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS
 
     _check_options(options)
-    model = name_model(best=options.best, site_model=options.site_model)
     records = []
     for folder in options.runs:
         run = Run(folder, Screen())
         record = run.evaluate(
             options.data,
-            model=model,
+            model=options.model,
             split=options.split,
             name=options.name,
             resamples=options.resamples,
@@ -87,7 +79,7 @@ def evaluate(options: EvaluateOptions) -> None:
         if not options.as_json:
             (_show if options.data else _show_matrix)(record, run.study.assembly.task.metric)
             file = (
-                choose_evaluation_file(folder, record["cohort"], model, overwrite=True)
+                choose_evaluation_file(folder, record["cohort"], options.model, overwrite=True)
                 if options.data
                 else (folder / EVALUATIONS / CROSS_SITE_FILE)
             )

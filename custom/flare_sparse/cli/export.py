@@ -33,7 +33,6 @@ def export(
             help="Send the package's source with the job, or rely on the wheel that every site has installed",
         ),
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a job folder is out of date")] = False,
 ) -> None:
     """Write FLARE job folders for submit_job.
 
@@ -43,33 +42,21 @@ def export(
 
         flare-sparse export app_configs/*.yaml
 
-        flare-sparse export app_configs/*.yaml --check
-
         flare-sparse export dose.yaml --byoc --set federation.min_sites=2
     """
     from ..config.loading import load_config
     from ..config.user_tasks import list_user_code
-    from ..flare.export import export_job, find_outdated_files
+    from ..flare.export import export_job
 
-    stale: list[str] = []
     for file in configs:
         config = load_config(file, set_ or ())
         with contextlib.redirect_stdout(io.StringIO()):
             # A script always travels: it is no class, which a site could have installed and allowed.
             travels = byoc or config.task.key == "script"
             modules = list_user_code(config, file.parent) if travels else ()
-            if check:
-                stale += find_outdated_files(config, out, modules)
-            else:
-                export_job(config, out, "byoc" if byoc else "installed", modules)
-        if not check:
-            typer.echo(f"{out / config.name}")
-            if (code := getattr(config.task.config, "code", ())) and not byoc:
-                typer.echo(_BUNDLE.format(classes=", ".join(code)), err=True)
-            for path in [part.name for part in (config.method, config.task) if part.key == "class" and not byoc]:
-                typer.echo(_INSTALLED.format(path=path, module=path.rpartition(".")[0]), err=True)
-    if stale:
-        typer.echo("job folders are out of date; run: flare-sparse export " + " ".join(map(str, configs)), err=True)
-        for line in stale:
-            typer.echo(f"  {line}", err=True)
-        raise typer.Exit(1)
+            export_job(config, out, "byoc" if byoc else "installed", modules)
+        typer.echo(f"{out / config.name}")
+        if (code := getattr(config.task.config, "code", ())) and not byoc:
+            typer.echo(_BUNDLE.format(classes=", ".join(code)), err=True)
+        for path in [part.name for part in (config.method, config.task) if part.key == "class" and not byoc]:
+            typer.echo(_INSTALLED.format(path=path, module=path.rpartition(".")[0]), err=True)

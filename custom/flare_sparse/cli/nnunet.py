@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 
 HELP = """Plan nnU-Net for the data of several sites: each site computes a fingerprint, the centre makes one plan.
 
-[dim]flare-sparse nnunet fingerprint /data/Dataset004_Hippocampus --total 260 --out site-1.json[/]
-
-[dim]flare-sparse nnunet plan site-1.json site-2.json --out plan.json[/]
-
-Or one FLARE job asks all sites for their fingerprints:
-
 [dim]flare-sparse nnunet collect study.yaml --total 260 --kit kits/lead@our.org --out all.json[/]
 
 [dim]flare-sparse nnunet plan all.json --out plan.json[/]
@@ -34,58 +28,6 @@ Or one FLARE job asks all sites for their fingerprints:
 _DEFAULT_TOTAL = 1000
 
 nnunet = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP, add_completion=False)
-
-
-@nnunet.command()
-def fingerprint(
-    data: Annotated[
-        Path,
-        typer.Argument(
-            help="Folder with imagesTr, labelsTr and dataset.json, or BIDS with dataset.json", show_default=False
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="File to write, for the centre")],
-    total: Annotated[
-        int, typer.Option(min=1, help="Cases of all sites together, the same number at every site")
-    ] = _DEFAULT_TOTAL,
-    derivative: Annotated[
-        str, typer.Option(help="In BIDS, folder of the label maps in derivatives/, as task.derivative")
-    ] = "*",
-    site_policy: Annotated[
-        Path | None, typer.Option(help="The site's policy: a file, or one of open, careful, strict")
-    ] = None,
-) -> None:
-    """Write what nnU-Net plans from, without a name, a voxel's position or an order of cases.
-
-    The file, which can be read, has spacing and shape of every case, sorted; a histogram of intensities in the
-    foreground; and channels and labels of dataset.json. nnU-Net draws 100,000,000 / TOTAL voxels of each case: with
-    the true total the plan is that of the pooled data. The policy refuses the file like other statistics, and with
-    fewer cases than min_examples.
-
-    [dim]flare-sparse nnunet fingerprint /data/Dataset004_Hippocampus --total 260 --out site-1.json[/]
-    """
-    from ..config.policy.policy import Policy, find_policy_file, raise_refusals, read_policy
-    from ..tasks.nnunet.fingerprint import RELATIVE_ERROR, compute_fingerprint, count_samples
-    from ..tasks.nnunet.raw import find_raw_cases
-
-    _require_nnunet()
-    policy = Policy() if site_policy is None else read_policy(find_policy_file(site_policy))
-    # Whoever writes the file is the site itself, which knows its permit.
-    cases = find_raw_cases(data, derivative)
-    subjects = {case.subject for case in cases.values()}
-    raise_refusals([*policy.check_description(permit=policy.permit), *policy.check_cases(len(subjects))])
-    found = compute_fingerprint(data, count_samples(total), cases, least=max(policy.min_examples, 1))
-    text = found.model_dump_json(indent=1)
-    if policy.max_upload_bytes is not None and len(text) > policy.max_upload_bytes:
-        raise_refusals([f"max_upload_bytes: the file has {len(text)} bytes, the limit is {policy.max_upload_bytes}"])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
-    bins = ", ".join(f"{len(channel.values):,}" for channel in found.intensities)
-    console.print(
-        f"{out}: spacings and shapes of {found.cases} cases, {bins} bins of intensities (percentiles within "
-        f"{RELATIVE_ERROR:.3%})",
-        markup=False,
-    )
 
 
 @nnunet.command()

@@ -22,6 +22,13 @@ Overrides = Annotated[
         "--set", metavar="KEY.PATH=VALUE", help="Override a setting, such as method.sparsity=0.95; repeatable"
     ),
 ]
+ModelName = Annotated[
+    str,
+    typer.Option(
+        metavar="final|best|SITE",
+        help="Which of the run's models: the last one, the best on validation examples, or a site's own",
+    ),
+]
 
 Options = TypeVar("Options")
 

@@ -10,6 +10,7 @@ import typer
 from ..compute import Compute
 from ..core.errors import ConfigError, DataError
 from .console import out as console
+from .options import ModelName
 
 
 def predict(
@@ -23,12 +24,7 @@ def predict(
             help="Folder to write; must be new or empty", show_default="RUN/predictions/NAME, NAME as the data"
         ),
     ] = None,
-    best: Annotated[
-        bool, typer.Option("--best", help="Use the best model on validation examples instead of the final one")
-    ] = False,
-    site_model: Annotated[
-        str | None, typer.Option(metavar="SITE", help="Use a site's own model instead (of local_only, for one)")
-    ] = None,
+    model: ModelName = "final",
     compute: Annotated[
         Compute,
         typer.Option(
@@ -46,10 +42,9 @@ def predict(
     """
     from ..core.seeds import limit_threads
     from ..results.runs.load import compile_model, load_study, load_trained_model
-    from ..results.runs.models import describe_missing, name_model
+    from ..results.runs.models import describe_missing
     from ..training.compute import can_use_kernels
 
-    name = name_model(best=best, site_model=site_model)
     if not data.exists():
         raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
     out = out or run / "predictions" / data.resolve().name.split(".")[0]
@@ -60,10 +55,10 @@ def predict(
     device = assembly.method.config.training.select_hardware().device
     # Raises if sparse kernels are asked for and missing; reading the model first could take a minute.
     can_use_kernels(compute, device)
-    model = load_trained_model(study, name)
-    if note := describe_missing(assembly, name):
+    network = load_trained_model(study, model)
+    if note := describe_missing(assembly, model):
         console.print(note, markup=False)
-    model = compile_model(model, compute, device)
+    network = compile_model(network, compute, device)
     with limit_threads(study.config.federation.threads):
-        files = list(assembly.task.write_predictions(model, data.resolve(), out))
+        files = list(assembly.task.write_predictions(network, data.resolve(), out))
     console.print(f"{out}: {len(files)} predictions", markup=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,6 @@ from ..core.errors import ConfigError, suggest
 from .console import out as console
 
 if TYPE_CHECKING:
-    from ..config.needs import Feature
     from ..methods.method import Method
     from ..tasks.task import Task
 
@@ -29,7 +28,6 @@ def settings(
         str | None,
         typer.Argument(help="Show the settings of this method or task; module.Class for one of your own"),
     ] = None,
-    matrix: Annotated[bool, typer.Option("--matrix", help="Show which method works with which feature")] = False,
 ) -> None:
     """List the methods and tasks, or the settings of one with default, range and meaning.
 
@@ -40,20 +38,10 @@ def settings(
     [dim]flare-sparse settings table[/]
 
     [dim]flare-sparse settings my_tasks.Dose[/]
-
-    [dim]flare-sparse settings --matrix[/]
     """
-    from ..config.compatibility import list_columns
     from ..config.plugins import load_entry
-    from ..methods.registry import METHODS
     from ..tasks.task import Task
 
-    if matrix:
-        columns = list_columns()
-        console.print(_build_matrix(columns, [name] if name else list(METHODS)))
-        for number, feature in enumerate(columns, 1):
-            console.print(f"{number:>2} {feature.name}: {feature.effect}", markup=False, highlight=False)
-        return
     if name is None:
         for section, table in (("method", _list_methods()), ("task", _list_tasks())):
             console.print(table)
@@ -112,17 +100,6 @@ def _print_plugins(section: str) -> None:
 def find_source(method: type[Method[Any, Any]]) -> str:
     """Return the paper that the method's module cites in its first line."""
     return get_first_line(inspect.getmodule(method)).partition(":")[0]
-
-
-def _build_matrix(columns: Sequence[Feature], names: Sequence[str]) -> Table:
-    """Return the methods as rows and the features as numbered columns."""
-    from ..config.compatibility import find_reasons
-
-    table = Table("method", *map(str, range(1, len(columns) + 1)), box=None, pad_edge=False)
-    reasons = [find_reasons(feature) for feature in columns]
-    for name in names:
-        table.add_row(f"[bold]{name}[/]", *("[red]no[/]" if column[name] else "yes" for column in reasons))
-    return table
 
 
 def _list_methods() -> Table:

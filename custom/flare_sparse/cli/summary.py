@@ -39,9 +39,7 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
         best_file = "  (best: best_model.safetensors)" if best["round"] >= 0 else ""
         console.print(f"model:  {out / 'model.safetensors'}{best_file}")
     else:
-        console.print(
-            f"model:  encrypted; a site can decrypt it: flare-sparse decrypt {out} --context FILE", markup=False
-        )
+        console.print(f"model:  encrypted; a site can decrypt it: flare-sparse save {out} --context FILE", markup=False)
     log = "; FLARE's log: flare.log" if (out / "flare.log").is_file() else ""
     console.print(f"record: {out / 'summary.json'}, rounds.jsonl, ledger.jsonl, config.yaml, model_card.md{log}")
     console.print(f"report: flare-sparse report {out}")

@@ -43,7 +43,7 @@ def test_loaded_model_equals_the_record_and_is_masked(run: Path) -> None:
         assert torch.equal(tensor, stored[name])
         assert not bool((tensor[~mask[name]] != 0).any())
     best = load_file(run / "best_model.safetensors")
-    assert all(torch.equal(t, best[n]) for n, t in load_model(run, best=True).state_dict().items())
+    assert all(torch.equal(t, best[n]) for n, t in load_model(run, "best").state_dict().items())
 
 
 @pytest.mark.slow
@@ -73,4 +73,26 @@ def test_onnx_file_with_other_outputs_is_deleted(tmp_path: Path) -> None:
 
 def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        load_model(tmp_path)
+
+
+@pytest.mark.slow
+def test_loaded_model_computes_with_sparse_kernels(run: Path) -> None:
+    x = torch.randn(2, 1, 13, 16, 13, generator=torch.Generator().manual_seed(1))
+    compiled = load_model(run, compute="sparse")
+    with torch.no_grad():
+        assert torch.allclose(compiled(x), load_model(run)(x), atol=1e-5)
+    # The kernels stand in for the forward of each convolution.
+    assert any("forward" in vars(part) for part in compiled.modules())
+
+
+def test_interrupted_run_and_run_without_a_common_model_are_explained(tmp_path: Path) -> None:
+    text = "name: brains\nmethod: {name: fedavg}\ntask: {name: brain_age, downsample: 4}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"the run has no model, because it has not ended.*--resume"):
+        load_model(tmp_path)
+    with pytest.raises(ConfigError, match="the run has no best model; choose final"):
+        load_model(tmp_path, "best")
+    (tmp_path / "config.yaml").write_text(text.replace("fedavg", "local_only"))
+    with pytest.raises(ConfigError, match=r"local_only trains no common model.*use a site's model with --model SITE"):
         load_model(tmp_path)

@@ -186,4 +186,6 @@ def _describe_attacks(run: RunResult) -> str:
 def _describe_digest(summary: dict[str, Any]) -> str:
     """Return the digest of the model's values; an encrypted model has none until a site decrypts it."""
     digest = summary["model_sha256"]
-    return f"sha256 of its values {digest}" if digest else "encrypted; a site decrypts it: `flare-sparse decrypt`"
+    return (
+        f"sha256 of its values {digest}" if digest else "encrypted; a site decrypts it: `flare-sparse save --context`"
+    )

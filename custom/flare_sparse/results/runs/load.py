@@ -11,11 +11,11 @@ from ...compute import Compute
 from ...config.study import Study
 from ...core.errors import ConfigError
 from ...training.compute import can_use_kernels
-from .models import name_model, read_run_model
+from .models import read_run_model
 from .record import CONFIG
 
 
-def load_model(run: str | Path, *, best: bool = False, compute: Compute = "dense") -> nn.Module:
+def load_model(run: str | Path, name: str = "final", *, compute: Compute = "dense") -> nn.Module:
     """Load the network of a run with its trained weights, in evaluation mode; masked entries are zero.
 
     Examples:
@@ -26,14 +26,14 @@ def load_model(run: str | Path, *, best: bool = False, compute: Compute = "dense
 
     Args:
         run: result folder of ``flare-sparse run``.
-        best: load the best model on validation examples instead of the last one.
+        name: ``final``; ``best``, of the round with the best metric on validation examples; or a site, for its own.
         compute: ``auto`` or ``sparse``: compute with sparse kernels on the CPU, for inference only (docs/compute.md).
 
     Raises:
         ConfigError: the folder is not a result folder, it has no such model, its model belongs to another network, or
             ``sparse`` is asked for without numba.
     """
-    model = load_trained_model(load_study(Path(run)), name_model(best=best, site_model=None))
+    model = load_trained_model(load_study(Path(run)), name)
     return compile_model(model, compute, torch.device("cpu"))
 
 

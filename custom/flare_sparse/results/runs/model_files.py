@@ -137,7 +137,7 @@ def _read(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
     except (OSError, safetensors.SafetensorError) as error:
         if (path.parent / f"{ENCRYPTED}{path.name}").is_file():
             raise ConfigError(
-                f"{path}: the run's model is encrypted; decrypt it at a site: flare-sparse decrypt {path.parent} "
+                f"{path}: the run's model is encrypted; decrypt it at a site: flare-sparse save {path.parent} "
                 "--context FILE"
             ) from error
         raise ConfigError(f"{path}: cannot be read as a model or mask of a run: {error}") from error

@@ -40,28 +40,17 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
         raise ConfigError(
             f"{run}: {assembly.method.name} trains no common model: each site's model is "
             f"{describe_site_model(assembly.method.config)}. flare-sparse evaluate and predict use a site's model with "
-            "--site-model SITE; evaluate --matrix evaluates every site's model at every other site"
+            "--model SITE; evaluate --matrix evaluates every site's model at every other site"
         )
     file = run / FILES[name]
     if not file.is_file() and not (run / f"{ENCRYPTED}{file.name}").is_file():
         if name == "best":
-            raise ConfigError(f"{file}: the run has no best model; leave --best out to use the final one")
+            raise ConfigError(f"{file}: the run has no best model; choose final")
         raise ConfigError(
             f"{file}: the run has no model, because it has not ended; an interrupted run continues with the same "
             "flare-sparse run command and --resume"
         )
     return assembly.complete(read_model(file, assembly.layout))
-
-
-def name_model(*, best: bool, site_model: str | None) -> str:
-    """Return the name, for :func:`read_run_model`, of the model that ``--best`` and ``--site-model`` choose.
-
-    Raises:
-        ConfigError: both are given.
-    """
-    if best and site_model:
-        raise ConfigError("--best and --site-model exclude each other; leave one out")
-    return site_model or ("best" if best else "final")
 
 
 def describe_missing(assembly: Assembly, name: str) -> str:
@@ -70,7 +59,7 @@ def describe_missing(assembly: Assembly, name: str) -> str:
         return ""
     return (
         f"note: {list_first(assembly.personal, 3)} stay at the sites and have their initial values in this model; "
-        "--site-model SITE takes a site's own model"
+        "--model SITE takes a site's own model"
     )
 
 

@@ -90,7 +90,7 @@ def find_base_folder(name: str, environment: Mapping[str, str] = os.environ) -> 
         available = [path.name for path in Path(root).expanduser().glob("*") if path.is_dir()]
         raise ConfigError(
             f"task.base: no folder {name!r} in ${MODELS_VARIABLE} ({root}).{suggest(name, available)} It holds: "
-            f"{', '.join(sorted(available)) or 'nothing'}. flare-sparse fetch-model and flare-sparse save write such "
+            f"{', '.join(sorted(available)) or 'nothing'}. flare-sparse save and hf download write such "
             "folders"
         )
     return folder

@@ -95,7 +95,7 @@ def _load_pretrained(folder: Path, kind: Any, **settings: Any) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"task.base: {folder} cannot be read by transformers: {error}. Expected config.json, model.safetensors and "
-            "the tokenizer's files; flare-sparse fetch-model writes such folders"
+            "the tokenizer's files; hf download writes such folders"
         ) from error
 
 

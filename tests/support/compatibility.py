@@ -1,14 +1,15 @@
-"""Which method works with which feature, and why not: the table of needs as rows."""
+"""The tables of docs/compatibility.md: which method works with which feature, and why not. Run as a script to write."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Iterator
+from pathlib import Path
 
-from ..methods.registry import METHODS
-from .needs import AUDIT, CONTINUATION, FEATURES, Feature, match_needs
-from .schema import JobConfig
+from flare_sparse.config.needs import AUDIT, CONTINUATION, FEATURES, Feature, match_needs
+from flare_sparse.config.schema import JobConfig
+from flare_sparse.methods.registry import METHODS
 
 
 def list_columns() -> list[Feature]:
@@ -77,7 +78,5 @@ def format_csv(rows: list[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    from pathlib import Path
-
     for name, rows in (("methods", tabulate_methods()), ("reasons", tabulate_refusals())):
         Path(f"docs/compatibility_{name}.csv").write_text(format_csv(rows), encoding="utf-8")
