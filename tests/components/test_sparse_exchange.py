@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,11 +359,3 @@ def _find_message(shareable: Shareable) -> np.ndarray:
 
 def _damage(shareable: Shareable) -> None:
     _find_message(shareable)[-20] ^= 1
-
-
-def test_former_path_leads_to_the_filter_and_says_where_it_is_now() -> None:
-    module = importlib.import_module("flare_sparse.flare.sparse_exchange")
-    with pytest.warns(DeprecationWarning, match=r"name flare_sparse\.components\.sparse_exchange\.SparseExchange"):
-        assert module.SparseExchange is SparseExchange
-    with pytest.raises(AttributeError, match="has no attribute 'Other'"):
-        _ = module.Other

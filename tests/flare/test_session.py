@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,28 +116,6 @@ def test_site_without_the_kernels_of_its_job_fails_before_it_reads_data(
     context: Any = None
     with pytest.raises(ConfigError, match=r"compute: sparse is not possible: .*flare-sparse\[fast\]"):
         SiteSession()._open_site(assembly, "site-1", tmp_path / "no-data", context)
-
-
-def test_training_counts_where_the_record_of_its_layers_cannot_be_written(tmp_path: Path) -> None:
-    folder = tmp_path / "job"
-    workspace = SimpleNamespace(get_run_dir=lambda job: str(folder))
-    fl_ctx: Any = SimpleNamespace(
-        get_engine=lambda: SimpleNamespace(get_workspace=lambda: workspace), get_job_id=lambda: "job"
-    )
-    warnings: list[str] = []
-    session = SiteSession()
-    session.log_warning = lambda fl_ctx, text: warnings.append(text)  # type: ignore[method-assign, assignment]
-    bench = ToyBench()
-    site = bench.site(1)
-    site.trainer.layer_compute["0"] = "sparse"
-    session._endpoint = SiteEndpoint(site, bench.method("fedavg"), RUN, "float32")
-    folder.write_text("a file where the folder should be")
-    session.record_layer_compute(fl_ctx)
-    assert warnings == ["layer_compute.json is not written: Not a directory"]
-    folder.unlink()
-    folder.mkdir()
-    session.record_layer_compute(fl_ctx)
-    assert json.loads((folder / "layer_compute.json").read_text()) == {"site-1": {"0": "sparse"}}
 
 
 class Own(Toy):

@@ -151,18 +151,6 @@ def test_sites_are_described_before_training(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "description.html").is_file()
 
 
-@pytest.mark.long
-def test_simulation_records_which_layers_were_computed_sparsely(tmp_path: Path) -> None:
-    file = write_brains(tmp_path, "name: neurosfl, sparsity: 0.95", subjects=10)
-    simulate(file, tmp_path / "sim")
-    run_in_process(Study.load(file), RunFolder(tmp_path / "local"))
-    simulated, local = (json.loads((tmp_path / run / "layer_compute.json").read_text()) for run in ("sim", "local"))
-    assert simulated == local
-    assert "sparse" in simulated["site-2"].values()
-    at_site = json.loads((tmp_path / "sim/workspace/brains/site-2/simulate_job/layer_compute.json").read_text())
-    assert at_site == {"site-2": simulated["site-2"]}
-
-
 @pytest.mark.slow
 def test_bits_depend_on_the_seed_only(tmp_path: Path) -> None:
     """Simulations end with the bits of local runs (``test_simulator_ends_with_the_bits_of_a_local_run``)."""

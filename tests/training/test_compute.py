@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from typing import Any
@@ -57,9 +58,15 @@ def site() -> Site:
     return build_site(LocalTask.open("site-1", task, Examples(data, data), layout, seed=3))  # type: ignore[arg-type]
 
 
+def list_sparse_layers(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the layers of each training that the kernels computed, as the log names them."""
+    return [text.partition(": ")[2] for text in caplog.messages if text.startswith("sparse kernels computed")]
+
+
 def test_sparse_training_ends_near_dense_training_and_keeps_entries_off(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: True).__code__)
     generator = torch.Generator().manual_seed(1)
     bits = torch.rand(site.layout.size, generator=generator) < 0.3
@@ -75,7 +82,7 @@ def test_sparse_training_ends_near_dense_training_and_keeps_entries_off(
     assert float((trained["sparse"] - trained["dense"]).abs().max()) < 1e-4
     assert float((trained["dense"] - start).abs().max()) > 1e-2
     assert torch.equal(trained["sparse"][~bits], start[~bits])
-    assert site.trainer.layer_compute == {"0": "sparse", "4": "sparse", "8": "sparse"}
+    assert list_sparse_layers(caplog)[-1] == "0, 4, 8"
 
 
 def test_frozen_weights_that_are_not_zero_are_computed(site: Site) -> None:
@@ -138,14 +145,17 @@ def test_dense_computation_installs_no_block(site: Site, settings: dict[str, Any
     assert recording.live == [None]
 
 
-def test_choice_of_each_layer_is_known_after_the_training(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_each_layer_is_logged_after_the_training(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: work.is_pooled).__code__)
     start = torch.randn(site.layout.size, generator=torch.Generator().manual_seed(1))
     config = TrainingConfig(batch_size=4, compute="dense")
     site.train(start, Mask.full(site.layout.size), config, 1)
-    assert site.trainer.layer_compute == {}
+    assert list_sparse_layers(caplog) == []
     site.train(start, Mask.full(site.layout.size), config.model_copy(update={"compute": "auto"}), 1)
-    assert site.trainer.layer_compute == {"0": "sparse", "4": "dense", "8": "dense"}
+    assert list_sparse_layers(caplog) == ["0"]
 
 
 def test_personal_norm_between_sparse_layers_trains_as_with_dense_computation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +182,9 @@ def test_personal_norm_between_sparse_layers_trains_as_with_dense_computation(mo
 
 
 def test_blocks_of_an_unchanged_mask_are_built_once_with_the_same_bits(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: True).__code__)
     # The first sparse block of a process prepares the loops, with blocks of its own.
     prepare_loops()
@@ -193,8 +204,9 @@ def test_blocks_of_an_unchanged_mask_are_built_once_with_the_same_bits(
 
 
 def test_sparse_training_ends_in_the_same_bits_with_any_number_of_kernel_threads(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: True).__code__)
     mask = Mask(torch.rand(site.layout.size, generator=torch.Generator().manual_seed(1)) < 0.3)
     start = torch.randn(site.layout.size, generator=torch.Generator().manual_seed(2)) * mask.bits
@@ -207,15 +219,16 @@ def test_sparse_training_ends_in_the_same_bits_with_any_number_of_kernel_threads
     assert torch.equal(trained[0], trained[2])
 
 
-def test_a_layer_that_computed_any_minibatch_sparsely_is_recorded_as_sparse(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+def test_a_layer_that_computed_any_minibatch_sparsely_is_logged_as_sparse(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: work.samples > 2).__code__)
     mask = Mask(torch.rand(site.layout.size, generator=torch.Generator().manual_seed(1)) < 0.3)
     config = TrainingConfig(epochs=1, optimizer="sgd", lr=1e-2, batch_size=3, compute="sparse")
     site.train(torch.zeros(site.layout.size), mask, config, 1)
     # The linear layer is one sample of as many columns as there are examples.
-    assert site.trainer.layer_compute == {"0": "sparse", "4": "sparse", "8": "dense"}
+    assert list_sparse_layers(caplog) == ["0, 4"]
 
 
 def test_an_unknown_kind_of_computation_is_refused() -> None:

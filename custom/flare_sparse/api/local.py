@@ -21,7 +21,7 @@ from ..results.runs.decrypt import decrypt_run
 from ..results.runs.folder import ERRORS, RunFolder
 from ..results.runs.local import run_assembly
 from ..results.runs.model_files import save_site_model
-from ..results.runs.record import RecordWriter, write_layer_compute
+from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.egress import EGRESS_FOLDER, EgressLog
 from ..rounds.federation import RoundRecord
 from ..rounds.local.run import Course, Watcher
@@ -99,8 +99,6 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             site = sites[name]
             assert isinstance(site, Site), f"{name} contributed, so its data was loaded"
             save_site_model(folder.path, site)
-    layers = {name: site.trainer.layer_compute for name, site in sites.items() if isinstance(site, Site)}
-    write_layer_compute(folder.path, layers)
     if contexts:
         decrypt_run(folder.path, assembly, contexts.client)
     return complete_run(study, folder)

@@ -76,7 +76,6 @@ class SparseExecutor(Executor):
             endpoint = session.get_endpoint(fl_ctx)
             session.attach(fl_ctx, abort_signal)
             update = endpoint.answer(request)
-            session.record_layer_compute(fl_ctx)
             # Not at the end of the job alone: a process that dies before it would take the site's own model with it.
             if request.round > endpoint.method.config.rounds:
                 session.save_own_model(fl_ctx)

@@ -41,7 +41,6 @@ from ..privacy.dp.scripts import PRIVACY_VARIABLE
 from ..privacy.release.record import Rule
 from ..privacy.release.site import RELEASE_FOLDER
 from ..results.runs.model_files import save_site_model
-from ..results.runs.record import LAYER_COMPUTE, write_layer_compute
 from ..rounds.endpoints.model_change import ChangeLimit
 from ..rounds.endpoints.plans import InitialModel
 from ..rounds.endpoints.request_log import RequestLog
@@ -215,7 +214,6 @@ class SiteSession(FLComponent):
         self._endpoint: SiteEndpoint | None = None
         self._script: FlareScript | None = None
         self._hello: dict[str, str | int | float] | None = None
-        self._layer_compute: dict[str, str] = {}
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Watch the command that started the simulator, log what leaves; save the site's own model at the end."""
@@ -240,21 +238,6 @@ class SiteSession(FLComponent):
             save_site_model(Path(folder), endpoint.site)
         else:
             save_site_model(Path(get_workspace(fl_ctx).get_root_dir()) / MODELS_FOLDER / endpoint.run, endpoint.site)
-
-    def record_layer_compute(self, fl_ctx: FLContext) -> None:
-        """Write the choice of sparse or dense by layer into the job's folder here, if it differs from the last one."""
-        site = self.get_endpoint(fl_ctx).site
-        layers = site.trainer.layer_compute
-        if layers == self._layer_compute:
-            return
-        folder = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
-        try:
-            write_layer_compute(folder, {site.name: layers})
-        except OSError as error:
-            # The training is good without this record. No path: FLARE streams logs to the server.
-            self.log_warning(fl_ctx, f"{LAYER_COMPUTE} is not written: {error.strerror}")
-            return
-        self._layer_compute = dict(layers)
 
     def get_endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:
         """Return this site's endpoint; the first call loads the site's data.

@@ -28,7 +28,7 @@ class SparseComputeTrainer(Wrapper):
     """Computes a training with sparse kernels, where these are faster and the settings let it.
 
     Args:
-        inner: trains, and has the record ``layer_compute``.
+        inner: trains.
         model: the network that it trains.
     """
 
@@ -49,7 +49,6 @@ class SparseComputeTrainer(Wrapper):
         for block in blocks:
             block.is_sparse = False
         trained = self._inner.train(replace(training, within=partial(install_blocks, blocks)))
-        self.layer_compute.update((b.chain.name, "sparse" if b.is_sparse else "dense") for b in blocks)
         names = [block.chain.name for block in blocks if block.is_sparse]
         _LOG.info("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))
         return trained

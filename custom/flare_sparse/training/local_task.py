@@ -34,7 +34,6 @@ class LocalTask:
         seed: seed of the run.
         train_examples: the training examples, which are counted when they are read.
         model: the network.
-        layer_compute: ``sparse`` or ``dense`` by layer, as the last training computed them.
     """
 
     name: str
@@ -43,7 +42,6 @@ class LocalTask:
     seed: int
     train_examples: CountingDataset
     model: FlatModel
-    layer_compute: dict[str, str] = field(default_factory=dict)
     _joins_last: dict[int, bool] = field(default_factory=dict)
 
     @classmethod

@@ -41,7 +41,7 @@ class TaskTrainer(Trainer):
     def __init__(self, local: LocalTask):
         super().__init__(local.model.layout)
         self._local, self._model = local, local.model
-        self.task, self.examples, self.layer_compute = local.task, local.examples, local.layer_compute
+        self.task, self.examples = local.task, local.examples
         self.num_test_examples, self.num_validation_examples = local.examples.n_test, local.examples.n_validation
 
     @property

@@ -92,7 +92,6 @@ class Trainer(ABC):
     Attributes:
         layout: layout of the model.
         memory: tensors that the site keeps between rounds, for its method and of its own; saved in its checkpoints.
-        layer_compute: ``sparse`` or ``dense`` by layer, as the last training computed them; empty: all were dense.
         task: what is trained, where the package knows it.
         examples: the site's examples, where the package reads them.
         num_test_examples, num_validation_examples: numbers of the other examples.
@@ -111,7 +110,6 @@ class Trainer(ABC):
     def __init__(self, layout: Layout):
         self.layout = layout
         self.memory: dict[str, Tensor] = {}
-        self.layer_compute: dict[str, str] = {}
 
     @property
     @abstractmethod

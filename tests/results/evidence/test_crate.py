@@ -101,7 +101,7 @@ def test_configuration_of_the_crate_alone_ends_in_the_digest_of_its_evidence(
     monkeypatch.chdir(stranger)
     # The command that the README of the crate shows.
     command = next(
-        line for line in (stranger / "README.md").read_text().splitlines() if line.startswith("flare-sparse")
+        line.strip() for line in (stranger / "README.md").read_text().splitlines() if "flare-sparse run" in line
     )
     result = CliRunner().invoke(app, command.split()[1:])
     assert result.exit_code == 0, result.output

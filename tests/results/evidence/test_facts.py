@@ -19,9 +19,8 @@ from flare_sparse.cli import app
 from flare_sparse.config.policy.policy import Policy
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.evidence.deviations import list_deviations
-from flare_sparse.results.evidence.dpia import build_dpia
+from flare_sparse.results.evidence.dpia import build_dpia, format_readme
 from flare_sparse.results.evidence.facts import Approval, collect_facts, find_crate_files
-from flare_sparse.results.evidence.readme import format_readme
 from flare_sparse.results.report.card import format_card
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.rounds.endpoints.egress import find_logs, read_chain, read_log
@@ -53,7 +52,7 @@ def test_permit_of_a_job_stands_in_evidence_model_card_and_egress_log(phantom_ru
     run = RunResult.read(phantom_run)
     facts = collect_facts(run, NO_JOB, {})
     assert facts["permit"] == "EA 12/2026"
-    assert "Permit: EA 12/2026" in format_readme(run, facts)
+    assert "| permit | EA 12/2026 | `config.yaml` |" in format_readme(run, facts)
     assert "Permit: EA 12/2026." in format_card(run)
     logs = [read_log(folder) for folder in find_logs(phantom_run).values()]
     assert {line["permit"] for log in logs for line in log} == {"EA 12/2026"}

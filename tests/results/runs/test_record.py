@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.results.runs.model_files import read_model, save_model
-from flare_sparse.results.runs.record import LAYER_COMPUTE, write_layer_compute
 
 LAYOUT = Layout((TensorSpec("b", (3,)), TensorSpec("a", (2, 2))))
 
@@ -42,11 +40,3 @@ def test_model_of_another_base_or_damaged_file_is_refused(tmp_path: Path) -> Non
         read_model(file, LAYOUT)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_model(tmp_path / "none.safetensors", LAYOUT)
-
-
-def test_choice_of_sparse_layers_leaves_out_sites_without_one(tmp_path: Path) -> None:
-    write_layer_compute(tmp_path, {"site-1": {"0": "dense"}, "site-2": {"0": "sparse"}, "site-3": {}})
-    written = json.loads((tmp_path / LAYER_COMPUTE).read_text())
-    assert written == {"site-1": {"0": "dense"}, "site-2": {"0": "sparse"}}
-    write_layer_compute(tmp_path, {"site-1": {}})
-    assert not any(tmp_path.iterdir())

@@ -22,7 +22,6 @@ from ...core.errors import ConfigError
 from ...core.observer import SILENT, Observer
 from ...results.runs.growing import LEDGER, ROUNDS, GrowingRecord
 from ...results.runs.model_files import SITE_MODELS, list_site_models, replace_record
-from ...results.runs.record import LAYER_COMPUTE, write_layer_compute
 from ...tasks.data.source import SITE_FILE_VARIABLE
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
@@ -109,7 +108,6 @@ def simulate(
     replace_record(record, out)
     workspace = out / "workspace" / recipe.name
     _copy_site_models(workspace, out)
-    _copy_layer_compute(workspace, out)
     for name in ("metrics_summary.json", "round_metrics.jsonl"):
         if (server / "metrics" / name).is_file():
             shutil.copy2(server / "metrics" / name, out / name)
@@ -215,14 +213,6 @@ def _copy_site_models(workspace: Path, out: Path) -> None:
     for site in sorted(models.keys() & set(last["sites_contributed"])):
         (out / SITE_MODELS).mkdir(exist_ok=True)
         shutil.copy2(models[site], out / SITE_MODELS / models[site].name)
-
-
-def _copy_layer_compute(workspace: Path, out: Path) -> None:
-    """Write the choice of sparse or dense by layer of all sites, each of which has recorded its own."""
-    layers: dict[str, dict[str, str]] = {}
-    for file in sorted(workspace.glob(f"*/simulate_job/{LAYER_COMPUTE}")):
-        layers |= json.loads(file.read_text(encoding="utf-8"))
-    write_layer_compute(out, layers)
 
 
 def _describe_failure(log: Path, workspace: Path, cause: str = "") -> str:

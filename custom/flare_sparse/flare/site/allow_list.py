@@ -60,7 +60,6 @@ COMPONENTS = (
 """Classes of ``flare_sparse.components``."""
 RECIPE_CLASSES = (
     *(f"flare_sparse.components.{name}" for name in COMPONENTS),
-    "flare_sparse.flare.sparse_exchange.SparseExchange",  # its former place
     "flare_sparse.flare.recipe_budget.RecipeBudget",
 )
 """Further classes, for jobs of FLARE's own recipes without code; they are allowed by name only (``--also``)."""

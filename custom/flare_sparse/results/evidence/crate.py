@@ -21,9 +21,9 @@ from rocrate.rocrate import ROCrate
 from ...core.checkpoint.store import compute_file_digest
 from ...core.version import VERSION
 from ..runs.results import RunResult
+from .dpia import format_readme
 from .facts import find_crate_files
 from .materials import build_materials
-from .readme import format_readme
 
 FACTS, MATERIALS, README, CONFIG, POLICIES = "evidence.json", "sbom.cdx.json", "README.md", "config.yaml", "policies"
 PROFILES = {

@@ -53,6 +53,16 @@ _ABOUT = (
     "are files of the result folder, or what a site has handed out; method means that it follows from how the software "
     "works, which its documentation describes."
 )
+_CRATE = (
+    "`evidence.json` has this page for machines, `sbom.cdx.json` every installed distribution, and "
+    "`ro-crate-metadata.json` describes every file."
+)
+_AGAIN = """The configuration ends in the digest above with the same data, versions and kind of processor:
+
+    flare-sparse run config.yaml --env local --out again
+
+Data that the configuration reads from a disk stays at the sites; give a path of your own with
+`--set simulator.data.path=...`."""
 _CONTROLLER = (
     "purpose of the processing",
     "legal basis",
@@ -114,12 +124,27 @@ def write_dpia(run: RunResult, facts: dict[str, Any], file: Path) -> None:
 
 
 def build_dpia(run: RunResult, facts: dict[str, Any]) -> list[Section]:
-    """Return the parts of the annex.
+    """Return the parts of the annex: those that a person completes, and the record of the run.
 
     Args:
         run: the run.
         facts: what :func:`~flare_sparse.results.evidence.facts.collect_facts` returns.
     """
+    return [
+        Section("About this annex", [_ABOUT.format(run=facts["run"])]),
+        Section("To be completed by the controller", (), ("what", "statement"), [(what, "") for what in _CONTROLLER]),
+        *list_sections(run, facts),
+    ]
+
+
+def format_readme(run: RunResult, facts: dict[str, Any]) -> str:
+    """Return the page of a crate, Markdown: the record of the run, and how to repeat it."""
+    about = Section("About this crate", [_CRATE])
+    return format_dpia(f"Evidence of {facts['name']}", [about, *list_sections(run, facts), Section("Again", [_AGAIN])])
+
+
+def list_sections(run: RunResult, facts: dict[str, Any]) -> list[Section]:
+    """Return the record of a run in words: who took part, what left, under which terms, what was tried."""
     made = {str(attack["attack"]) for attack in run.audit.get("attacks", [])}
     not_made = "; ".join(f"{name} ({what})" for name, what in ATTACKS.items() if name not in made)
     tried = describe_attacks(run) or ["No attack was tried."]
@@ -128,8 +153,6 @@ def build_dpia(run: RunResult, facts: dict[str, Any]) -> list[Section]:
     log = "site", "lines", "sha256 of the last line", "compared with the server's ledger", "source"
     deviations = _list_deviations(facts)
     return [
-        Section("About this annex", [_ABOUT.format(run=facts["run"])]),
-        Section("To be completed by the controller", (), ("what", "statement"), [(what, "") for what in _CONTROLLER]),
         Section("Processing and parties", (), ("what", *recorded), _list_processing(run, facts)),
         Section("Cohorts", [_COHORTS], (*site, "source"), _list_cohorts(facts)),
         Section(

@@ -25,7 +25,7 @@ from ...rounds.federation.events import STEP_BACK
 from .continuation import EXPIRED, FINAL, UNFINISHED, expire_checkpoints, keep_final_checkpoints, prepare_continuation
 from .disk import LEAST_FREE, describe_disk, measure_free
 from .model_files import delete_models
-from .record import APPENDED_FILES, CONFIG, LAYER_COMPUTE, SUMMARY
+from .record import APPENDED_FILES, CONFIG, SUMMARY
 from .results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
 from .updates import UPDATES
 
@@ -40,7 +40,6 @@ RECORD = (
     "job_id.txt",
     "evidence.zip",
     AUDIT_FILE,
-    LAYER_COMPUTE,
 )
 """Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
 FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER, UPDATES)

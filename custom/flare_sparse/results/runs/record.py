@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -32,8 +32,6 @@ from .updates import UPDATES, write_updates
 
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
 """Files that every commit appends to."""
-LAYER_COMPUTE = "layer_compute.json"
-"""Choice of sparse or dense by site and layer: a file for all sites of a run on one machine, or one at each site."""
 CONFIG = "config.yaml"
 """Resolved configuration, written when the run starts."""
 SUMMARY = "summary.json"
@@ -192,19 +190,3 @@ def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
             "floor_bytes": sum(line.floor_bytes for line in lines),
         }
     return sums
-
-
-def write_layer_compute(folder: Path, layers: Mapping[str, Mapping[str, str]]) -> None:
-    """Write which layers the last training computed sparsely; without any choice, delete what an earlier one wrote.
-
-    Args:
-        folder: result folder, or a job's folder at a site.
-        layers: ``sparse`` or ``dense`` by site and layer; sites without a choice are left out.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if chosen := {site: choices for site, choices in layers.items() if choices}:
-        write_json(folder / LAYER_COMPUTE, chosen)
-    else:
-        (folder / LAYER_COMPUTE).unlink(missing_ok=True)
