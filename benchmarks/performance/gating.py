@@ -1,4 +1,4 @@
-"""Time of inference and one-step adaptation of networks with closed channels, against networks without gates.
+"""Time of inference of networks with closed channels, against networks without gates.
 
     python benchmarks/performance/gating.py [--closed 0.25 0.4 0.5] [--repeats 60] [--write docs/results/gating.csv]
 
@@ -23,24 +23,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import nn
 
 from flare_sparse.compute.structure.compact import compact_network
-from flare_sparse.core.mask import Mask
-from flare_sparse.core.params import Layout
-from flare_sparse.methods.registry import METHODS
-from flare_sparse.methods.support.gates import Gates
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates
-from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import LocalTask, build_site
 from flare_sparse.training.gate_sparsity import observe_gates
 
 COLUMNS = (
     "closed", "network", "what", "ungated_ms", "skipping_ms", "skipping_ratio", "compact_ms", "compact_ratio",
 )  # fmt: skip
-"""Columns of the file. Of an adaptation: closed on this data in place of skipping, closed for good of compact."""
+"""Columns of the file."""
 
 
 @dataclass(frozen=True)
@@ -109,65 +102,6 @@ def time_inference(case: Case, share: float, batch: int, repeats: int) -> dict[s
         )
 
 
-class NetworkTask(Task):
-    """Squared error of a given network's output."""
-
-    metric = Metric("mse", "", "min")
-
-    def __init__(self, make: Callable[[], nn.Module]):
-        super().__init__()
-        self._make = make
-
-    def model(self) -> nn.Module:
-        return self._make()
-
-    def load(self, data: SiteData, seed: int) -> Examples:
-        raise NotImplementedError
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return model(batch[0]).square().mean()
-
-    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        return model(batch[0]), batch[1]
-
-    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        return {"mse": float(predictions.square().mean())}
-
-
-def time_adaptation(case: Case, share: float, examples: int, repeats: int) -> dict[str, tuple[float, float]]:
-    """Time one-step adaptation to a site's ``examples``; with gates it has two stages."""
-    x = torch.randn(examples, *case.shape)
-    data = Examples(TensorDataset(x, x[:, 0]), TensorDataset(x[:0], x[:0, 0]))
-
-    def build_adaptation(*, gates: bool, for_good: bool = False) -> Callable[[], Any]:
-        start = case.build_network(gates=gates)
-        close_channels(start, share)
-        layout = Layout.from_module(start)
-        weights = layout.flatten(dict([*start.named_parameters(), *start.named_buffers()]))
-        site = build_site(LocalTask.open("site", NetworkTask(lambda: case.build_network(gates=gates)), data, layout, 1))
-        site.weights, live = zero_closed_groups(layout, weights) if for_good else (weights, Mask.full(layout.size))
-        method = METHODS["metagater"](METHODS["metagater"].Config(adapt_lr=1e-3), layout)
-        return lambda: method.adapt(site, live)
-
-    return time_variants(
-        {
-            "ungated": build_adaptation(gates=False),
-            "closed on this data": build_adaptation(gates=True),
-            "closed for good": build_adaptation(gates=True, for_good=True),
-        },
-        repeats,
-    )
-
-
-def zero_closed_groups(layout: Layout, weights: Tensor) -> tuple[Tensor, Mask]:
-    """Return the weights with zero groups of closed channels, as the Group Lasso leaves them, and the live mask."""
-    gates, weights = Gates.from_layout(layout), weights.clone()
-    for groups in gates.groups:
-        weights[groups[weights[groups[:, -1]] < 0]] = 0
-    live = ~gates.select_closed(weights)
-    return live.put(live.take(weights), torch.zeros_like(weights)), live
-
-
 def list_cells(times: dict[str, tuple[float, float]]) -> list[str]:
     """Return milliseconds of the first variant, and milliseconds and ratio of the others."""
     first, *others = times.values()
@@ -202,9 +136,6 @@ def time_cases(share: float, repeats: int) -> Iterator[list[str]]:
             count = repeats if batch > 1 else 5 * repeats
             times = time_inference(case, share, batch, count if is_image else count // 4)
             yield [label, f"inference, batch {batch}", *list_cells(times)]
-        examples = 64 if is_image else 16
-        times = time_adaptation(case, share, examples, max(repeats // 3, 3))
-        yield [label, f"adaptation, {examples} examples", *list_cells(times)]
 
 
 if __name__ == "__main__":

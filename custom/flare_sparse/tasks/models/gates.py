@@ -95,7 +95,6 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the gated output ``(B, channels, ...)``."""
         # With gradients every channel is computed: the straight-through gradient of a closed gate needs its output.
-        # The body runs before the gate, so that Tape can reuse it when only gates have changed.
         if torch.is_grad_enabled() or _updates_running_statistics(self.body):
             out = self.body(x)
             return _multiply_channels(out, self.gate(x))
