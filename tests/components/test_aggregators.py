@@ -39,8 +39,7 @@ from flare_sparse.methods.lora_a2 import LoRAA2
 from flare_sparse.methods.metagater import MetaGater
 from flare_sparse.methods.method import Method
 from flare_sparse.methods.neurosfl import NeuroSFL
-from flare_sparse.methods.scbf import SCBF
-from flare_sparse.methods.support.channels import ChannelSelector
+from flare_sparse.methods.scbf import SCBF, ChannelSelector
 
 SITES, ROUNDS = ("site-1", "site-2", "site-3"), 3
 STEPS = dict(zip(SITES, (3, 10, 7), strict=True))

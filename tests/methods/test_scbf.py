@@ -20,7 +20,7 @@ from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, compute_digest
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.methods.support.channels import ChannelSiteConfig
+from flare_sparse.methods.scbf import ChannelSiteConfig
 from flare_sparse.methods.support.selective import SelectiveState as State
 from flare_sparse.methods.support.unit_pruning import PruningConfig
 from flare_sparse.rounds.local.run import run_locally

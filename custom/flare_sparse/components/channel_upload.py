@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ..core.mask import Mask
 from ..core.params import Layout
+from ..methods.scbf import ChannelConfig, ChannelSelector
 from ..methods.scores.scbf.groups import Biases, Selection
-from ..methods.support.channels import ChannelConfig, ChannelSelector
 from .arrays import Arrays, guess_layout
 from .settings import check_settings
 from .uploads import UploadFilter

@@ -43,7 +43,7 @@ class Feature:
     capacity: Callable[[Any], int] | None = None
 
 
-def _list_privacy_needs(privacy: Any) -> Iterator[Requirement]:
+def _iterate_privacy_needs(privacy: Any) -> Iterator[Requirement]:
     """Yield what a privacy section needs: where steps are taken, and where metrics are computed."""
     if privacy.unit == "record":
         remedy = "set privacy.unit to subject"
@@ -136,7 +136,7 @@ _FEATURES = (
         lambda job: job.privacy is not None,
         "leave privacy out",
         takes=frozenset({Need.MORE_READS, Need.JOINT_SUBJECTS, Need.PLAIN_STEPS, Need.EXACT_STATISTICS}),
-        needs=lambda job: frozenset(_list_privacy_needs(job.privacy)),
+        needs=lambda job: frozenset(_iterate_privacy_needs(job.privacy)),
         example={"privacy": {"noise_multiplier": 1.0}},
     ),
     Feature(
@@ -309,7 +309,7 @@ class JobPart:
     instead: str = ""
 
 
-def list_parts(job: Any) -> Iterator[JobPart]:
+def iterate_parts(job: Any) -> Iterator[JobPart]:
     """Yield the method, the task and the features of a job, with their needs."""
     yield JobPart(f"method {job.method.name}", job.method.config.needs())
     yield JobPart("task", job.task.config.needs())
@@ -328,7 +328,7 @@ def find_conflicts(
         parts: the parts to compare; None: all that the settings have.
         features: the features to compare; None: those that the job uses.
     """
-    parts = list(list_parts(job) if parts is None else parts)
+    parts = list(iterate_parts(job) if parts is None else parts)
     features = [feature for feature in FEATURES.values() if feature.is_used(job)] if features is None else features
     found = ((part, feature, match_needs(part.needs, feature, job)) for feature in features for part in parts)
     return [_describe_conflict(part, feature, missing, job) for part, feature, missing in found if missing]

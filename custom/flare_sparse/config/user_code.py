@@ -30,7 +30,7 @@ def collect_user_code(
         A file ``helpers.py`` or the folder of a package, by its top-level name.
     """
     code: dict[str, Path] = {}
-    names = [name for file in files for name in _list_imports(file)]
+    names = [name for file in files for name in _iterate_imports(file)]
     names += [module.partition(".")[0] for module in modules]
     while names:
         name = names.pop()
@@ -41,7 +41,7 @@ def collect_user_code(
             continue
         code[name] = path
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            names += _list_imports(file)
+            names += _iterate_imports(file)
     return dict(sorted(code.items()))
 
 
@@ -100,7 +100,7 @@ def _lies_in(module: ModuleType, path: Path) -> bool:
     )
 
 
-def _list_imports(file: Path) -> Iterator[str]:
+def _iterate_imports(file: Path) -> Iterator[str]:
     """Yield the top-level names that a file imports, anywhere in it; none from a file that cannot be parsed."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -65,7 +65,7 @@ class FingerprintExecutor(QuestionExecutor):
         if not isinstance(config, NnunetConfig):
             raise ConfigError("the job's task is not nnunet")
         cases = select_cases(data, config.derivative)
-        raise_refusals(policy.check_cases(len({case.subject for case in cases.values()})))
+        raise_refusals(policy.find_case_refusals(len({case.subject for case in cases.values()})))
         return compute_fingerprint(
             data.path,
             self.samples_per_case,

@@ -130,7 +130,7 @@ class QuestionExecutor(Executor, ABC):
         if (asked := extract_question(shareable)) != question:
             found = "no question" if asked is None else f"another one ({len(asked)} characters)"
             raise RequestRefused(f"this site's copy of the job asks {question}; the server sent {found}")
-        raise_refusals(policy.check_description(permit=job.permit))
+        raise_refusals(policy.find_description_refusals(permit=job.permit))
         # Counted before the data is read: a process that is ended in between must not forget it.
         digest = self._count(job, policy, question, fl_ctx)
         data = find_site_data(fl_ctx.get_identity_name(), Path(get_workspace(fl_ctx).get_site_config_dir()))

@@ -252,7 +252,7 @@ class SiteSession(FLComponent):
             job, assembly = _assemble(fl_ctx)
             # Before the data is read: no update of such a job may leave.
             policy, records = read_site_policy(fl_ctx), job.audit.record_updates
-            raise_refusals(policy.check_job(records_updates=records, permit=job.permit))
+            raise_refusals(policy.find_job_refusals(records_updates=records, permit=job.permit))
             initial = InitialModel(assembly.weights, assembly.layout) if job.builds_initial else None
             # Otherwise the site receives the initial weights from the server; its own copy would only take memory.
             assembly = replace(assembly, weights=torch.zeros(0))

@@ -3,13 +3,149 @@
 "Stochastic Channel-Based Federated Learning With Neural Network Pruning for Medical Data Privacy Preservation", JMIR
 Form. Res. 4(12):e17265; docs/algorithms.md, section 3. A site reveals where its data moved the model most. The upload
 has no noise and gives no formal privacy guarantee (section 3.12, deviation 12).
+
+A channel is a path from an input to an output unit; its norm adds the squared deltas on it (``scores/scbf``). What the
+selective methods of the paper share, rounds and aggregation, is ``support/selective.py``.
 """
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal, TypeVar, final
 
-from .support.channels import ChannelConfig, ChannelMethod
+from pydantic import Field
+from torch import Tensor
+
+from ..core.exchange import Contribution
+from ..core.mask import Mask, floor_fraction
+from ..core.needs import Needs
+from ..core.params import Layout
+from ..core.seeds import make_generator
+from ..training import Site
+from .method import MethodConfig, SiteSettings
+from .scores.scbf.groups import Biases, Groups, Selection
+from .scores.scbf.selection import NeuronGroups, build_groups
+from .support.selective import (
+    WHOLE_UNITS,
+    Aggregation,
+    SelectiveMethod,
+    SelectiveState,
+    aggregate_revealed,
+    list_selective_needs,
+)
+
+
+class ChannelConfig(MethodConfig):
+    """Settings of SCBF's rounds."""
+
+    rate: float = Field(0.3, gt=0, le=1, description="alpha: share of the channel paths that a site selects in a round")
+    budget: float | None = Field(
+        None, gt=0, le=1, description="instead of rate: exact share of the parameters that a site uploads"
+    )
+    selection: Selection = Field(
+        "positive",
+        description="positive: reveal the entries on a selected path; negative: those on no other path",
+    )
+    biases: Biases = Field(
+        "selected", description="biases travel with the selected paths, never (as printed in the paper), or all"
+    )
+    aggregation: Aggregation = Field(
+        "sum",
+        description="sum: add all deltas (the paper; a server learning rate of K); mean: weighted by examples, absent "
+        "deltas are zero; count: average over the sites that reveal an entry",
+    )
+    channels: Literal["paths", "layerwise"] = Field(
+        "paths", description="channel paths through the network, or the neurons of each layer separately"
+    )
+    normalize_layers: bool = Field(False, description="divide each layer's squared deltas by their mean before adding")
+    max_exact_channels: int = Field(
+        5_000_000, ge=1, description="largest number of channel paths for which the threshold is exact"
+    )
+    sampled_channels: int = Field(
+        1_000_000, ge=1000, description="channel paths sampled to estimate the threshold of larger networks"
+    )
+
+    def needs(self) -> Needs:
+        return super().needs() | list_selective_needs(self.aggregation) | {WHOLE_UNITS}
+
+
+ChannelConfigT = TypeVar("ChannelConfigT", bound=ChannelConfig)
+
+
+class ChannelSiteConfig(SiteSettings):
+    """Settings that a site may choose in its site file."""
+
+    rate: float | None = Field(None, gt=0, le=1, description="alpha at this site")
+    budget: float | None = Field(None, gt=0, le=1, description="share of the parameters that this site uploads")
+
+
+class ChannelSelector:
+    """Selects the entries of a delta that lie on the channels with the largest change."""
+
+    def __init__(self, config: ChannelConfig, seed: int):
+        self._config, self._seed = config, seed
+        self._groups: Groups | None = None
+
+    def select(self, delta: Tensor, layout: Layout, site: str, t: int, site_settings: Any = None) -> Mask:
+        """Return the entries of a delta ``(P,)`` of a layout that the site of this name reveals in round ``t``.
+
+        The site's own settings come first.
+        """
+        rate, budget = self._choose_share(site_settings)
+        groups = self._get_groups(layout)
+        if budget is not None:
+            return groups.select_by_budget(delta, budget)
+        generator = make_generator(self._seed, "channels", site, t)
+        return groups.select_by_rate(delta, rate, self._config.selection, generator)
+
+    def _choose_share(self, site_settings: Any) -> tuple[float, float | None]:
+        """Return the rate and the budget of a site, whose own settings come first."""
+        own = site_settings if isinstance(site_settings, ChannelSiteConfig) else ChannelSiteConfig()
+        return own.rate or self._config.rate, own.budget or (self._config.budget if own.rate is None else None)
+
+    def describe(self, layout: Layout) -> str:
+        """Return the groups of a network and the threshold, as display text."""
+        groups, budget = self._get_groups(layout), self._config.budget
+        if budget is None:
+            return f"{groups.description}, {groups.threshold_description}"
+        return f"{groups.description}, {floor_fraction(budget, layout.num_parameters):,} parameters a message"
+
+    def _get_groups(self, layout: Layout) -> Groups:
+        # The groups depend on the structure alone, which pruning changes; the last ones serve all sites of a round.
+        if self._groups is None or self._groups.layout != layout:
+            self._groups = self._build_groups(layout)
+        return self._groups
+
+    def _build_groups(self, layout: Layout) -> Groups:
+        if self._config.channels == "layerwise":
+            return NeuronGroups(layout, self._config.biases)
+        return build_groups(
+            layout,
+            self._config.biases,
+            layer_mean=self._config.normalize_layers,
+            max_listed=self._config.max_exact_channels,
+            sample_size=self._config.sampled_channels,
+        )
+
+
+class ChannelMethod(SelectiveMethod[ChannelConfigT]):
+    """A method whose sites reveal channels, and whose server adds their deltas or takes a mean."""
+
+    SiteConfig = ChannelSiteConfig
+
+    @cached_property
+    def selector(self) -> ChannelSelector:
+        return ChannelSelector(self.config, self.seed)
+
+    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
+        return self.selector.select(delta, site.layout, site.name, t, site.site_settings)
+
+    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
+        return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)
+
+    def describe(self, state: SelectiveState | None = None) -> str:
+        return self.selector.describe(self.layout) if state is None else ""
 
 
 @final

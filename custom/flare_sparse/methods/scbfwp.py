@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import final
 
-from .support.channels import ChannelConfig, ChannelMethod
+from .scbf import ChannelConfig, ChannelMethod
 from .support.selective import SelectiveState
 from .support.unit_pruning import PruningConfig, PruningMethod
 

@@ -63,7 +63,7 @@ def iterate_pass(
     yield from DataLoader(dataset, batch_sampler=batches, generator=generator, collate_fn=collate)
 
 
-def check_joins_last(model: FlatModel, task: Task, dataset: Dataset[Any], batch_size: int, site: str) -> bool:
+def needs_joined_last(model: FlatModel, task: Task, dataset: Dataset[Any], batch_size: int, site: str) -> bool:
     """Return whether the last minibatch of a pass has one example and the network cannot train on it.
 
     Batch normalisation of one value per channel is undefined, and torch refuses it.

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from ..core.params import Layout
 from ..core.seeds import derive_seed, make_generator, seed_torch
 from ..tasks.task import TEST_EXAMPLES, VALIDATION, Examples, Task
-from .batches import check_joins_last, iterate_pass
+from .batches import iterate_pass, needs_joined_last
 from .config import CPU, Hardware, TrainingConfig
 from .flat import FlatModel
 from .sample_usage import CountingDataset
@@ -74,7 +74,7 @@ class LocalTask:
             ConfigError, DataError: the network cannot train on any minibatch.
         """
         if batch_size not in self._joins_last:
-            self._joins_last[batch_size] = bool(self.examples.n_train) and check_joins_last(
+            self._joins_last[batch_size] = bool(self.examples.n_train) and needs_joined_last(
                 self.model, self.task, self.examples.train, batch_size, self.name
             )
         return self._joins_last[batch_size]

@@ -96,8 +96,8 @@ def test_statistics_leave_only_if_every_column_has_enough_values(policy: dict[st
 
 def test_few_entries_of_statistics_may_be_asked_for() -> None:
     policy = Policy(min_entries=256)
-    assert list(policy.check_request("statistics", 10)) == []
-    assert list(policy.check_request("train", 10)) != []
+    assert list(policy.find_request_refusals("statistics", 10)) == []
+    assert list(policy.find_request_refusals("train", 10)) != []
 
 
 def test_metrics_are_checked_against_contents_only() -> None:
@@ -163,7 +163,7 @@ def test_scores_of_few_entries_of_a_tensor_are_refused(
     bits[list(asked)] = True
     trainable = Mask(bits)
     policy = Policy(min_entries=6, **terms)
-    problems = list(policy.check_score_request(trainable, trainable if scored == "asked" else FULL, LAYOUT))
+    problems = list(policy.find_score_refusals(trainable, trainable if scored == "asked" else FULL, LAYOUT))
     assert bool(problems) == bool(refusal)
     assert not refusal or re.search(refusal, problems[0])
 
@@ -223,21 +223,23 @@ def test_malformed_policy_is_refused_with_the_name_of_the_field(text: str, messa
 
 def test_strict_policy_refuses_jobs_whose_server_keeps_updates() -> None:
     policies = {name: read_policy(file) for name, file in PRESETS.items()}
-    refused = {name: list(policy.check_job(records_updates=True, permit=None)) for name, policy in policies.items()}
+    refused = {
+        name: list(policy.find_job_refusals(records_updates=True, permit=None)) for name, policy in policies.items()
+    }
     assert refused["open"] == refused["careful"] == []
     assert refused["strict"] == [
         "record_updates: the server of this job keeps every update; set audit.record_updates to false"
     ]
-    assert list(policies["strict"].check_job(records_updates=False, permit=None)) == []
+    assert list(policies["strict"].find_job_refusals(records_updates=False, permit=None)) == []
 
 
 def test_job_must_name_the_permit_of_the_site() -> None:
     policy = Policy(permit="EA 12/2026")
-    assert list(policy.check_job(records_updates=False, permit="EA 12/2026")) == []
+    assert list(policy.find_job_refusals(records_updates=False, permit="EA 12/2026")) == []
     for permit, found in ((None, "the job has none"), ("EA 1/2026", "the job has 'EA 1/2026'")):
-        (reason,) = policy.check_job(records_updates=False, permit=permit)
+        (reason,) = policy.find_job_refusals(records_updates=False, permit=permit)
         assert reason == (f"permit: this site takes part under 'EA 12/2026', and {found}; set permit: 'EA 12/2026'")
-    assert list(Policy().check_job(records_updates=False, permit="EA 1/2026")) == []
+    assert list(Policy().find_job_refusals(records_updates=False, permit="EA 1/2026")) == []
 
 
 @pytest.mark.parametrize("preset", ["careful", "strict"])

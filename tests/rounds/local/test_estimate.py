@@ -92,7 +92,7 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestLog]:
         new = RequestLog(endpoint.run, endpoint.method.count_requests, attempts=1, max_starts=1)
         log = logs.setdefault(endpoint.site.name, new)
         log.admit(RequestId(request.kind, request.round), endpoint.compute_model_digest())
-        refusals = [list(policy.check_request(request.kind, request.trainable.count)) for policy in policies]
+        refusals = [list(policy.find_request_refusals(request.kind, request.trainable.count)) for policy in policies]
         assert not any(refusals)
         return request
 

@@ -187,11 +187,11 @@ class Policy(BaseModel):
         if not bool(torch.isfinite(values).all()):
             yield "finite: a value is NaN or infinite"
         elif content == STATISTICS:
-            yield from self._check_statistics(values, mask, layout)
+            yield from self._find_statistics_refusals(values, mask, layout)
         elif self.max_norm is not None and content != "scores" and compute_norm(values) > self.max_norm:
             yield f"max_norm: the delta has an L2 norm of {compute_norm(values):.3g}, the limit is {self.max_norm}"
 
-    def _check_statistics(self, values: Tensor, mask: Mask, layout: Layout) -> Iterator[str]:
+    def _find_statistics_refusals(self, values: Tensor, mask: Mask, layout: Layout) -> Iterator[str]:
         """Yield the reasons why statistics of inputs may not leave."""
         if self.encrypted:
             yield "encrypted: statistics of inputs are sent in the clear"
@@ -215,7 +215,7 @@ class Policy(BaseModel):
             if count < minimum:
                 yield f"{term}: {content} were computed from {count} {unit}, the minimum is {minimum}"
 
-    def check_job(self, *, records_updates: bool, permit: str | None) -> Iterator[str]:
+    def find_job_refusals(self, *, records_updates: bool, permit: str | None) -> Iterator[str]:
         """Yield the reasons why a job may not run here, before any data is read; none if it may.
 
         Args:
@@ -228,25 +228,25 @@ class Policy(BaseModel):
         if records_updates and not self.record_updates:
             yield "record_updates: the server of this job keeps every update; set audit.record_updates to false"
 
-    def check_description(self, *, permit: str | None) -> Iterator[str]:
+    def find_description_refusals(self, *, permit: str | None) -> Iterator[str]:
         """Yield the reasons why statistics of the site's data may not leave; none if they may.
 
         Args:
             permit: the job's permit; None: it names none.
         """
-        yield from self.check_job(records_updates=False, permit=permit)
+        yield from self.find_job_refusals(records_updates=False, permit=permit)
         if STATISTICS not in self.contents:
             yield "contents: statistics may not leave this site"
         for term in ("encrypted", "masked", "noise", "epsilon"):
             if getattr(self, term):
                 yield f"{term}: statistics would leave without it"
 
-    def check_cases(self, cases: int) -> Iterator[str]:
+    def find_case_refusals(self, cases: int) -> Iterator[str]:
         """Yield the reason why statistics of so few cases may not leave; none if they may."""
         if cases < self.min_examples:
             yield f"min_examples: {cases} cases, the minimum is {self.min_examples}"
 
-    def check_request(self, kind: str, entries: int) -> Iterator[str]:
+    def find_request_refusals(self, kind: str, entries: int) -> Iterator[str]:
         """Yield the reason why a request asks for too few entries; none if it may be answered.
 
         Args:
@@ -258,7 +258,7 @@ class Policy(BaseModel):
         if kind not in (EVALUATE, STATISTICS) and entries < self.min_entries:
             yield f"min_entries: the request asks for {entries} entries, the minimum is {self.min_entries}"
 
-    def check_score_request(self, trainable: Mask, scored: Mask, layout: Layout) -> Iterator[str]:
+    def find_score_refusals(self, trainable: Mask, scored: Mask, layout: Layout) -> Iterator[str]:
         """Yield each tensor or channel of which a request asks for the scores of too few entries.
 
         Scores are quantized per tensor and averaged per channel, so few entries of one tensor or channel would leave

@@ -99,11 +99,11 @@ class SiteResultPolicy(Filter):
                 "bound; ask the lead to add one, or remove epsilon from the policy"
             )
         update = dxo_to_update(from_shareable(shareable), update, layout)
-        raise_refusals(policy.check_request(request.kind, request.trainable.count))
+        raise_refusals(policy.find_request_refusals(request.kind, request.trainable.count))
         if update.content == "scores":
-            raise_refusals(policy.check_score_request(request.trainable, update.patch.mask, layout))
+            raise_refusals(policy.find_score_refusals(request.trainable, update.patch.mask, layout))
         if policy.verify_initial_model and endpoint.method.sends_initial_model(request.kind, request.round):
-            raise_refusals(_check_initial_model(endpoint, session.build_initial_weights(fl_ctx)))
+            raise_refusals(_find_initial_refusals(endpoint, session.build_initial_weights(fl_ctx)))
         if update.content == STATISTICS and endpoint.requests is not None:
             # Of one run: the model has no part in them.
             endpoint.requests.admit_question(STATISTICS, endpoint.run, policy.max_lifetime_questions)
@@ -251,7 +251,7 @@ def _approve_description(shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         PolicyRefusal: a term of the policy forbids them.
     """
     policy = read_site_policy(fl_ctx)
-    raise_refusals(policy.check_description(permit=read_job(fl_ctx).permit))
+    raise_refusals(policy.find_description_refusals(permit=read_job(fl_ctx).permit))
     if fl_ctx.get_prop(ADMITTED) is None:
         raise PolicyRefusal("this site's policy: statistics that answer no question of this site's copy of the job")
     parts = iterate_buffers(from_shareable(shareable).data)
@@ -375,7 +375,7 @@ def _count_usage(endpoint: SiteEndpoint) -> SampleUsage:
     return replace(usage, examples=site.num_examples) if is_whole else usage
 
 
-def _check_initial_model(endpoint: SiteEndpoint, initial: torch.Tensor) -> Iterator[str]:
+def _find_initial_refusals(endpoint: SiteEndpoint, initial: torch.Tensor) -> Iterator[str]:
     """Yield the reason why the received model is not the initial one of the job ``(P,)``; nothing if it is."""
     site = endpoint.site
     mask = Mask.full(site.layout.size) if site.live_patch is None else site.live_patch.mask

@@ -73,7 +73,7 @@ def collect_facts(
         "method": run.summary["method"],
         "seed": run.summary["seed"],
         "rounds": run.summary["rounds"],
-        "model_sha256": check_model(run),
+        "model_sha256": digest_model(run),
         "cohorts": _list_cohorts(run),
         "metrics": run.summary["final"]["metrics"],
         "subgroups": [cell.to_dict() for cell in pool_subgroups(run)],
@@ -90,7 +90,7 @@ def collect_facts(
     }
 
 
-def check_model(run: RunResult) -> str:
+def digest_model(run: RunResult) -> str:
     """Return the digest of the run's model, computed from its file.
 
     Raises:

@@ -357,7 +357,7 @@ class SiteEndpoint:
         """Return a vector that this site holds, which its weights then contain; None: it does not hold it."""
         held = self._link.held
         if name != NO_NAME and (held is None or name != held.name):
-            snapshots = self._list_checkpoints()
+            snapshots = self._iterate_checkpoints()
             stored = next((snapshot for snapshot in snapshots if snapshot.held == name), None)
             if stored is not None:
                 self._hold(stored.vector, stored.to_vector())
@@ -398,7 +398,7 @@ class SiteEndpoint:
         if name != message.target:
             raise MissingBase("E_NOT_HELD", "target", message.target, name, "server")
 
-    def _list_checkpoints(self) -> Iterator[SiteSnapshot]:
+    def _iterate_checkpoints(self) -> Iterator[SiteSnapshot]:
         """Yield the intact checkpoints, the newest first."""
         found = self.store.load(SiteSnapshot) if self.store is not None else None
         while found is not None and self.store is not None:

@@ -110,7 +110,7 @@ def explain_reader_error(error: Exception) -> str:
     )
 
 
-def check_channels(case: CaseFiles, wanted: int) -> CaseFiles:
+def note_missing_channels(case: CaseFiles, wanted: int) -> CaseFiles:
     """Return a case, with its problem if it has another number of images than the data set has channels."""
     if len(case.images) == wanted or case.problem:
         return case
@@ -147,7 +147,7 @@ def find_raw_cases(folder: Path, derivative: str = "*") -> dict[str, CaseFiles]:
             f"{list_suffixes(dataset)[0]}{dataset['file_ending']}"
         )
     wanted = len(dataset["channel_names"])
-    return {name: check_channels(case, wanted) for name, case in sorted(cases.items())}
+    return {name: note_missing_channels(case, wanted) for name, case in sorted(cases.items())}
 
 
 def select_cases(data: SiteData, derivative: str) -> dict[str, CaseFiles]:

@@ -24,11 +24,11 @@ from .pipeline import TRAINER, Pipeline, Prepared
 from .plan import check_plan, list_configurations
 from .raw import (
     TURNING_READER,
-    check_channels,
     find_channels,
     find_raw_cases,
     list_orientations,
     list_suffixes,
+    note_missing_channels,
     read_dataset,
 )
 
@@ -223,7 +223,7 @@ class Nnunet(Task):
             raise DataError(f"{path}: no images CASE_0000{ending}, CASE_0001{ending}, ..., and none in BIDS")
         self._write_plan(out)
         for name, case in cases.items():
-            files = check_channels(case, channels)
+            files = note_missing_channels(case, channels)
             try:
                 prepared = self._pipeline.prepare(files, name, needs_labels=False)
             except DataError as error:
