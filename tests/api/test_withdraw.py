@@ -143,6 +143,12 @@ def test_without_history_or_with_a_leaving_site_a_sampled_run_starts_at_the_begi
     assert find_start(done.rounds, [late], done.study.config, leaves=True) == 0
 
 
+def find_used(done: Run) -> set[str]:
+    """Return the subjects at site A whom a command that opens a result folder would use."""
+    examples = load_examples(done.study.load_task(), done.study.prepare_sites(done.path)["A"], 5)
+    return {*examples.train_ids, *examples.test_ids}
+
+
 @pytest.mark.slow
 def test_nothing_of_the_subject_is_left_but_the_record_and_the_marked_model(tmp_path: Path) -> None:
     done = run(tmp_path / "all", write_table(tmp_path / "all.csv"), METHODS["topk_ef"])
@@ -157,9 +163,18 @@ def test_nothing_of_the_subject_is_left_but_the_record_and_the_marked_model(tmp_
     assert "trained without them, from the start" in (again.path / "model_card.md").read_text()
     # Whatever reads the sites' data again, such as a report, leaves the subject out, in both folders.
     for folder in (done, again):
-        sites = folder.study.prepare_sites(folder.path)
-        examples = load_examples(folder.study.load_task(), sites["A"], 5)
-        assert "s8" not in {*examples.train_ids, *examples.test_ids}
+        assert "s8" not in find_used(folder)
+    # A longer run, a run of the same settings elsewhere, and an evaluation of the very table inherit the list.
+    longer = call("run", again.path / "config.yaml", "--rounds", 6, "--continue-from", again.path, "--env", "local")
+    assert longer.exit_code == 0, longer.output
+    elsewhere = start(again.path / "config.yaml", out=tmp_path / "elsewhere", observer=SILENT)
+    for path in (again.path.with_name("run-without-6"), elsewhere.path):
+        assert "s8" not in find_used(Run.load(path))
+        assert Withdrawals.read(path).subjects == {"s8"}
+    assert sum(elsewhere.summary["examples"].values()) == sum(again.summary["examples"].values())
+    record = again.evaluate(tmp_path / "all.csv", resamples=0)
+    assert record["examples"] == 79
+    assert "left out: 1 subjects who have withdrawn from the run" in record["notes"]
     # A second withdrawal adds to the first.
     third = withdraw(
         again,
@@ -203,7 +218,7 @@ def test_command_says_what_the_data_touched_and_changes_nothing_when_dry(tmp_pat
     [
         ((), "give either --subjects FILE or --site NAME"),
         (("--site", "E"), "--site E: there is no such site"),
-        (("--subjects", "unknown.txt"), "none of the 1 identifiers is at a site of this run"),
+        (("--subjects", "unknown.txt"), "1 of 1 identifiers are at no site of this run (first: 's999')"),
         (("--subjects", "missing.txt"), "cannot be read"),
         (("--subjects", "empty.txt"), "the file lists no identifier"),
     ],
@@ -239,7 +254,7 @@ def test_task_that_lets_withdrawn_data_in_is_refused(tmp_path: Path) -> None:
     table = write_table(tmp_path / "all.csv")
     config = {"kind": "regression", "target": "dose", "features": ["a", "b"], "id": "subject"}
     task = TASKS["table"](config)
-    data = SiteData("A", table, withdrawn=frozenset({"s8"}))
+    data = SiteData("A", table, withdrawn=frozenset({"s8"}), id="subject")
 
     class Careless(TASKS["table"]):  # type: ignore[misc]
         def load(self, data: SiteData, seed: int) -> Examples:

@@ -49,7 +49,7 @@ def open_job(
         {"name": "study", "seed": seed, "method": {"name": "fedavg", "rounds": 1}, "task": {**settings, **task}}
     )
     gate = ReleaseGate(folder / "local", folder / "release", Rule(10))
-    return open_site(assemble(job), SiteData("site", folder / "patients.csv", withdrawn=withdrawn), gate=gate)
+    return open_site(assemble(job), SiteData("site", folder / "patients.csv", withdrawn=withdrawn, id="id"), gate=gate)
 
 
 def list_numbers(site: Site) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from ..cohorts.split import Part
 from ..compute import Compute
 from ..config.policy.policy import find_policy_file, read_policy
 from ..config.study import Study
+from ..config.withdrawals import Withdrawals
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, DataError
 from ..core.observer import SILENT, Observer
@@ -164,7 +165,7 @@ class Run:
                     raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
                 cohort = name or where.resolve().name.split(".")[0]
                 file = choose_evaluation_file(self.path, cohort, model, overwrite=overwrite)
-                site = SiteData(cohort, where.resolve())
+                site = Withdrawals.read(self.path).open(SiteData(cohort, where.resolve()))
                 record = evaluate_cohort(self.path, self.study, site, split, model, resamples)
         file.parent.mkdir(exist_ok=True)
         write_json(file, record)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..config.study import Study
+from ..config.withdrawals import Withdrawals
 from ..core.errors import ConfigError, suggest
 from ..core.observer import Observer
 from ..results.runs.folder import RunFolder
@@ -85,6 +86,8 @@ def launch(env: str, study: Study, folder: RunFolder, observer: Observer, deploy
     if env not in get_args(Env):
         raise ConfigError(f"env {env!r}: there is no such environment.{suggest(env, get_args(Env))} Choose local, sim, "
                           "poc or prod")  # fmt: skip
+    # The settings of a result folder bring its list along: who has withdrawn from that run is not in this one either.
+    Withdrawals.read(study.folder).inherit(folder.path)
     # Imported by name: a local run needs nothing of FLARE.
     environment = importlib.import_module(f".{env}", __package__)
     result: Run = environment.run(study, folder, observer, deployment)

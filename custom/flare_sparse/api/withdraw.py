@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ class Touched:
         moved: number of other examples that change their part of the split, by site.
         start: commit from which the run is made again; None: from the start.
         is_untouched: no round contains the data, so the model need not be made again.
+        id: column of the table with the identifiers of the subjects.
     """
 
     rounds: dict[str, list[int]]
@@ -39,6 +40,7 @@ class Touched:
     moved: dict[str, int] = field(default_factory=dict)
     start: Commit | None = None
     is_untouched: bool = False
+    id: str | None = None
 
 
 def trace_withdrawal(run: Run, gone: Withdrawals) -> Touched:
@@ -71,13 +73,14 @@ def trace_withdrawal(run: Run, gone: Withdrawals) -> Touched:
             f"{', '.join(sites)}"
         )
     with limit_threads(config.torch_threads):
-        found, moved = _find_subjects(study, sites, gone.subjects)
+        gone = replace(gone, id=gone.id or Withdrawals.read(run.path).id or study.load_task().get_person_column())
+        found, moved = _find_subjects(study, sites, gone)
     affected = sorted({*gone.sites, *found})
     first = find_start(lines, affected, config, leaves=bool(gone.sites))
     folders = [run.path / name / f"{config.name}-{study.run_id}" for name in (FINAL, CHECKPOINTS)]
     commits = [commit for folder in folders if (commit := find_commit(folder, lines[:first]))]
     rounds = {site: list_touched_rounds(lines, site) for site in affected}
-    return Touched(rounds, found, moved, commits[0] if commits else None, first == len(lines))
+    return Touched(rounds, found, moved, commits[0] if commits else None, first == len(lines), gone.id)
 
 
 def withdraw(
@@ -106,7 +109,7 @@ def withdraw(
         FlareSparseError: the new run failed; it continues with ``flare-sparse run OUT/config.yaml --out OUT --resume``.
     """
     earlier, study = Withdrawals.read(run.path), run.study
-    everyone = Withdrawals(earlier.subjects | gone.subjects, earlier.sites | gone.sites)
+    everyone = Withdrawals(earlier.subjects | gone.subjects, earlier.sites | gone.sites, id=touched.id)
     folder = RunFolder(out or run.path.with_name(f"{run.path.name}-without"), resume=touched.start is not None)
     if folder.path.resolve() == run.path.resolve() or folder.is_finished or folder.has_checkpoint:
         raise ConfigError(f"--out {folder.path}: holds a run; choose another folder")
@@ -130,26 +133,30 @@ def withdraw(
 
 
 def _find_subjects(
-    study: Study, sites: Mapping[str, SiteData], subjects: Collection[str]
+    study: Study, sites: Mapping[str, SiteData], gone: Withdrawals
 ) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
     """Return how many examples of some subjects each part of a site's split has, and how many others change parts.
 
     Raises:
-        ConfigError: no site has data of the subjects.
+        ConfigError: no site has data of one of the subjects.
+        DataError: the data does not say whose an example is.
     """
-    found, moved = {}, {}
-    for name, data in sites.items() if subjects else ():
+    found, moved, unknown = {}, {}, set(gone.subjects)
+    for name, data in sites.items() if gone.subjects else ():
         before = _list_parts(load_examples(study.load_task(), data, study.config.seed))
-        without = replace(data, withdrawn=data.withdrawn | set(subjects))
+        earlier = Withdrawals(data.withdrawn | gone.subjects, id=gone.id)
+        without = earlier.open(data)
         after = _list_parts(load_examples(study.load_task(), without, study.config.seed))
+        # Names of the task's examples are the only ones of a file that is no table of identifiers.
+        unknown -= without.withdrawn if without.people is not None else {*before}
         if leaving := before.keys() - after.keys():
             parts = [before[example] for example in leaving]
             found[name] = {part: parts.count(part) for part in sorted(set(parts))}
             moved[name] = sum(before[example] != part for example, part in after.items())
-    if subjects and not found:
+    if unknown:
         raise ConfigError(
-            f"--subjects: none of the {len(subjects)} identifiers is at a site of this run; write one identifier a "
-            "line, as in the data"
+            f"--subjects: {len(unknown)} of {len(gone.subjects)} identifiers are at no site of this run (first: "
+            f"{min(unknown)!r}); nothing was changed. Write one identifier a line, as in the data"
         )
     return found, moved
 

@@ -41,6 +41,7 @@ def adapt(
     from ..compute.kernels.threads import limit_kernel_threads
     from ..config.assemble import open_site
     from ..config.study import Study
+    from ..config.withdrawals import Withdrawals
     from ..core.seeds import limit_threads
     from ..results.runs.record import CONFIG
     from ..tasks.task import SiteData
@@ -54,7 +55,7 @@ def adapt(
     study = Study.load(config_file, set_ or ())
     config, assembly = study.config, study.assembly
     with limit_threads(config.torch_threads), limit_kernel_threads(config.federation.threads):
-        target_site = open_site(assembly, SiteData(site, data.resolve()))
+        target_site = open_site(assembly, Withdrawals.read(run_dir).open(SiteData(site, data.resolve())))
         figures = adapt_at_site(assembly, target_site, run_dir, folder)
     _show(figures, assembly)
     console.print(f"model:  {folder / 'model.safetensors'}")

@@ -139,19 +139,22 @@ def preflight(
 def withdraw(
     kit: Kit,
     subjects: Annotated[Path, typer.Option(help="File with the identifiers of the subjects, one a line")],
+    wait: Annotated[float, typer.Option(help="Seconds to wait for jobs that use the data", min=0)] = 0,
+    end: Annotated[bool, typer.Option("--end", help="End the jobs that still use the data then")] = False,
 ) -> None:
-    """Leave subjects who have withdrawn out of all later jobs, and delete the checkpoints of the jobs before.
+    """Leave subjects who have withdrawn out of all later jobs, and delete what the jobs before hold of them.
 
-    Adds them to local/flare_sparse_withdrawn.txt, which a job cannot undo, and names the jobs that this site has
-    answered. Tell their leads to run them again.
+    Adds them to local/flare_sparse_withdrawn.txt, which a job cannot undo. Refuses an identifier that matches nothing
+    in the site's data. Waits for jobs that run, or ends them. Deletes their folders and checkpoints and the site's own
+    models, and names the jobs that this site has answered. Tell their leads to run them again.
 
-    [dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt[/]
+    [dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt --wait 600[/]
     """
     from ..flare.site.withdrawal import withdraw_at_site
 
-    done = withdraw_at_site(kit, subjects)
+    done = withdraw_at_site(kit, subjects, wait_s=wait, ends_jobs=end)
     console.print(f"{done.added} subjects added, {done.total} on the list", markup=False)
-    console.print(f"checkpoints deleted: {', '.join(done.deleted) or 'none'}", markup=False)
+    console.print(f"deleted: {', '.join(done.deleted) or 'nothing'}", markup=False)
     for job in done.jobs:
         console.print(f"may have learned from them, run it again: {job}", markup=False, soft_wrap=True)
 

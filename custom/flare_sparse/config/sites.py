@@ -44,7 +44,7 @@ def prepare_site_data(config: RunConfig, task: Task, folder: Path, observer: Obs
         )
     gone = Withdrawals.read(folder)
     return {
-        name: replace(data, methods=settings.get(name, {}), withdrawn=gone.subjects, device=choose_device(number))
+        name: replace(gone.open(data), methods=settings.get(name, {}), device=choose_device(number))
         for number, (name, data) in enumerate(sites.items())
         if name not in gone.sites
     }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError
+from ..tasks.data.absence import narrow_absence
+from ..tasks.task import SiteData
 
 WITHDRAWN = "withdrawn.json"
 
@@ -20,11 +22,13 @@ class Withdrawals:
         subjects: identifiers of subjects, or of examples.
         sites: names of sites.
         note: what this means for the model in the folder.
+        id: column of the table with the identifiers of the subjects; None: names of files, or of the task's examples.
     """
 
     subjects: frozenset[str] = frozenset()
     sites: frozenset[str] = frozenset()
     note: str = ""
+    id: str | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Withdrawals:
@@ -38,7 +42,7 @@ class Withdrawals:
             return cls()
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-            return cls(frozenset(content["subjects"]), frozenset(content["sites"]), str(content["note"]))
+            return cls(frozenset(content["subjects"]), frozenset(content["sites"]), str(content["note"]), content["id"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{file}: cannot be read ({error}); it lists what must not be used. Restore it"
@@ -47,8 +51,23 @@ class Withdrawals:
     def write(self, folder: Path) -> None:
         """Write the list into a result folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"subjects": sorted(self.subjects), "sites": sorted(self.sites), "note": self.note}
+        content = {"subjects": sorted(self.subjects), "sites": sorted(self.sites), "note": self.note, "id": self.id}
         write_json(folder / WITHDRAWN, content)
+
+    def inherit(self, folder: Path) -> None:
+        """Add the list to that of a folder, whose run begins from the settings or the state of this one."""
+        own = Withdrawals.read(folder)
+        merged = replace(own, subjects=own.subjects | self.subjects, sites=own.sites | self.sites, id=own.id or self.id)
+        if merged != own:
+            replace(merged, note=own.note or "This model was trained without them.").write(folder)
+
+    def open(self, data: SiteData) -> SiteData:
+        """Return data at hand, without the subjects in it who have withdrawn.
+
+        Raises:
+            DataError: the data does not say whose an example is.
+        """
+        return narrow_absence(data, self.subjects, self.id)
 
     def describe(self) -> str:
         """Return what has withdrawn, by number of subjects and name of sites, and the note; empty without any."""

@@ -43,6 +43,7 @@ from ..tasks.data.source import find_site_data
 from ..tasks.task import SiteData
 from .egress import install_recorder
 from .payload import QUESTION, build_refusal, extract_question, get_refusal_code, question_to_shareable
+from .running import hold_data
 from .session import find_record, open_gate, read_job, read_site_policy
 from .workspace import JOB_FILE, get_workspace, write_site_error
 
@@ -133,6 +134,7 @@ class QuestionExecutor(Executor, ABC):
         raise_refusals(policy.find_description_refusals(permit=job.permit))
         # Counted before the data is read: a process that is ended in between must not forget it.
         digest = self._count(job, policy, question, fl_ctx)
+        hold_data(fl_ctx)
         data = find_site_data(fl_ctx.get_identity_name(), Path(get_workspace(fl_ctx).get_site_config_dir()))
         gate = open_gate(fl_ctx)
         if gate is None:

@@ -50,7 +50,7 @@ from ..rounds.endpoints.site import RequestLimits, SiteEndpoint
 from ..rounds.endpoints.site_sums import SiteSums
 from ..rounds.endpoints.update_store import UpdateStore
 from ..tasks.bundles.task import BundleTask
-from ..tasks.data.source import find_site_data, has_site_data
+from ..tasks.data.source import find_site_data, has_site_data, read_withdrawn
 from ..tasks.script import ScriptTask
 from ..tasks.task import SiteData, Task
 from ..training import Site
@@ -60,6 +60,7 @@ from .checkpoints import KEPT_DAYS, delete_archived, delete_ended, delete_old, f
 from .egress import install_recorder
 from .he_keys import load_server_cipher, load_site_cipher
 from .kits import load_identity, load_root
+from .running import hold_data
 from .script import FlareScript
 from .watchdog import watch_command
 from .workspace import JOB_FILE, find_job_file, get_workspace
@@ -251,6 +252,7 @@ class SiteSession(FLComponent):
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
             # Before the data is read: no update of such a job may leave.
+            hold_data(fl_ctx)
             policy, records = read_site_policy(fl_ctx), job.audit.record_updates
             raise_refusals(policy.find_job_refusals(records_updates=records, permit=job.permit))
             initial = InitialModel(assembly.weights, assembly.layout) if job.builds_initial else None
@@ -315,7 +317,7 @@ class SiteSession(FLComponent):
         if budget is not None:
             os.environ[PRIVACY_VARIABLE] = budget.write(folder / "budget.json")
         self._script = FlareScript(script, task.config.args, data, folder, task.config.launch)
-        location = data or SiteData(name, Path())
+        location = data or SiteData(name, Path(), withdrawn=read_withdrawn(local))
         gate = open_gate(fl_ctx)
         return open_script_trainer(assembly, location, self._script, task.config.weigh_by, budget, gate)
 

@@ -59,8 +59,7 @@ def list_columns(task: Task, data: SiteData) -> list[Column]:
     if any(column.kind != ORIENTATION for column in described):
         return described
     cohort = task.cohort(data.path)
-    subject_of = dict(zip(cohort.ids, cohort.subjects or cohort.ids, strict=True))
-    own = set(data.select(cohort.ids, subject_of.__getitem__))
+    own = set(task.select(data, cohort))
     rows = [row for row, name in enumerate(cohort.ids) if name in own]
     columns = (_read_column(name, np.asarray(values)[rows]) for name, values in cohort.columns.items())
     return [*described, *(column for column in columns if column is not None)]

@@ -18,6 +18,7 @@ from ..cohorts.conditions import Term
 from ..cohorts.split import Split
 from ..core.errors import DataError
 from ..inputs.scaling import TargetScaler
+from .data.absence import find_absent_rows
 from .data.atlases import scale_anatomically
 from .data.cells import PLAIN, Spelling
 from .data.features import Features, compute_scale, encode_features, name_labels, number_labels, read_labels
@@ -78,11 +79,11 @@ class TableTask(Task):
         columns = {name: values[chosen] for name, values in table.columns.items()}
         return Cohort(tuple(row_of), columns, tuple(subjects.values()))
 
-    def _read(self, path: Path) -> Table:
-        """Return the table at ``path`` without the values that stand for missing ones."""
+    def _read(self, path: Path, site_id: str | None) -> Table:
+        """Return the table at ``path`` without the values that stand for missing ones, with the site's own column."""
         config = self.config
         codes = tuple((column, frozenset(values)) for column, values in config.codes_by_column.items())
-        named = (config.target, config.event, config.group, config.id, *config.rows)
+        named = (config.target, config.event, config.group, config.id, site_id, *config.rows)
         columns = frozenset({*config.features, *(name for name in named if name is not None)})
         return _read_file(path, codes, Spelling(config.decimal, config.censored), columns)
 
@@ -101,7 +102,7 @@ class TableTask(Task):
 
     def describe_columns(self, data: SiteData) -> list[Column]:
         """Return what the columns of the settings contain in the rows of a site; a column that it lacks is left out."""
-        config, table = self.config, self._read(data.path)
+        config, table = self.config, self._read(data.path, data.id)
         row_of = self._number_rows(table)
         rows = [row_of[name] for name in self._select(data, table, row_of) if name in row_of]
         kinds = {config.target: "target", config.event: "event", config.group: "subject"}
@@ -125,7 +126,7 @@ class TableTask(Task):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read the rows of a site."""
-        config, table = self.config, self._read(data.path)
+        config, table = self.config, self._read(data.path, data.id)
         has_indicators = config.missing == "impute"
         features = encode_features(table, config.features, config.categories, has_indicators=has_indicators)
         targets, row_of = self._outcome.read(table), self._number_rows(table)
@@ -202,8 +203,9 @@ class TableTask(Task):
 
     def _select(self, data: SiteData, table: Table, row_of: Mapping[str, int]) -> tuple[str, ...]:
         """Return the identifiers of the rows that a site may use."""
-        subject_of = self._get_subjects(table, row_of) if self.config.group and data.withdrawn else {}
-        return data.select(row_of, lambda name: subject_of.get(name, name))
+        absent = find_absent_rows(data, table)
+        names = tuple(row_of) if data.subset is None else data.subset
+        return tuple(name for name in names if row_of.get(name) not in absent) if absent else names
 
     def _split(self, table: Table, rows: Mapping[str, int], seed: int) -> Split:
         """Return the split of the rows, with all rows of a subject in one part."""

@@ -6,7 +6,7 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -173,9 +173,12 @@ class SiteData:
         path: folder or file.
         subset: identifiers of the site's examples; None for all examples of ``path``.
         methods: settings that the site chooses for itself, by name of the method.
-        withdrawn: identifiers of subjects, or of examples, that must not be used (docs/withdrawal.md). Of a folder of
-            data sets one without the name of its data set stands for all of that name.
+        withdrawn: identifiers of subjects that must not be used (docs/withdrawal.md). Of a folder of data sets one
+            without the name of its data set stands for all of that name.
         device: where the site computes if the job leaves it open; None: a GPU if there is one.
+        id: column of the site's table with the identifiers of subjects; no job chooses it.
+        people: names in the data, one of which each example of a user's task must have where subjects have withdrawn;
+            None: they are not listed.
 
     Examples:
         >>> data = SiteData("site-1", Path("/data/brains"), withdrawn=frozenset({"sub-07"}))
@@ -189,6 +192,8 @@ class SiteData:
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     withdrawn: frozenset[str] = frozenset()
     device: str | None = None
+    id: str | None = None
+    people: frozenset[str] | None = None
 
     def select(self, known: Iterable[str], subject_of: Callable[[str], str] = str) -> tuple[str, ...]:
         """Return the identifiers of the site's examples: ``subset``, or all, without those of withdrawn subjects.
@@ -417,6 +422,11 @@ class Task(ABC):
             "give each site its own folder (path: data/{site}), or let it divide them (partition: {kind: shared})"
         )
 
+    def select(self, data: SiteData, cohort: Cohort) -> tuple[str, ...]:
+        """Return the identifiers of a site's examples in a cohort, without those of subjects who have withdrawn."""
+        subject_of = dict(zip(cohort.ids, cohort.subjects or cohort.ids, strict=True))
+        return data.select(cohort.ids, subject_of.__getitem__)
+
     def list_row_conditions(self) -> list[Term]:
         """Return the conditions by which the settings choose rows; by default none."""
         return []
@@ -638,7 +648,8 @@ def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
                 f"{source}: {name} is {type(dataset).__name__}; expected a torch data set with a length, such as "
                 "TensorDataset(x, y)"
             )
-    _check_withdrawn(source, examples, data.withdrawn)
+    if data.withdrawn:
+        _check_withdrawn(source, examples, data, None if _is_built_in(task) else data.people)
     # A run that was to be chosen by validation would end without a best model, and no record would say why.
     if task.config.split.validation and examples.validation is None:
         raise DataError(
@@ -675,14 +686,23 @@ def _label_tests(task: Task, data: SiteData, examples: Examples) -> dict[str, li
     return labels
 
 
-def _check_withdrawn(source: str, examples: Examples, withdrawn: Collection[str]) -> None:
+def _is_built_in(task: Task) -> bool:
+    return type(task).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _check_withdrawn(source: str, examples: Examples, data: SiteData, people: Container[str] | None) -> None:
     """Refuse examples of subjects who have withdrawn, and examples that do not say whose they are.
+
+    Args:
+        source: named in the error.
+        examples: the examples.
+        data: location of the data.
+        people: names in the site's data, which the task must use; None: any, as the task was checked.
 
     Raises:
         DataError: there are such examples.
     """
-    if not withdrawn:
-        return
+    withdrawn = data.withdrawn
     counts = (examples.n_train, examples.n_test, examples.n_validation)
     named = (examples.train_ids, examples.test_ids, examples.validation_ids)
     if any(len(ids) != count for ids, count in zip(named, counts, strict=True)):
@@ -693,6 +713,17 @@ def _check_withdrawn(source: str, examples: Examples, withdrawn: Collection[str]
         )
     used = {*examples.train_ids, *examples.test_ids, *examples.validation_ids}
     used |= {*examples.train_subjects, *examples.test_subjects, *examples.validation_subjects}
+    subjects = (
+        *(examples.train_subjects or examples.train_ids),
+        *(examples.test_subjects or examples.test_ids),
+        *(examples.validation_subjects or examples.validation_ids),
+    )
+    if people is not None and (other := [name for name in subjects if name.rpartition("/")[2] not in people]):
+        raise DataError(
+            f"{source} names {len(other)} examples or their subjects (first: {other[0]!r}) otherwise than the site's "
+            f"data does, so that nothing shows whether they are of the {len(withdrawn)} withdrawn subjects; return the "
+            "identifiers in the data as ids or as subjects"
+        )
     if found := used.intersection(withdrawn):
         raise DataError(
             f"{source} returned data of {len(found)} withdrawn subjects; select the examples with data.select(ids)"

@@ -18,6 +18,7 @@ from ..core.errors import ConfigError, DataError
 from ..core.needs import Needs
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .classes import check_class_weights, compute_cross_entropy, list_weight_needs
+from .data.absence import find_absent_rows
 from .data.tables import read_table
 from .models.base import Base, find_base_folder, seed_initialization
 from .models.text import Architecture, build_text_classifier, tokenize
@@ -94,7 +95,7 @@ class TextClassification(AdaptableTask):
             raise ConfigError("task.base: missing; texts need the tokenizer of a pre-trained encoder")
         table = read_table(data.path)
         texts, labels = table.get_column(self.config.text), table.get_numbers(self.config.label)
-        ids = data.select(self.cohort(data.path).ids)
+        ids = self.select(data, self.cohort(data.path))
         if unknown := [name for name in ids if not name.isdecimal() or int(name) >= len(labels)]:
             raise DataError(f"{data.path}: there is no row {unknown[0]!r}; rows are 0 to {len(labels) - 1}")
         rows = np.array([int(name) for name in ids], dtype=np.int64)
@@ -105,6 +106,12 @@ class TextClassification(AdaptableTask):
                 "Set task.classes to the number of classes"
             )
         return build_examples(self.config.split.assign(ids, seed), partial(self._build_dataset, texts, labels))
+
+    def select(self, data: SiteData, cohort: Cohort) -> tuple[str, ...]:
+        """Return the identifiers of the rows that a site may use."""
+        absent = find_absent_rows(data, read_table(data.path)) if data.withdrawn else ()
+        names = cohort.ids if data.subset is None else data.subset
+        return tuple(name for name in names if not (name.isdecimal() and int(name) in absent))
 
     def _build_dataset(self, texts: np.ndarray, labels: np.ndarray, ids: Sequence[str]) -> TensorDataset:
         assert self.config.base is not None

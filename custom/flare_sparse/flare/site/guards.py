@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from ...inputs.scaling import InputScaler, join_rows, select_statistics, split_r
 from ...privacy.release.site import SiteRelease, compute_step
 from ...rounds.endpoints.request_log import RequestLog
 from ...rounds.endpoints.site import SiteEndpoint
+from ...tasks.data.source import read_withdrawn
 from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES, get_count_name
 from ...training import SampleUsage
 from ...wire.messages import Encoded
@@ -58,8 +60,9 @@ from ..payload import (
 )
 from ..questions import ADMITTED
 from ..recipe_budget import ChargeCheck
+from ..running import hold_data
 from ..session import find_record, get_site_session, read_job, read_site_policy
-from ..workspace import find_job_file, write_site_error
+from ..workspace import find_job_file, get_workspace, write_site_error
 
 APPROVED = "flare_sparse.approved"
 """Key of the approved update in FLARE's context; the property is private, so it does not leave the site."""
@@ -143,6 +146,7 @@ class SiteLastGate(FLComponent):
         # Also in jobs of other packages, which have no session of this one.
         if event_type == EventType.START_RUN:
             install_recorder(fl_ctx)
+            hold_data(fl_ctx)
             self._charges.start(fl_ctx)
         if event_type == EventType.AFTER_TASK_RESULT_FILTER:
             result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
@@ -182,6 +186,11 @@ class SiteLastGate(FLComponent):
             else:
                 if policy.privacy_budget is not None:
                     self._charges.check(result, fl_ctx)
+                if gone := read_withdrawn(Path(get_workspace(fl_ctx).get_site_config_dir())):
+                    raise PolicyRefusal(
+                        f"{len(gone)} subjects have withdrawn, and a job of another package reads the data by itself; "
+                        "remove them from the data, and then from the site's list"
+                    )
                 _count_foreign(fl_ctx)
         # Fail closed: a result that the gate cannot read does not leave the site.
         except Exception as error:  # noqa: BLE001

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...core.checkpoint.writing import write_new_file
 from ...core.errors import ConfigError
 
 
@@ -33,6 +35,19 @@ def read_object(file: Path) -> dict[str, Any]:
 def write_object(file: Path, content: Mapping[str, Any]) -> None:
     """Replace a file by a JSON object, atomically."""
     write_text(file, json.dumps(content, indent=2) + "\n")
+
+
+def write_private_text(file: Path, text: str) -> None:
+    """Replace a file by a text that names subjects, atomically; only the owner of the folder, as whom the site runs,
+    may read it.
+    """
+    part = file.with_name(f"{file.name}.part")
+    part.unlink(missing_ok=True)
+    write_new_file(part, text.encode())
+    if os.geteuid() == 0:
+        owner = file.parent.stat()
+        os.chown(part, owner.st_uid, owner.st_gid)
+    part.replace(file)
 
 
 def write_text(file: Path, text: str) -> None:

@@ -192,7 +192,7 @@ def _check_job(
 
 
 def _count_withdrawn(assembly: Assembly, data: SiteData, used: Examples) -> str:
-    """Return how many examples the list of withdrawn subjects leaves out: a misspelt identifier leaves out none."""
+    """Return how many examples the list of withdrawn subjects leaves out."""
     if not data.withdrawn:
         return ""
     everything = load_examples(assembly.task, replace(data, withdrawn=frozenset()), assembly.method.seed)

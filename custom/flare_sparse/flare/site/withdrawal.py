@@ -1,18 +1,22 @@
-"""Withdrawal of subjects at a deployed site: its list of withdrawn subjects, and the checkpoints of its jobs."""
+"""Withdrawal of subjects at a deployed site: its list of withdrawn subjects, and what its jobs hold of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nvflare.apis.workspace import Workspace
 
 from ...core.errors import ConfigError
 from ...core.names import read_names
-from ...tasks.data.source import WITHDRAWN_FILE, read_withdrawn
+from ...tasks.data.absence import check_absence
+from ...tasks.data.source import WITHDRAWN_FILE, find_site_data, has_site_data, read_withdrawn
 from ..checkpoints import delete_old, find_checkpoint_folder
+from ..running import end_jobs, remove_records, wait_for_jobs
+from ..session import MODELS_FOLDER
 from .allow_list import find_local_folder
-from .kit_files import write_text
+from .kit_files import write_private_text
 from .preflight import read_site_name
 from .requests import summarize_requests
 
@@ -24,7 +28,7 @@ class SiteWithdrawal:
     Attributes:
         total: number of subjects on the site's list.
         added: how many of them are new.
-        deleted: names of the jobs whose checkpoints were deleted.
+        deleted: what was deleted: names of jobs with checkpoints, and files and folders.
         jobs: runs that the site has answered, with the last round; their models may have learned from the subjects.
     """
 
@@ -34,28 +38,59 @@ class SiteWithdrawal:
     jobs: list[str]
 
 
-def withdraw_at_site(kit: Path, file: Path) -> SiteWithdrawal:
-    """Add subjects to a site's list, which each later job heeds, and delete the checkpoints of its jobs.
+def withdraw_at_site(kit: Path, file: Path, *, wait_s: float = 0.0, ends_jobs: bool = False) -> SiteWithdrawal:
+    """Add subjects to a site's list, which each later job heeds, and delete what its jobs hold of them.
 
     Args:
         kit: the startup kit.
         file: identifiers, one a line.
+        wait_s: seconds to wait for jobs that run.
+        ends_jobs: end the jobs that still run then.
 
     Raises:
-        ConfigError: the folder is no kit, or a job is running.
-        DataError: the file cannot be read.
+        ConfigError: the folder is no kit, or a job is running; the subjects are on the list then.
+        DataError: the file cannot be read, or an identifier matches nothing in the site's data or two of its subjects.
     """
     local = find_local_folder(kit).absolute()
-    known, given = read_withdrawn(local), read_names(file)
-    write_text(local / WITHDRAWN_FILE, "".join(f"{name}\n" for name in sorted(known | given)))
-    name = read_site_name(local.parent)
-    root, deleted = find_checkpoint_folder(Workspace(str(local.parent), name), name), []
-    if root is not None:
-        deleted = delete_old(root, name, days=0)
-        if left := sorted({folder.parent.parent.name for folder in root.glob(f"*/{name}/[0-9]*")}):
-            raise ConfigError(
-                f"{root}: the subjects are on the list, but {', '.join(left)} is running with their data. Abort the "
-                "job, and repeat this command"
-            )
-    jobs = [f"{run.job} (run {run.record.run}), to round {run.last_round}" for run in summarize_requests(kit)]
-    return SiteWithdrawal(len(known | given), len(given - known), deleted, jobs)
+    name, known, given = read_site_name(local.parent), read_withdrawn(local), read_names(file)
+    if has_site_data(local):
+        # Of this list alone: what was listed before may have been removed from the data by now.
+        data = find_site_data(name, local, heeds_list=False)
+        check_absence(replace(data, withdrawn=given))
+    write_private_text(local / WITHDRAWN_FILE, "".join(f"{name}\n" for name in sorted(known | given)))
+    # After the list is written: a job that starts from now on heeds it.
+    running = wait_for_jobs(local.parent, name, wait_s)
+    if running and ends_jobs:
+        running = end_jobs(local.parent, name)
+    if running:
+        jobs = ", ".join(f"job {use.job} (process {use.process})" for use in running)
+        raise ConfigError(
+            f"{kit}: the subjects are on the list, but {jobs} is running with their data. Repeat this command with "
+            "--wait SECONDS or with --end, which ends the job at this site"
+        )
+    deleted = _delete_traces(local.parent, name)
+    jobs_answered = [f"{run.job} (run {run.record.run}), to round {run.last_round}" for run in summarize_requests(kit)]
+    return SiteWithdrawal(len(known | given), len(given - known), deleted, jobs_answered)
+
+
+def _delete_traces(kit: Path, name: str) -> list[str]:
+    """Delete checkpoints, the site's own models and the folders of the jobs that used its data; return their names.
+
+    Raises:
+        ConfigError: a job of another kind holds checkpoints; nothing may be left of it unsaid.
+    """
+    uses = remove_records(kit, name)
+    roots = {Path(use.checkpoints) for use in uses if use.checkpoints is not None}
+    if (root := find_checkpoint_folder(Workspace(str(kit), name), name)) is not None:
+        roots.add(root)
+    deleted = [job for root in sorted(roots) for job in delete_old(root, name, days=0)]
+    if left := sorted({folder.parent.name for root in roots for folder in root.glob(f"*/{name}")}):
+        raise ConfigError(
+            f"{kit}: the subjects are on the list, but {', '.join(left)} is running with their data: its checkpoints "
+            "are locked. Abort the job, and repeat this command"
+        )
+    folders = [kit / MODELS_FOLDER, *(kit / use.job for use in uses)]
+    for folder in [folder for folder in folders if folder.is_dir()]:
+        shutil.rmtree(folder)
+        deleted.append(folder.name)
+    return deleted

@@ -17,6 +17,7 @@ from ...config.loading import serialize_job
 from ...config.needs import CONTINUATION, find_conflicts
 from ...config.schema import JobConfig, RunConfig
 from ...config.study import Study
+from ...config.withdrawals import Withdrawals
 from ...core.checkpoint.store import Store, iterate_differences
 from ...core.errors import ConfigError
 from ...rounds.endpoints.server import SERVER
@@ -137,6 +138,7 @@ def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> Non
     unfinished = out / f"{folder}.part"
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(out / folder, ignore_errors=True)
+    Withdrawals.read(run).inherit(out)
     copy_checkpoints(source, lambda end: study.open_checkpoints(unfinished, end))
     unfinished.replace(out / folder)
 

@@ -165,7 +165,8 @@ def evaluate_cohort(run: Path, study: Study, data: SiteData, split: Part, model:
     if not cohort.size:
         raise DataError(f"{data.path}: there are no {'' if split == 'all' else f'{split} '}examples to evaluate on")
     result = asdict(cohort.evaluate(weights, resamples))
-    notes = (_note_model(assembly.method, model), _note_training_data(study, data.path, split))
+    absent = f"left out: {len(data.withdrawn)} subjects who have withdrawn from the run" if data.withdrawn else ""
+    notes = (_note_model(assembly.method, model), _note_training_data(study, data.path, split), absent)
     return {
         "run": run.resolve().name,
         "run_id": assembly.run_id,

@@ -7,6 +7,7 @@ A site sets it in a *site file* (YAML or JSON) or in an environment variable. A 
     methods:              # optional: settings that a method leaves to the site
       scbf: {rate: 0.1}
     checkpoints: /scratch # optional: folder of the site's checkpoints; off: keep none
+    id: patient           # column of a table with the identifiers of subjects, by which withdrawn ones are left out
     device: cuda:1        # optional: where the site computes, for jobs with device: auto
     dicom: {cache: nifti} # optional: data has a folder of DICOM series for each subject
 """
@@ -26,6 +27,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ...core.errors import DataError, suggest
 from ...core.names import clean_name, read_names
 from ..task import SiteData
+from .absence import check_absence
 from .dicom import DicomRules, convert_dicom
 
 SITE_FILE_VARIABLE = "FLARE_SPARSE_SITE_FILE"
@@ -55,6 +57,9 @@ class SiteFile(BaseModel):
     methods: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="settings by method, for those that a method leaves to the site"
     )
+    id: Name | None = Field(
+        None, description="column of a table with the identifiers of subjects, by which withdrawn ones are left out"
+    )
     withdrawn: tuple[Name, ...] = Field((), description="identifiers of subjects that must not be used")
     checkpoints: Path | Literal[False] | None = Field(
         None, description="folder of the site's checkpoints, from which it resumes after a crash; off: keep none"
@@ -71,7 +76,9 @@ def has_site_data(local_dir: Path | None, environment: Mapping[str, str] = os.en
     return is_set or (local_dir is not None and (local_dir / LOCAL_FILE).is_file())
 
 
-def find_site_data(site: str, local_dir: Path | None, environment: Mapping[str, str] = os.environ) -> SiteData:
+def find_site_data(
+    site: str, local_dir: Path | None, environment: Mapping[str, str] = os.environ, *, heeds_list: bool = True
+) -> SiteData:
     """Return the location of a site's data, from the first of three sources that is present.
 
     1. The site file named by ``FLARE_SPARSE_SITE_FILE``; ``{site}`` in it stands for the site's name.
@@ -82,12 +89,17 @@ def find_site_data(site: str, local_dir: Path | None, environment: Mapping[str, 
         site: name of the site.
         local_dir: local folder of the site's startup kit; None if there is none.
         environment: environment variables.
+        heeds_list: leave out who is on the site's list of withdrawn subjects; otherwise the data is not for reading.
 
     Raises:
-        DataError: no source is present, a site file is malformed, or the data does not exist.
+        DataError: no source is present, a site file is malformed, the data does not exist, or it is not known which
+            part of it is of a withdrawn subject.
     """
     found = _locate(site, local_dir, environment)
-    return replace(found, withdrawn=found.withdrawn | read_withdrawn(local_dir)) if local_dir else found
+    if not heeds_list:
+        return found
+    gone = read_withdrawn(local_dir) if local_dir else frozenset()
+    return check_absence(replace(found, withdrawn=found.withdrawn | gone))
 
 
 def read_withdrawn(local_dir: Path) -> frozenset[str]:
@@ -140,6 +152,7 @@ def format_site_file(site: SiteData) -> str:
         methods=methods,
         withdrawn=tuple(sorted(site.withdrawn)),
         device=site.device,
+        id=site.id,
     )
     return content.model_dump_json(exclude_defaults=True)
 
@@ -155,7 +168,9 @@ def _read_site_file(site: str, file: Path) -> SiteData:
         raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
     path = file.parent / content.data.expanduser()
     withdrawn = frozenset(content.withdrawn)
-    located = _check_exists(SiteData(site, path, content.subset, content.methods, withdrawn, content.device), str(file))
+    located = _check_exists(
+        SiteData(site, path, content.subset, content.methods, withdrawn, content.device, content.id), str(file)
+    )
     if content.dicom is None:
         return located
     cache = file.parent / content.dicom.cache.expanduser()
