@@ -98,10 +98,11 @@ def _load_inputs(study: Study, data: Path | None) -> Tensor:
     """
     from torch import Tensor
 
+    from ..config.withdrawals import Withdrawals
     from ..tasks.task import SiteData, load_examples
 
     if data is not None:
-        site = SiteData("data", data.resolve())
+        site = Withdrawals.read(study.folder).open(SiteData("data", data.resolve()))
     elif study.config.simulator is None:
         raise ConfigError("--onnx: the run has no simulator section and so no data; add --data DIR")
     else:
