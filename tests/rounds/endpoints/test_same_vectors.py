@@ -12,6 +12,7 @@ import pytest
 from local_federation import LocalFederation
 from toy import Plain, ToyBench
 
+from flare_sparse.core.exchange import Patch
 from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.link import KEPT_VECTORS
@@ -29,6 +30,33 @@ def test_both_ends_hold_the_same_vectors_where_sites_take_part_in_some_rounds(
     bench = ToyBench(Plain())
     federation = LocalFederation(name, bench, sites=4, values=values, rounds=5, participation=0.6, **settings)
     assert len(federation.run().rounds) >= 5
+
+
+@pytest.mark.slow(rows=6)
+@pytest.mark.parametrize("values", ["bfloat16", "float16", "int8", "int4", "int2"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("fedavg", {}),
+        ("fedsparsify", {"sparsity": 0.5}),
+        ("neurosfl", {"sparsity": 0.5}),
+        ("scbf", {"rate": 0.5}),
+        ("topk_ef", {"fraction": 0.1, "down": 0.1}),
+    ],
+)
+def test_models_of_the_outcome_are_those_that_the_sites_evaluated(
+    name: str, settings: dict[str, Any], values: Any
+) -> None:
+    """Also if a site missed a round, and so holds another vector than the others."""
+    bench = ToyBench(Plain(), validation=8)
+    rules = RoundRules(min_sites=1, retries=0)
+    federation = LocalFederation(name, bench, sites=4, values=values, rounds=5, rules=rules, **settings)
+    federation.is_silent = lambda site, attempt: (site, attempt.round) == ("site-2", 4)
+    outcome = federation.run()
+    best = Patch(outcome.best.values, outcome.best.mask).to_vector()
+    for weights, evaluation in ((outcome.weights, outcome.evaluation), (best, outcome.best.evaluation)):
+        found = {site: federation.sites[site].evaluate(weights) for site in evaluation.sites}
+        assert found == evaluation.sites
 
 
 def test_site_that_missed_one_round_gets_a_difference_of_its_own() -> None:

@@ -54,9 +54,9 @@ def test_check_passes_the_estimate_is_near_the_ledger_and_sites_admit_every_requ
 ) -> None:
     """One start and one attempt suffice a site, and no request asks for fewer entries than the presets demand."""
     monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
-    logs = record_requests(monkeypatch)
     study = Study.load(file, list_overrides(file, tmp_path, rounds=2))
     assert [finding for finding in study.check() if finding.severity == "FAIL"] == []
+    logs = record_requests(monkeypatch)
     found = compute_figures(study)
     ledger = run_in_process(study, RunFolder(tmp_path / "out")).summary["traffic"]
     assert 0 < len(logs) <= found["sites"], "a site may never be asked"

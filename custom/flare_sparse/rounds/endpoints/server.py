@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...core.errors import RejectedMessage
@@ -79,11 +81,19 @@ class ServerSnapshot:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A request as some sites were sent it: the message, its name, and the vector that it leads to."""
+    """A request as some sites were sent it.
+
+    Attributes:
+        message: the message.
+        name: its name.
+        target: the vector that it leads to.
+        copy: ``(P,)`` the values of that vector, where rounding may make them others than the model's; else None.
+    """
 
     message: Encoded
     name: str
     target: Vector
+    copy: Tensor | None = None
 
 
 @dataclass
@@ -180,6 +190,7 @@ class ServerEndpoint:
         self.updates.set_num_sites(len(assignments), is_retry=not is_first)
         requests: dict[tuple[Any, ...], _Sent] = {}
         shortened: dict[int, Patch | None] = {}
+        bases: dict[str, Vector | None] = {}
         for site, assignment in sorted(assignments.items()):
             base = self._link.find_base(site)
             patch = self._select_patch(base, assignment)
@@ -198,12 +209,35 @@ class ServerEndpoint:
                 is_regular = sent is assignment.request.model or stream not in round_.residuals
                 if is_first and not self._sends_differences and is_regular:
                     round_.residuals[stream] = _get_residual(request.message, sent)
-            round_.sent[site] = request
-            plan = plan_request(self.layout, self.run, base, **self._number(assignment.request))
-            self.ledger.record_sent(request.message, plan, site, assignment.expected.content)
+            round_.sent[site], bases[site] = request, base
+        if first.kind == EVALUATE:
+            self._send_one_copy(assignments, bases)
+        for site, assignment in sorted(assignments.items()):
+            plan = plan_request(self.layout, self.run, bases[site], **self._number(assignment.request))
+            self.ledger.record_sent(round_.sent[site].message, plan, site, assignment.expected.content)
         messages = {site: round_.sent[site].message.data for site in assignments}
         counted = {site: self._link.counted.get(site) for site in assignments}
         return Attempt(self._sequence, first.kind, first.round, messages, counted)
+
+    def _send_one_copy(self, assignments: Mapping[str, Assignment], bases: dict[str, Vector | None]) -> None:
+        """Send the copy that most sites will hold, exactly, to those that would hold another one: one is evaluated."""
+        sent = self._round.sent
+        common = _find_common([sent[site] for site in sorted(assignments)])
+        if common is None or common.copy is None:
+            return
+        patch = Patch.from_vector(common.copy, common.target.mask)
+        others = [site for site in assignments if sent[site].target.name != common.target.name]
+        for site in others:
+            sent[site] = self._encode_request(assignments[site], patch, patch, None, site, is_exact=True)
+            bases[site] = None
+
+    def round_model(self, model: Patch) -> Patch:
+        """Return the model that the sites have evaluated: ``model`` as most of those that answered hold it."""
+        common = _find_common([self._round.sent[site] for site in sorted(self._round.answers)])
+        if common is None or common.copy is None:
+            return model
+        bits = common.target.mask.bits & model.mask.bits
+        return Patch.from_vector(torch.where(bits, common.copy, model.to_vector()), model.mask)
 
     def _number(self, request: Request) -> dict[str, Any]:
         return {"sequence": self._sequence, "round": request.round, "kind": request.kind}
@@ -228,7 +262,14 @@ class ServerEndpoint:
         return (patch, base) if short is None else (short, self._initial.vector)
 
     def _encode_request(
-        self, assignment: Assignment, patch: Patch, sent: Patch, base: Vector | None, stream: str
+        self,
+        assignment: Assignment,
+        patch: Patch,
+        sent: Patch,
+        base: Vector | None,
+        stream: str,
+        *,
+        is_exact: bool = False,
     ) -> _Sent:
         """Return the request that leads from a base to a patch, of which ``sent`` is what the base lacks.
 
@@ -238,23 +279,28 @@ class ServerEndpoint:
             sent: the patch to send.
             base: vector that the site holds; None: none.
             stream: stream of the rounding residual.
+            is_exact: whether no value is rounded.
         """
-        request, target = assignment.request, Vector("", patch.mask)
+        request, target, copy = assignment.request, Vector("", patch.mask), None
         # Of statistics alone nothing is rounded.
-        is_exact = self._sends_differences and sent is not patch and sent.mask.count > 0
+        is_exact |= self._sends_differences and sent is not patch and sent.mask.count > 0
         # The whole model, which the site then holds if nothing is rounded.
         whole = patch if patch.base == "zeros" else self._attach_ciphertext(assignment.full_model or patch)
         rounds = bool(self._sends_differences or FORMATS[self.values].rounding)
+        # Models of single sites are not the run's model, and the server reads no encrypted one.
+        keeps_copy = rounds and self._round.models == 1 and self.cipher is None and request.kind != STATISTICS
 
         def name(received: Tensor | None) -> tuple[str, str]:
             """Return the names of the vector that the site then holds, and of the request."""
-            nonlocal target
+            nonlocal target, copy
             if sent.base == "previous" and (not sent.mask.count or (rounds and received is not None)):
                 read = sent if received is None else replace(sent, source=received)
             else:
                 read = whole if received is None or sent.base == "previous" else replace(whole, source=received)
             keeps_values = self._sends_differences or (rounds and assignment.full_model is not None)
-            target = find_target(read, base, self.layout, keeps_values=keeps_values)
+            target = find_target(read, base, self.layout, keeps_values=keeps_values or keeps_copy)
+            copy = target.values if keeps_copy else None
+            target = target if keeps_values else replace(target, values=None)
             return target.name, name_request(self._link.commit, request.kind, request.round, target.name)
 
         message = encode(
@@ -266,7 +312,7 @@ class ServerEndpoint:
             generator=make_generator(self.seed, "rounding", SERVER, stream, request.kind, request.round),
             name=name,
         )
-        return _Sent(message, message.request, target)
+        return _Sent(message, message.request, target, copy)
 
     def decode(self, site: str, data: Any, examples: Any, metrics: Any, events: Any = ()) -> Contribution:
         """Decode and validate an update of the last attempt.
@@ -435,6 +481,12 @@ class ServerEndpoint:
             self.cipher.check(ciphertext, message.patch.mask.count, site)
         elif message.values != (values := choose_values(message.content, self.values, self._initial)):
             raise RejectedMessage("E_DTYPE", "values", values, message.values, site)
+
+
+def _find_common(sent: Sequence[_Sent]) -> _Sent | None:
+    """Return a request that leads to the vector that most of the requests lead to; None: there is none."""
+    names = Counter(request.target.name for request in sent)
+    return max(sent, key=lambda request: names[request.target.name], default=None)
 
 
 def _get_residual(encoded: Encoded, sent: Patch) -> Tensor | None:

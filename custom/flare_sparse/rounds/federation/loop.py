@@ -194,12 +194,13 @@ class Federation:
         assignments = method.ask_final(last, participants.sites)
         result = self._rounds.run(assignments, participants.silent, progress.roster)
         evaluation = self._evaluate(result)
+        model = method.model(progress.state)
         # A request of another kind evaluates the sites' personal models, which are not candidates for the best model.
         if result.last.attempt.kind == EVALUATE:
+            model = self.endpoint.round_model(model)
             progress = replace(progress, best=self._select_best(progress, evaluation, method, is_last=True))
         record = self._build_record(result, evaluation, progress, progress.state, method)
         self.on_round(record)
-        model = method.model(progress.state)
         return Outcome(
             progress.state,
             model.to_vector(),
@@ -260,7 +261,7 @@ class Federation:
         # model is known one round later.
         if not self._models.is_better(evaluation, progress, is_last=is_last):
             return progress.best
-        model = method.model(progress.state)
+        model = self.endpoint.round_model(method.model(progress.state))
         encrypted = self._get_encrypted_values()
         return BestModel(progress.committed, evaluation, model.values, model.mask, encrypted)
 
