@@ -49,6 +49,14 @@ def test_folder_is_followed_to_the_end_of_its_run(tmp_path: Path, monkeypatch: p
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no result folder"):
         next(follow_folder(tmp_path / "none", 1.0))
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="holds no run; give the folder of --out"):
+        next(follow_folder(tmp_path, 1.0))
+
+
+def test_start_of_a_run_is_waited_for_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert next(follow_folder(tmp_path, 1.0)) == []
+    assert "waiting for a run to start in" in capsys.readouterr().out
 
 
 def test_table_shows_the_last_rounds_the_total_and_the_time_left() -> None:

@@ -69,13 +69,20 @@ def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, An
         every_s: seconds between two looks.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such folder, or it holds something else.
     """
+    from ..core.checkpoint.locking import LOCK
     from ..results.runs.growing import ROUNDS
     from ..results.runs.record import SUMMARY
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no result folder; give the folder of --out, or a job's id with --kit")
+    # A run locks its folder before it writes anything. In an empty one, a run may be about to start.
+    names = {path.name for path in folder.iterdir()}
+    if names and not names & {LOCK, ROUNDS, SUMMARY}:
+        raise ConfigError(f"{folder} holds no run; give the folder of --out")
+    if not names:
+        stdout.print(f"waiting for a run to start in {folder}; Ctrl-C ends this command", markup=False)
     while True:
         # Looked for before the rounds are read: the summary is written last, so that no round is missed.
         has_ended = (folder / SUMMARY).is_file()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from skips import require
 from typer.testing import CliRunner
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 from flare_sparse.cli import app
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.report.card import format_card
-from flare_sparse.results.report.findings import describe_caveat, describe_findings
+from flare_sparse.results.report.findings import describe_caveat, describe_data, describe_findings, describe_weight
 from flare_sparse.results.report.page import write_report
 from flare_sparse.results.report.tables import (
     build_contributions,
@@ -114,6 +115,21 @@ def test_positive_gain_is_an_improvement_for_any_metric(finished: dict[str, Path
     assert f"smallest gain {gains[least]:+.3g} at {least}." in sentence
 
 
+@pytest.mark.parametrize(
+    ("simulator", "text"),
+    [
+        (None, "never left the sites"),
+        ({"data": {"path": "data/{site}"}}, "simulated on one machine"),
+        ({"sites": 3, "data": {"phantom": {"subjects": 4}}}, "synthetic"),
+    ],
+)
+def test_data_is_named_as_what_it_is(simulator: Any, text: str, tmp_path: Path, finished: dict[str, Path]) -> None:
+    run = replace(RunResult.read(finished["neurosfl"]), path=tmp_path)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"simulator": simulator} if simulator else {"name": "x"}))
+    assert text in describe_data(run)
+    assert describe_caveat([run, run]).count(text) == 1
+
+
 def with_seed(run: RunResult, seed: int, label: str) -> RunResult:
     return replace(run, label=label, summary={**run.summary, "seed": seed})
 
@@ -127,15 +143,15 @@ def test_runs_are_compared_within_their_seed(finished: dict[str, Path]) -> None:
     assert compared == ["neurosfl-1", "neurosfl-2", "local_only-1", "local_only-2"]
     gains = [line.split()[0] for line in sentences if "than training alone" in line]
     assert gains == ["neurosfl-1", "neurosfl-2", "fedavg-1", "fedavg-2"]
-    assert describe_caveat(runs).startswith("3 seeds on 4 test examples")
-    assert "in all 3 seeds with probability 1/4" in describe_caveat(runs)
+    assert describe_weight(runs).startswith("3 seeds on 4 test examples")
+    assert "in all 3 seeds with probability 1/4" in describe_weight(runs)
     apart = [
         with_seed(read["neurosfl"], 1, "a"),
         with_seed(read["fedavg"], 2, "b"),
         with_seed(read["local_only"], 3, "c"),
     ]
     assert not [line for line in describe_findings(apart) if "dense FedAvg (" in line or "training alone" in line]
-    assert describe_caveat(runs[:1]).startswith("This is the result of one run on 4 test examples")
+    assert describe_weight(runs[:1]).startswith("This is the result of one run on 4 test examples")
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult
 from .attacks import describe_attacks
-from .findings import describe_caveat
+from .findings import describe_data, describe_weight
 from .subgroups import build_subgroups, describe_gap
 from .tables import (
     build_evaluations,
@@ -49,11 +49,11 @@ def format_card(run: RunResult) -> str:
 # {s["name"]}
 
 A model trained by federated learning with `{s["method"]}` on the data of {_count_contributors(run)} for {s["rounds"]}
-rounds (seed {s["seed"]}); {sparsity}. The data never left the sites.{_describe_permit(run)}{_describe_absent(run)}
+rounds (seed {s["seed"]}); {sparsity}. {describe_data(run)}{_describe_permit(run)}{_describe_absent(run)}
 {_describe_withdrawn(run)}
 ## Performance
 
-{run.metric_label} over the test examples of all sites: **{final}**. {describe_caveat([run])} {describe_means([run])}
+{run.metric_label} over the test examples of all sites: **{final}**. {describe_weight([run])} {describe_means([run])}
 
 | site | rounds contributed | test examples | {" | ".join([run.metric_label, *names[1:]])} |
 | --- | --- | --- |{" --- |" * len(names)}

@@ -23,7 +23,20 @@ def describe_findings(runs: list[RunResult]) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
+def describe_data(run: RunResult) -> str:
+    """Return a sentence on where the data of a run was."""
+    simulator = run.config.get("simulator") or {}
+    if (simulator.get("data") or {}).get("phantom"):
+        return "The data is synthetic: brain phantoms, of no patients."
+    return "All sites were simulated on one machine." if simulator else "The data never left the sites."
+
+
 def describe_caveat(runs: list[RunResult]) -> str:
+    """Return what data the findings are about, and their statistical weight."""
+    return " ".join([*dict.fromkeys(map(describe_data, runs)), describe_weight(runs)])
+
+
+def describe_weight(runs: list[RunResult]) -> str:
     """Return a sentence on the statistical weight of the findings."""
     num_tests = runs[0].summary["final"]["metrics"].get("test_examples")
     evidence = f" on {num_tests:.0f} test examples" if num_tests else ""
