@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ConfigError, FlareSparseError
+from ..core.errors import ConfigError, FlareSparseError, UntrustedCode
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
 from ..results.runs.comparison import describe_runs
@@ -102,7 +102,11 @@ def ensure_pictures(run: RunResult, observer: Observer = SILENT) -> None:
     file = run.path / EVALUATIONS / PICTURES_FILE
     if run.predictions is None or read_pictures(file, run.identity) is not None:
         return
-    study = load_study(run.path)
+    try:
+        study = load_study(run.path)
+    except UntrustedCode as error:
+        observer.note(str(error))
+        return
     if type(study.assembly.task).illustrate is Task.illustrate:
         return
     with limit_threads(study.config.federation.threads):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from ..cohorts.split import Part
 from ..compute import Compute
 from ..config.policy.policy import find_policy_file, read_policy
 from ..config.study import Study
+from ..config.user_code import trust_code as trust
 from ..config.withdrawals import Withdrawals
 from ..core.checkpoint.writing import write_json
-from ..core.errors import ConfigError, DataError
+from ..core.errors import ConfigError, DataError, UntrustedCode
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
 from ..results.audit.attacks import Attacker, AuditOptions
@@ -29,6 +29,7 @@ from ..results.runs.continuation import EXPIRED, expire_checkpoints
 from ..results.runs.evaluation import choose_evaluation_file, evaluate_cohort, evaluate_matrix
 from ..results.runs.folder import RunFolder
 from ..results.runs.load import load_model, load_study
+from ..results.runs.received import explain_damage, parse_record
 from ..results.runs.record import APPENDED_FILES, SUMMARY
 from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
 from ..tasks.task import SiteData
@@ -44,6 +45,7 @@ class Run:
     Attributes:
         path: result folder.
         observer: hears of problems with the sites' data.
+        trust_code: whether the user's code in the folder may be executed; that of a run of this process may.
 
     Examples:
         >>> import flare_sparse
@@ -57,29 +59,37 @@ class Run:
 
     path: Path
     observer: Observer = SILENT
+    trust_code: bool = False
 
     @classmethod
-    def load(cls, folder: str | Path, observer: Observer = SILENT) -> Run:
-        """Return the run in a result folder.
+    def load(cls, folder: str | Path, observer: Observer = SILENT, *, trust_code: bool = False) -> Run:
+        """Return the run in a result folder. Nothing in the folder is executed, unless ``trust_code`` says so.
 
         Raises:
             ConfigError: the folder holds no run.
         """
-        run = cls(Path(folder), observer)
+        run = cls(Path(folder), observer, trust_code)
         if not (run.path / APPENDED_FILES[0]).is_file():
             raise ConfigError(f"{folder}: no {APPENDED_FILES[0]}; expected the result folder of flare-sparse run")
-        if expire_checkpoints(run.path, run.study.config.federation.checkpoint_days):
+        try:
+            days = run.study.config.federation.checkpoint_days
+        except UntrustedCode as error:
+            observer.note(str(error))
+            return run
+        if expire_checkpoints(run.path, days):
             observer.note(EXPIRED.format(folder=folder))
         return run
 
     @cached_property
+    @explain_damage
     def study(self) -> Study:
         """The run's settings, task and code, from the result folder.
 
         Raises:
             ConfigError: there is no configuration, or it is invalid.
+            UntrustedCode: it names code, and the run is not trusted.
         """
-        return load_study(self.path)
+        return load_study(self.path, trust_code=self.trust_code)
 
     @property
     def is_finished(self) -> bool:
@@ -87,6 +97,7 @@ class Run:
         return (self.path / SUMMARY).is_file()
 
     @property
+    @explain_damage
     def summary(self) -> dict[str, Any]:
         """Content of ``summary.json``: final metrics by site, bytes by direction, contributions, digest of the model.
 
@@ -95,14 +106,16 @@ class Run:
         """
         if not self.is_finished:
             raise ConfigError(UNFINISHED.format(folder=self.path))
-        return dict(json.loads((self.path / SUMMARY).read_text(encoding="utf-8")))
+        return dict(parse_record((self.path / SUMMARY).read_text(encoding="utf-8")))
 
     @property
+    @explain_damage
     def rounds(self) -> list[dict[str, Any]]:
         """Lines of ``rounds.jsonl``: every round that is committed so far."""
         lines = (self.path / APPENDED_FILES[0]).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return [parse_record(line) for line in lines]
 
+    @explain_damage
     def model(self, name: str = "final", *, compute: Compute = "dense") -> nn.Module:
         """Return the trained network in evaluation mode; see :func:`flare_sparse.results.runs.load.load_model`.
 
@@ -113,8 +126,9 @@ class Run:
         Raises:
             ConfigError: the run has no such model, or ``sparse`` is asked for without numba.
         """
-        return load_model(self.path, name, compute=compute)
+        return load_model(self.path, name, compute=compute, trust_code=self.trust_code)
 
+    @explain_damage
     def report(self, out: Path | None = None, *, baselines: bool = True, pictures: bool = True) -> list[Path]:
         """Write figures, tables and a page; see :func:`flare_sparse.api.report.write_reports`.
 
@@ -123,8 +137,11 @@ class Run:
         """
         from .report import write_reports
 
+        if self.trust_code:
+            trust(self.path)
         return write_reports([self.path], out, baselines=baselines, pictures=pictures, observer=self.observer)
 
+    @explain_damage
     def evaluate(
         self,
         data: str | Path | None = None,
@@ -172,6 +189,7 @@ class Run:
         self.write_card()
         return record
 
+    @explain_damage
     def audit(self, attackers: Collection[Attacker] = ATTACKERS, options: AuditOptions | None = None) -> dict[str, Any]:
         """Attack the final model and keep the record in ``audit.json``; a second call continues an interrupted one.
 
@@ -199,6 +217,7 @@ class Run:
         self.write_card()
         return record
 
+    @explain_damage
     def evidence(
         self,
         out: Path | None = None,
@@ -241,6 +260,7 @@ class Run:
         write_crate(result, facts, files, target, license_)
         return target, facts
 
+    @explain_damage
     def write_dpia(
         self,
         out: Path | None = None,
@@ -278,6 +298,7 @@ class Run:
         result = RunResult.read(self.path)
         return result, collect_facts(result, read_approval(self.path, kit), terms, egress)
 
+    @explain_damage
     def write_card(self) -> Path:
         """Write the model card from the record, with the evaluations and audits made so far; return the file."""
         return write_card(RunResult.read(self.path))

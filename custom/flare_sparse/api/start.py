@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..config.study import Study
+from ..config.user_code import trust_code
 from ..config.withdrawals import Withdrawals
 from ..core.errors import ConfigError, suggest
 from ..core.observer import Observer
@@ -86,6 +87,7 @@ def launch(env: str, study: Study, folder: RunFolder, observer: Observer, deploy
     if env not in get_args(Env):
         raise ConfigError(f"env {env!r}: there is no such environment.{suggest(env, get_args(Env))} Choose local, sim, "
                           "poc or prod")  # fmt: skip
+    trust_code(folder.path)
     # The settings of a result folder bring its list along: who has withdrawn from that run is not in this one either.
     Withdrawals.read(study.folder).inherit(folder.path)
     # Imported by name: a local run needs nothing of FLARE.

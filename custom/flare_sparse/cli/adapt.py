@@ -12,7 +12,7 @@ from rich.table import Table
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, DataError
 from .console import out as console
-from .options import Overrides
+from .options import Overrides, TrustCode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,7 @@ def adapt(
     ] = "new-site",
     out: Annotated[Path | None, typer.Option(help="Result folder; default: RUN_DIR/adapted/SITE")] = None,
     set_: Overrides = None,
+    _trust_code: TrustCode = False,
 ) -> None:
     """Adapt a run's model to a site that took no part in the run.
 
@@ -41,6 +42,7 @@ def adapt(
     from ..compute.kernels.threads import limit_kernel_threads
     from ..config.assemble import open_site
     from ..config.study import Study
+    from ..config.user_code import mark_received
     from ..config.withdrawals import Withdrawals
     from ..core.seeds import limit_threads
     from ..results.runs.record import CONFIG
@@ -52,6 +54,7 @@ def adapt(
     config_file = run_dir / CONFIG
     if not config_file.is_file():
         raise ConfigError(f"{run_dir}: there is no config.yaml here; give the result folder of a finished run")
+    mark_received(run_dir)
     study = Study.load(config_file, set_ or ())
     config, assembly = study.config, study.assembly
     with limit_threads(config.torch_threads), limit_kernel_threads(config.federation.threads):

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..core.errors import ConfigError
 from .console import err
 from .console import out as console
-from .options import take_options
+from .options import TrustCode, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class AuditCommandOptions:
         str | None, typer.Option(help="Policy of the sites whose messages the server inverts: a file or a preset")
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON")] = False
+    trust_code: TrustCode = False
 
 
 @take_options(AuditCommandOptions)

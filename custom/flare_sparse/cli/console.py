@@ -38,7 +38,8 @@ def print_error(error: FlareSparseError) -> None:
     """Print an error without a traceback: its code, then the cause and the way out, then the notes."""
     err.print(f"[bold red]error[/] {error.code} (docs/troubleshooting.md)")
     for text in (str(error), *getattr(error, "__notes__", ())):
-        err.print(text, markup=False)
+        # A record or a message of somebody else may be quoted: nothing in it may move the cursor.
+        err.print("".join(c for c in text if c in "\n\t" or c.isprintable()), markup=False)
 
 
 def join_lines(text: str) -> str:

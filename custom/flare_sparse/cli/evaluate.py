@@ -13,7 +13,7 @@ from rich.table import Table
 from ..cohorts.split import Part
 from ..core.errors import ConfigError
 from .console import out as console
-from .options import ModelName, take_options
+from .options import ModelName, TrustCode, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class EvaluateOptions:
     resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON")] = False
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier evaluation of this name")] = False
+    trust_code: TrustCode = False
 
 
 @take_options(EvaluateOptions)

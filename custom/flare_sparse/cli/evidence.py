@@ -10,6 +10,7 @@ import typer
 from ..core.errors import ConfigError
 from ..results.evidence import NO_LICENSE
 from .console import out as console
+from .options import TrustCode
 
 
 def evidence(
@@ -44,6 +45,7 @@ def evidence(
         typer.Option(metavar="SITE=FOLDER", help="Egress log that a site has handed out; repeatable"),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier crate")] = False,
+    _trust_code: TrustCode = False,
 ) -> None:
     """Pack a run's evidence as an RO-Crate: who took part, under which terms, what was sent, and what came out.
 

@@ -30,6 +30,25 @@ ModelName = Annotated[
     ),
 ]
 
+
+def _trust(context: typer.Context, value: bool) -> bool:
+    """Let the command execute the code of result folders, until it ends."""
+    if value:
+        from ..config.user_code import trust_all_code
+
+        context.with_resource(trust_all_code())
+    return value
+
+
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        callback=_trust,
+        help="Execute the code in the result folder, which whoever made the folder wrote; read it first",
+    ),
+]
+
 Options = TypeVar("Options")
 
 

@@ -10,7 +10,7 @@ import typer
 from ..compute import Compute
 from ..core.errors import ConfigError, DataError
 from .console import out as console
-from .options import ModelName
+from .options import ModelName, TrustCode
 
 
 def predict(
@@ -32,6 +32,7 @@ def predict(
             "the extra fast is installed; dense: by torch; sparse: as auto, but fail without the kernels"
         ),
     ] = "auto",
+    _trust_code: TrustCode = False,
 ) -> None:
     """Write a label map for every image with the model of a segmentation run; no labels are needed.
 

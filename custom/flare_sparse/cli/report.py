@@ -14,6 +14,7 @@ from rich.table import Table
 from ..core.errors import ConfigError
 from .console import err
 from .console import out as console
+from .options import TrustCode
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def report(
             help="Show the best, median and worst case of every site, of a segmentation whose data is on this machine",
         ),
     ] = True,
+    _trust_code: TrustCode = False,
 ) -> None:
     """Draw quality, bytes, sites and sparsity of one or several runs, as PNG files and as a page that opens offline.
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from ..api.deployment import Deployment, Env, resolve_tracking_uri
 from ..core.errors import ConfigError
 from .console import out as stdout
-from .options import ConfigFile, ContinueFrom, Overrides, Resume, StepBack, load_with_options, take_options
+from .options import ConfigFile, ContinueFrom, Overrides, Resume, StepBack, TrustCode, load_with_options, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class RunOptions:
         bool, typer.Option("--overwrite", help="Replace the finished or interrupted run that the result folder holds")
     ] = False
     continue_from: ContinueFrom = None
+    trust_code: TrustCode = False
     mlflow: Annotated[
         str | None,
         typer.Option(

@@ -9,7 +9,7 @@ import typer
 
 from ..core.errors import ConfigError
 from .console import out as console
-from .options import ModelName
+from .options import ModelName, TrustCode
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def save(
         Path | None,
         typer.Option(help="Key context of a site of an encrypted run: startup/client_context.tenseal in its kit"),
     ] = None,
+    _trust_code: TrustCode = False,
 ) -> None:
     """Write a run's model as other libraries read it: adapters in the format of peft, networks as safetensors.
 

@@ -12,7 +12,7 @@ from ..config.withdrawals import Withdrawals
 from ..core.errors import ConfigError
 from .console import err
 from .console import out as console
-from .options import take_options
+from .options import TrustCode, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class WithdrawOptions:
     delete_models: Annotated[
         bool, typer.Option("--delete-models", help="Delete the models of RUN, which have learned from the data")
     ] = False
+    trust_code: TrustCode = False
 
 
 @take_options(WithdrawOptions)

@@ -26,7 +26,7 @@ from ..tasks.bundles.components import OPTIMIZERS, is_known, iterate_components,
 from ..tasks.bundles.declaration import SCORES, find_purpose, get_target, read_declaration
 from ..tasks.bundles.refusals import Refusals
 from .choice import KEYS, find_conflict
-from .user_code import find_module, import_user_module
+from .user_code import check_trust, find_module, import_user_module
 
 ITEMS = {
     "network": ("network_def", "network", "net"),
@@ -320,6 +320,7 @@ def _import_code(folder: Path, text: str) -> None:
     """Import the packages of a bundle that its configuration names, so that MONAI finds these and not another's."""
     for name in sorted(path.stem for path in folder.iterdir()):
         if f"{name}." in text and find_module(folder, name) is not None:
+            check_trust([folder], name)
             # An item that needs a package raises the package's error once more.
             with suppress(Exception):
                 import_user_module(name, [folder])

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ConfigError, describe_exception, find_user_line
+from ..core.errors import ConfigError, UntrustedCode, describe_exception, find_user_line
 from ..methods.method import Method, MethodConfig
 from ..tasks.task import Metric, Task, TaskConfig
-from .user_code import import_user_module
-
-CODE_FOLDER = "code"
-"""Folder in a result folder that holds the user's own code."""
+from .user_code import CODE_FOLDER, import_user_module
 
 
 def import_task_class(dotted: str, folder: Path | None = None) -> type[Task]:
@@ -62,6 +59,8 @@ def import_user_class(field: str, dotted: str, folders: list[Path]) -> Any:
         )
     try:
         return getattr(import_user_module(module, folders), name)
+    except UntrustedCode:
+        raise
     # The module is the user's: executing it may raise anything.
     except Exception as error:
         raise ConfigError(f"{field}: {dotted!r} cannot be imported: {_explain_import_error(error, module)}") from error

@@ -7,11 +7,58 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from ..core.errors import UntrustedCode
+
 _NOT_USER_CODE = {"flare_sparse", "nvflare", *sys.stdlib_module_names}
 """Modules that are not the user's, even if a file beside the configuration has their name."""
+CODE_FOLDER = "code"
+"""Folder in a result folder that holds the user's own code."""
+_RECORDS = ("rounds.jsonl", "summary.json")
+# Result folders: those that were opened as such, whatever they hold, and those whose code may be executed.
+_received: set[Path] = set()
+_trusted: set[Path] = set()
+_trusts_all: list[bool] = []
+
+
+def trust_code(folder: Path) -> None:
+    """Let this process execute the code of a result folder: it is of the caller's own run, or the caller says so."""
+    _trusted.add(folder.resolve())
+
+
+@contextmanager
+def trust_all_code() -> Iterator[None]:
+    """Let this process execute the code of every result folder while the block runs."""
+    _trusts_all.append(True)
+    try:
+        yield
+    finally:
+        _trusts_all.pop()
+
+
+def mark_received(folder: Path) -> None:
+    """Take a folder for a result folder, from which nothing is executed unless somebody trusts it."""
+    _received.add(folder.resolve())
+
+
+def check_trust(folders: Iterable[Path], module: str) -> None:
+    """Refuse a module that the settings of a result folder name, as long as nobody trusts its code.
+
+    Raises:
+        UntrustedCode: nobody does; nothing was executed.
+    """
+    for folder in [] if _trusts_all else map(Path.resolve, folders):
+        run = folder.parent if folder.name == CODE_FOLDER else folder
+        is_run = run in _received or any((run / name).is_file() for name in _RECORDS)
+        if is_run and run not in _trusted:
+            raise UntrustedCode(
+                f"{run}: the settings of this result folder name code, module {module!r}, and whoever made the folder "
+                f"wrote it; nothing of it was executed. Read {run / CODE_FOLDER}; then say --trust-code, in Python "
+                "trust_code=True"
+            )
 
 
 def collect_user_code(
@@ -59,7 +106,12 @@ def import_user_module(module: str, folders: Sequence[Path]) -> ModuleType:
     """Import a module of the user's from one of some folders, else from ``sys.path``.
 
     A module of the same name that was imported from elsewhere, such as from the folder of another run, is replaced.
+
+    Raises:
+        UntrustedCode: one of the folders is a result folder that nobody trusts; an installed module is refused, too,
+            because the folder chose it.
     """
+    check_trust(folders, module)
     code = collect_user_code(folders, modules=[module])
     for name, path in code.items():
         if name in sys.modules and not _lies_in(sys.modules[name], path):

@@ -33,6 +33,12 @@ class ConfigError(FlareSparseError):
     code = "E_CONFIG"
 
 
+class UntrustedCode(ConfigError):
+    """A result folder holds, or names, code that a reader of the folder has not allowed to be executed."""
+
+    code = "E_CODE"
+
+
 class DataError(FlareSparseError):
     """A site's data is missing or invalid. The message may name subjects and files, so it stays at the site."""
 

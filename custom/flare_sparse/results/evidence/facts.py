@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from ...tasks.task import TEST_EXAMPLES, VALIDATION_EXAMPLES
 from ..runs.contributions import describe_missed
 from ..runs.load import load_study
 from ..runs.model_files import read_model
+from ..runs.received import parse_record
 from ..runs.record import list_versions
 from ..runs.results import AUDIT_FILE, RunResult
 from ..runs.subgroups import pool_subgroups
@@ -142,7 +142,7 @@ def _read_audit(run: RunResult) -> Any:
     if not file.is_file():
         return {"attacks": None, "note": "no attack was tried on this run"}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_record(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(
             f"{file}: cannot be read: {error}; repeat the audit of the run, or delete the file"

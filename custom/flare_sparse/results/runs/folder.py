@@ -14,7 +14,7 @@ from pathlib import Path
 from ...config.loading import dump_config
 from ...config.schema import MIN_COMMITS, FederationConfig
 from ...config.study import Study
-from ...config.user_classes import CODE_FOLDER
+from ...config.user_code import CODE_FOLDER
 from ...core.checkpoint.locking import lock_folder
 from ...core.checkpoint.store import Store
 from ...core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError

@@ -9,13 +9,17 @@ from torch import nn
 
 from ...compute import Compute
 from ...config.study import Study
+from ...config.user_code import mark_received
+from ...config.user_code import trust_code as trust
 from ...core.errors import ConfigError
 from ...training.compute import can_use_kernels
 from .models import read_run_model
 from .record import CONFIG
 
 
-def load_model(run: str | Path, name: str = "final", *, compute: Compute = "dense") -> nn.Module:
+def load_model(
+    run: str | Path, name: str = "final", *, compute: Compute = "dense", trust_code: bool = False
+) -> nn.Module:
     """Load the network of a run with its trained weights, in evaluation mode; masked entries are zero.
 
     Examples:
@@ -28,12 +32,14 @@ def load_model(run: str | Path, name: str = "final", *, compute: Compute = "dens
         run: result folder of ``flare-sparse run``.
         name: ``final``; ``best``, of the round with the best metric on validation examples; or a site, for its own.
         compute: ``auto`` or ``sparse``: compute with sparse kernels on the CPU, for inference only (docs/compute.md).
+        trust_code: execute the user's code in the folder; a run that this process has made needs no word.
 
     Raises:
         ConfigError: the folder is not a result folder, it has no such model, its model belongs to another network, or
             ``sparse`` is asked for without numba.
+        UntrustedCode: its settings name code, and it is not trusted.
     """
-    model = load_trained_model(load_study(Path(run)), name)
+    model = load_trained_model(load_study(Path(run), trust_code=trust_code), name)
     return compile_model(model, compute, torch.device("cpu"))
 
 
@@ -51,12 +57,16 @@ def compile_model(model: nn.Module, compute: Compute, device: torch.device) -> n
     return compile_network(model)
 
 
-def load_study(run: Path) -> Study:
+def load_study(run: Path, *, trust_code: bool = False) -> Study:
     """Load the study of a run from its result folder, without the run's model.
 
     Raises:
         ConfigError: the folder is not a result folder.
+        UntrustedCode: its settings name code, and it is not trusted.
     """
+    mark_received(run)
+    if trust_code:
+        trust(run)
     file = run / CONFIG
     if not file.is_file():
         raise ConfigError(f"{run}: no config.yaml; expected the result folder of flare-sparse run")

@@ -29,6 +29,7 @@ from .baselines import BaselineData, SiteRows, fit_baselines
 from .bootstrap import PairedMetric, compare_predictors, select_metrics
 from .model_files import list_site_models
 from .models import read_run_model
+from .received import parse_record
 
 PREDICTIONS_FILE = "test_predictions.json"
 """File in the folder of evaluations with the predictions of every test subject."""
@@ -121,7 +122,7 @@ class Predictions:
     def read(cls, file: Path, identity: str) -> Predictions | None:
         """Read the predictions of a run; None if there are none, or those of another model."""
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = parse_record(file.read_text(encoding="utf-8"))
             if content["identity"] != identity:
                 return None
             count = len(content["sites"])

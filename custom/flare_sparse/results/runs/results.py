@@ -18,6 +18,7 @@ from ...tasks.task import TEST_EXAMPLES, VALIDATION
 from .contributions import Contributions, read_contributions
 from .pictures import PICTURES_FILE, CasePicture, read_pictures
 from .predictions import PREDICTIONS_FILE, Predictions
+from .received import neutralize, parse_record
 from .record import CONFIG
 
 EVALUATIONS = "evaluations"
@@ -58,9 +59,9 @@ class RunResult:
             ConfigError: the folder holds no record, or the run has not finished.
         """
         try:
-            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+            summary = parse_record((path / "summary.json").read_text(encoding="utf-8"))
             rounds, messages = (
-                [json.loads(line) for line in (path / name).read_text(encoding="utf-8").splitlines()]
+                [parse_record(line) for line in (path / name).read_text(encoding="utf-8").splitlines()]
                 for name in ("rounds.jsonl", "ledger.jsonl")
             )
             # Fail here, with a clear message, if a key that the properties below read is missing.
@@ -76,7 +77,7 @@ class RunResult:
     def config(self) -> dict[str, Any]:
         """Content of ``config.yaml``; empty if it is missing."""
         file = self.path / CONFIG
-        return dict(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        return dict(neutralize(yaml.safe_load(file.read_text(encoding="utf-8")))) if file.is_file() else {}
 
     @property
     def fold(self) -> int | None:
@@ -270,7 +271,7 @@ def _count_repetitions(group: list[RunResult]) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_record(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

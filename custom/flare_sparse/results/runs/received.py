@@ -1,0 +1,76 @@
+"""Records of a result folder that somebody else may have made: its texts are hostile, its values may be wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from ...core.errors import ConfigError, FlareSparseError, find_user_line
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# What a page, a document, a table or a terminal would take for more than text; a text without it means the same.
+_MARKUP = str.maketrans({"<": "(", ">": ")", "[": "(", "]": ")", "`": "'", "|": "/"})
+_FORMULA = re.compile(r"\s*[=+@-](?![\d.\s])")
+_LONGEST = 4000
+
+
+class _InFolder(Protocol):
+    @property
+    def path(self) -> Path: ...
+
+
+S = TypeVar("S", bound=_InFolder)
+
+
+def parse_record(text: str) -> Any:
+    """Return the content of a JSON text without what :func:`neutralize` replaces.
+
+    Raises:
+        ValueError: it is no JSON, or too deep.
+    """
+    try:
+        return neutralize(json.loads(text))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def neutralize(value: Any) -> Any:
+    """Return a value whose texts, keys too, are text for Markdown, HTML, a document, a spreadsheet and a terminal.
+
+    >>> neutralize({"<img src=x>": ["a](javascript:b)", "=cmd()", "-5"]})
+    {'(img src=x)': ['a)(javascript:b)', "'=cmd()", '-5']}
+    """
+    if isinstance(value, str):
+        shown = "".join(" " if unicodedata.category(letter)[0] == "C" else letter for letter in value[:_LONGEST])
+        return ("'" if _FORMULA.match(shown) else "") + shown.translate(_MARKUP)
+    if isinstance(value, dict):
+        return {neutralize(key): neutralize(item) for key, item in value.items()}
+    return [neutralize(item) for item in value] if isinstance(value, list) else value
+
+
+def explain_damage(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Return a method of a run that raises ConfigError where the record of its folder is damaged."""
+
+    @wraps(read)
+    def call(run: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return read(run, *args, **kwargs)
+        except FlareSparseError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError,
+                ValueError) as error:  # fmt: skip
+            frame = find_user_line(error)
+            where = f" at {frame.filename}:{frame.lineno}" if frame else ""
+            raise ConfigError(
+                f"{run.path}: the folder is damaged or was changed ({type(error).__name__}: {neutralize(str(error))}"
+                f"{where}); expected an unchanged result folder of flare-sparse run, or data in the form that its task "
+                "reads. Take another copy"
+            ) from error
+
+    return call

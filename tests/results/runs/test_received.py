@@ -1,0 +1,164 @@
+"""A received result folder is data: nothing in it is executed unasked, and no text in it is more than text."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from flare_sparse.api.run import Run
+from flare_sparse.api.start import run as start
+from flare_sparse.cli import app
+from flare_sparse.config import user_code
+from flare_sparse.core.errors import ConfigError, UntrustedCode
+from flare_sparse.core.observer import SILENT
+from flare_sparse.results.runs.load import load_model
+from flare_sparse.results.runs.received import neutralize
+
+TASK = """
+import numpy as np, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from flare_sparse.tasks.task import Metric, Task, TaskConfig, build_examples
+class Own(Task):
+    Config = TaskConfig
+    metric = Metric("mse", "", "min")
+    def model(self): return nn.Linear(3, 1)
+    def load(self, data, seed):
+        t = np.load(data.path); x, y = torch.from_numpy(t["x"]).float(), torch.from_numpy(t["y"]).float()
+        split = self.config.split.assign([str(i) for i in range(len(x))], seed)
+        return build_examples(split, lambda n: TensorDataset(x[[int(i) for i in n]], y[[int(i) for i in n]]))
+    def loss(self, m, b): return (m(b[0]) - b[1]).square().mean()
+    def predict(self, m, b): return m(b[0]), b[1]
+    def metrics(self, p, t): return {"mse": float((p - t).square().mean())}
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of a user's task, and its run of one round, which no test changes."""
+    folder = tmp_path_factory.mktemp("own")
+    for i in (1, 2):
+        np.savez(folder / f"site-{i}.npz", x=np.eye(30)[:, :3], y=np.eye(30)[:, 4:5])
+    (folder / "own.py").write_text(TASK)
+    (folder / "s.yaml").write_text(
+        "name: s\nseed: 1\nmethod: {name: fedavg, rounds: 1}\ntask: {class: own.Own}\n"
+        f"simulator: {{sites: 2, data: {{path: '{folder}/{{site}}.npz'}}}}\n"
+    )
+    return start(folder / "s.yaml", out=folder / "run", observer=SILENT).path
+
+
+@pytest.fixture
+def received(made: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the run whose code writes a file; in a process that has not made it."""
+    folder = tmp_path / "received"
+    shutil.copytree(made, folder)
+    code = folder / "code" / "own.py"
+    code.write_text(f"open({str(tmp_path / 'PWNED')!r}, 'w').close()\n{code.read_text()}")
+    own, path = sys.modules.pop("own", None), list(sys.path)
+    yield folder
+    user_code._trusted.discard(folder)
+    sys.path[:] = path
+    if own is not None:
+        sys.modules["own"] = own
+
+
+def test_code_of_a_received_run_is_executed_only_when_asked(received: Path) -> None:
+    mark = received.with_name("PWNED")
+    run = Run.load(received)
+    assert run.summary["rounds"] == 1
+    for read in (lambda: run.study, run.model, lambda: load_model(received), lambda: Run.load(received).evidence()):
+        with pytest.raises(UntrustedCode, match="nothing of it was executed"):
+            read()
+    commands = (["report", "--no-baselines"], ["evidence"], ["evidence", "--dpia"], ["save"], ["evaluate", "--matrix"])
+    for command, *options in commands:
+        result = CliRunner().invoke(app, [command, str(received), *options])
+        assert (result.exit_code, "E_CODE" in result.output) == ((0, False) if command == "report" else (2, True))
+    assert not mark.exists()
+    result = CliRunner().invoke(app, ["evaluate", str(received), "--matrix", "--trust-code"])
+    assert result.exit_code == 0, result.output
+    assert mark.exists()
+    mark.unlink()
+    # The word holds for one command.
+    with pytest.raises(UntrustedCode):
+        _ = Run.load(received).study
+    assert Run.load(received, trust_code=True).model()(np_zeros()).shape == (1, 1)
+
+
+def np_zeros() -> object:
+    import torch
+
+    return torch.zeros(1, 3)
+
+
+def test_code_without_a_record_beside_it_is_not_executed_either(received: Path) -> None:
+    for name in ("rounds.jsonl", "summary.json"):
+        (received / name).unlink()
+    with pytest.raises(UntrustedCode):
+        load_model(received)
+    assert not received.with_name("PWNED").exists()
+
+
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    "](javascript:alert(3)) [x",
+    "=cmd|'/c calc'!A1",
+    "a\nb| c |",
+    "\x1b[2J\u202e",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_of_a_record_is_markup_a_formula_or_a_control_sequence(text: str) -> None:
+    (shown,) = neutralize({text: [text]})
+    assert neutralize({text: [text]})[shown] == [shown]
+    assert not set(shown) & set("<>[]`|\n\x1b\u202e")
+    assert not shown.startswith("=")
+    assert neutralize(shown) == shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", HOSTILE[:2])
+def test_pages_of_a_hostile_record_hold_its_texts_as_text(text: str, made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "received"
+    shutil.copytree(made, folder)
+    raw = json.dumps(text)[1:-1]
+    for name in ("summary.json", "rounds.jsonl", "ledger.jsonl"):
+        (folder / name).write_text((folder / name).read_text().replace('"site-1"', f'"{raw}"'))
+    run = Run.load(folder, trust_code=True)
+    run.write_card()
+    for command in ("report", "evidence"):
+        options = ["--no-baselines"] if command == "report" else ["--dpia", "--trust-code"]
+        result = CliRunner().invoke(app, [command, str(folder), *options])
+        assert text not in result.output
+    for file in [file for file in folder.rglob("*") if file.suffix in (".md", ".html", ".csv")]:
+        assert text not in file.read_text(), file
+
+
+DAMAGES = [("final", None), ("rounds", []), ("metric", {"name": []}), ("traffic", {"down": 1}), ("method", None)]
+
+
+@pytest.mark.parametrize(("field", "value"), DAMAGES)
+def test_damaged_record_is_an_error_that_names_the_folder(
+    field: str, value: object, made: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(made, folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, field: value}))
+    run = Run.load(folder)
+    for read in (run.write_card, lambda: run.report(baselines=False), run.evidence):
+        # Not every action reads every field; any other exception than ours fails the test.
+        with suppress(ConfigError):
+            read()
+    if field in ("final", "metric", "traffic"):
+        with pytest.raises(ConfigError, match=re.escape(str(folder))):
+            run.write_card()
