@@ -14,6 +14,7 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.fuel.utils import fobs
 
 from flare_sparse.flare.egress import EgressRecorder, install_recorder
 from flare_sparse.flare.payload import build_refusal, get_refusal_code, hello_to_shareable
@@ -66,10 +67,26 @@ def test_results_of_every_kind_have_a_line_with_the_policy_in_force(tmp_path: Pa
         ("result", ["return code"]),
         ("result", ["WEIGHTS"]),
     ]
-    # Three names, 16 bytes, 8 bytes, and the digit.
-    assert [line["bytes"] for line in lines] == [0, 0, 0, 3 + 16 + 8 + 1]
+    assert [line["bytes"] for line in lines[:2]] == [0, 0]
+    assert [line["bytes"] for line in lines[2:]] == [len(fobs.dumps(result)) for result in results[2:]]
+    # The site's context travels, too.
+    assert all(line["sent_bytes"] > max(line["bytes"], 100) for line in lines)
     assert {line["job"] for line in lines} == {"job-id"}
     assert all(line["policy"] == {"metrics": "rounded"} for line in lines)
+
+
+def test_what_a_job_hides_beside_its_numbers_is_counted(tmp_path: Path) -> None:
+    fl_ctx, rows = build_context(tmp_path), bytes(100_000)
+    plain = DXO(DataKind.WEIGHTS, data={"w": np.zeros(4, np.float32)})
+    hidden = [plain.to_shareable() for _ in range(3)]
+    hidden[1]["rows"] = rows
+    hidden[2].set_header("rows", rows)
+    for result in hidden:
+        send(result, fl_ctx)
+    fl_ctx.set_prop("rows", rows, private=False, sticky=True)
+    send(hidden[0], fl_ctx)
+    sent = [line["sent_bytes"] for line in read_log(tmp_path / EGRESS_FOLDER / "site-1")]
+    assert min(sent[1:]) > sent[0] + len(rows)
 
 
 @pytest.mark.parametrize("folder", [".", "config"])

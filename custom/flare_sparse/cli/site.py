@@ -253,6 +253,10 @@ def egress(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the lines of the log as JSON, by site")] = False,
+    rotate: Annotated[
+        bool,
+        typer.Option("--rotate", help="Begin a new file, which continues the chain, and print the old one's name"),
+    ] = False,
 ) -> None:
     """Show what left this site, by job and kind of message, from the site's own log, and check that log.
 
@@ -262,20 +266,28 @@ def egress(
     [dim]flare-sparse site egress /opt/flare/site-1 --since 2026-03-01[/]
     """
     from ..flare.site.allow_list import find_local_folder
-    from ..rounds.endpoints.egress import find_logs, read_chain, sum_lines
+    from ..rounds.endpoints.egress import ROTATION, EgressLog, find_logs, read_chain, sum_lines
 
+    for folder in find_logs(kit).values() if rotate else ():
+        console.print(f"{EgressLog(folder, '').rotate() or 'nothing to rotate'}", markup=False, soft_wrap=True)
     start = "" if since is None else since.astimezone(UTC).isoformat(timespec="milliseconds")
     chains = {name: read_chain(folder) for name, folder in find_logs(kit).items()}
     if not chains:
         # Raises for a folder that is no kit: without it, a mistyped path would read as a site that has sent nothing.
         find_local_folder(kit)
-    logs = {name: [line for line in lines if line["time"] >= start] for name, (lines, _) in chains.items()}
+    logs = {
+        name: [line for line in lines if line["time"] >= start and line["kind"] != ROTATION]
+        for name, (lines, _) in chains.items()
+    }
     if as_json:
         typer.echo(json.dumps(logs, indent=2))
         return
     for name, lines in logs.items():
         console.print(
-            f"{name}: {len(lines)} messages, chain intact, head {chains[name][1]}", markup=False, soft_wrap=True
+            f"{name}: {len(lines)} messages, with headers {sum(line['sent_bytes'] for line in lines):,} bytes; chain "
+            f"intact, head {chains[name][1]}",
+            markup=False,
+            soft_wrap=True,
         )
         table = Table("job", "kind", "contents", "messages", "bytes", "total", box=None)
         for column in table.columns[3:]:

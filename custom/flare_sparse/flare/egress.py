@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.utils.fl_context_utils import gen_new_peer_ctx
+from nvflare.fuel.utils import fobs
 
 from ..config.policy.policy import POLICY_FILE, read_policy
 from ..config.yaml_files import read_yaml
@@ -55,7 +58,7 @@ class EgressRecorder(FLComponent):
         """
         try:
             self._log = self._log or _open_log(fl_ctx)
-            self._log.record(describe_result(result))
+            self._log.record(replace(describe_result(result), sent=serialize(result, fl_ctx)))
         except Exception as error:  # noqa: BLE001 - fail closed, whatever goes wrong
             code = get_failure_code(error)
             strip_to_codes(result, code)
@@ -84,8 +87,21 @@ def describe_result(result: Shareable) -> Outgoing:
     with suppress(ValueError):
         dxo = from_shareable(result)
         kind = "statistics" if is_statistics(result) else getattr(dxo.data_kind, "value", str(dxo.data_kind))
-        return Outgoing("result", [kind], list(iterate_buffers([dxo.data, dxo.meta])))
-    return Outgoing("result", ["return code"])
+        # Another package's message has no form of its own that would tell its bytes from those beside it.
+        return Outgoing("result", [kind], [serialize(result)])
+    return Outgoing("result", ["return code"], [serialize(result)])
+
+
+def serialize(result: Shareable, fl_ctx: FLContext | None = None) -> bytes:
+    """Return a result as FLARE serializes it: keys, headers, cookies, and the public properties of the site's context.
+
+    FLARE adds an id of the message and the envelope of its connection afterwards.
+    """
+    whole = Shareable()
+    whole.update({key: dict(value) if isinstance(value, dict) else value for key, value in result.items()})
+    if fl_ctx is not None:
+        whole.set_peer_context(gen_new_peer_ctx(fl_ctx))
+    return bytes(fobs.dumps(whole))
 
 
 def iterate_buffers(value: Any) -> Iterator[np.ndarray | bytes]:

@@ -92,7 +92,7 @@ def test_table_sums_messages_and_bytes_by_job_and_kind(kit: Path) -> None:
     assert result.exit_code == 0
     head, _, *rows = result.output.splitlines()
     last = (kit / EGRESS_FOLDER / "site-1" / LOG_FILE).read_bytes().splitlines()[-1]
-    assert head == f"site-1: 4 messages, chain intact, head {hashlib.sha256(last).hexdigest()}"
+    assert head == f"site-1: 4 messages, with headers 16 bytes; chain intact, head {hashlib.sha256(last).hexdigest()}"
     assert [row.split() for row in rows] == [
         ["age", "train", "weights", "2", "8", "8"],
         ["age", "evaluate", "metrics", "1", "1", "9"],
@@ -101,7 +101,7 @@ def test_table_sums_messages_and_bytes_by_job_and_kind(kit: Path) -> None:
     first = json.loads(CliRunner().invoke(app, ["site", "egress", str(kit), "--json"]).output)["site-1"][0]
     assert (first["policy"], first["run"], first["round"]) == ({"metrics": "rounded"}, "ab", 1)
     late = CliRunner().invoke(app, ["site", "egress", str(kit), "--since", "2990-01-01"])
-    assert late.output.startswith("site-1: 0 messages, chain intact")
+    assert late.output.startswith("site-1: 0 messages, with headers 0 bytes; chain intact")
 
 
 KILLED = """
@@ -152,10 +152,70 @@ def test_head_that_a_crash_left_behind_the_log_counts_as_intact(kit: Path) -> No
     assert len(read_log(folder)) == 6
 
 
+def test_line_of_any_length_is_cut_and_the_next_message_leaves(tmp_path: Path) -> None:
+    log = EgressLog(tmp_path, "job" * 10**6, {"metrics": "x" * 10**6}, "permit" * 10**6, is_durable=False)
+    metrics = {f"{'m' * 60}{i}": 0.5 for i in range(20_000)}
+    log.record(Outgoing("K" * 3_000_000, ["c" * 10**6] * 10**4, [b"x"], {"metrics": metrics}, sent=b"xy"))
+    log.record(Outgoing("train", ["weights"], [b"2"]))
+    long, short = read_log(tmp_path)
+    assert len(json.dumps(long)) < 2**17
+    assert long["beside"]["omitted characters"] > 10**6
+    assert (long["bytes"], long["sent_bytes"], short["line"]) == (1, 2, 2)
+
+
+def test_disk_without_space_blocks_no_later_message(tmp_path: Path) -> None:
+    (tmp_path / HEAD_FILE).touch()
+    EgressLog(tmp_path, "age", is_durable=False).record(Outgoing("train", ["weights"], [b"1"]))
+    # A limit on the size of files stands for the full disk: the write is cut short, or raises.
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from flare_sparse.rounds.endpoints.egress import EgressError, EgressLog, LOG_FILE, Outgoing
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / LOG_FILE).stat().st_size + 50, resource.RLIM_INFINITY))
+try: EgressLog(folder, "age").record(Outgoing("train", ["weights"], [b"2"]))
+except EgressError as error: print(error.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "E_EGRESS\n"
+    EgressLog(tmp_path, "age", is_durable=False).record(Outgoing("train", ["weights"], [b"3"]))
+    assert [line["line"] for line in read_log(tmp_path)] == [1, 2]
+
+
+def test_rotated_log_is_one_chain_with_and_without_its_older_files(kit: Path, tmp_path: Path) -> None:
+    folder = kit / EGRESS_FOLDER / "site-1"
+    with (folder / LOG_FILE).open("ab") as file:
+        file.write(b'{"line":5,"ti')
+    result = CliRunner().invoke(app, ["site", "egress", str(kit), "--rotate"])
+    assert result.exit_code == 0, result.output
+    EgressLog(folder, "age").record(Outgoing("train", ["weights"], [b"1"]))
+    old = EgressLog(folder, "age").rotate()
+    assert old is not None
+    assert old.name == "egress-000000000006.jsonl"
+    EgressLog(folder, "age").record(Outgoing("train", ["weights"], [b"1"]))
+    assert [line["line"] for line in read_log(folder)] == list(range(1, 9))
+    assert "6 messages" in CliRunner().invoke(app, ["site", "egress", str(kit)]).output
+    first = folder / "egress-000000000004.jsonl"
+    whole = first.read_bytes()
+    first.write_bytes(whole.replace(b"weights", b"scores!"))
+    with pytest.raises(EgressError, match="is not the one that was written"):
+        read_log(folder)
+    first.unlink()
+    assert [line["line"] for line in read_log(folder)] == [5, 6, 7, 8]
+    old.unlink()
+    assert [line["line"] for line in read_log(folder)] == [7, 8]
+    (folder / LOG_FILE).unlink()
+    with pytest.raises(EgressError, match="all after it were removed"):
+        EgressLog(folder, "age").record(Outgoing("train", ["weights"]))
+
+
 def test_concurrent_jobs_share_one_chain(tmp_path: Path) -> None:
     def write(job: str) -> None:
         log = EgressLog(tmp_path, job, is_durable=False)
-        for _ in range(20):
+        for number in range(20):
+            if number == 10:
+                log.rotate()
             log.record(Outgoing("train", ["weights"], [np.zeros(8, np.uint8)]))
 
     threads = [threading.Thread(target=write, args=(job,)) for job in ("a", "b", "c")]
@@ -163,7 +223,7 @@ def test_concurrent_jobs_share_one_chain(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(read_log(tmp_path)) == 60
+    assert [line["kind"] for line in read_log(tmp_path)].count("train") == 60
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """A site's egress log: one line for each message that leaves, written to disk before the message is sent.
 
 Every line holds the digest of the line before it, and a file beside the log holds the number and the digest of the last
-line. So a line that was changed, removed or moved shows, and so does a log whose end was cut off.
+line. So a line that was changed, removed or moved shows, and so does a log whose end was cut off. A log that was rotated
+goes on in a new file, whose first line continues the chain of the old one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.checkpoint.writing import sync_to_disk
+from ...core.checkpoint.writing import sync_to_disk, write_new_file
 from ...core.errors import FlareSparseError, WireError
 from ...core.exchange import Update
 from ...privacy.secure_aggregation.messages import Step, unpack_message
@@ -30,8 +31,11 @@ EGRESS_FOLDER = "flare_sparse_egress"
 """Folder in a site's startup kit with its egress log, by name of the site."""
 LOG_FILE, HEAD_FILE = "egress.jsonl", "head.txt"
 _START = "0" * 64
+ROTATION = "rotation"
+"""Kind of the first line of a log that goes on from an older file."""
+_LONGEST_LINE, _LONGEST_TEXT = 2**15, 200
+# More than the longest line: what a job names may be of any length, its line is not.
 _TAIL_BYTES = 2**20
-"""Longest line that can be read back: a policy and the metrics of a message are far shorter."""
 _SUM_CONTENTS = {
     Step.KEYS: "keys",
     Step.SHARES: "shares of keys",
@@ -56,6 +60,8 @@ class Outgoing:
         parts: its bytes.
         beside: the numbers that travel beside it in the clear.
         run, round: of the request; empty and 0 without one.
+        sent: all that leaves with it, as it is serialized: keys, headers and what FLARE adds of this site; None: the
+            parts alone.
     """
 
     kind: str
@@ -64,6 +70,7 @@ class Outgoing:
     beside: Mapping[str, Any] = field(default_factory=dict)
     run: str = ""
     round: int = 0
+    sent: bytes | None = None
 
 
 def describe_message(message: np.ndarray, beside: Mapping[str, Any] | None = None) -> Outgoing:
@@ -119,11 +126,8 @@ class EgressLog:
         Raises:
             EgressError: the line cannot be written, or the log was changed since the last one; nothing may be sent.
         """
-        digest, size = hashlib.sha256(), 0
-        for part in outgoing.parts:
-            content = np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part
-            digest.update(content)
-            size += len(content) if isinstance(content, bytes) else content.nbytes
+        size, digest = _measure(outgoing.parts)
+        sent_size, sent_digest = (size, digest) if outgoing.sent is None else _measure([outgoing.sent])
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "job": self.job,
@@ -132,19 +136,54 @@ class EgressLog:
             "round": outgoing.round,
             "contents": list(outgoing.contents),
             "bytes": size,
-            "sha256": digest.hexdigest(),
+            "sha256": digest,
+            "sent_bytes": sent_size,
+            "sent_sha256": sent_digest,
             "beside": dict(outgoing.beside),
             "policy": self.terms,
             "permit": self.permit,
         }
         try:
             with self._open() as log:
-                self._append(log, entry)
+                self._append(log, _shorten(entry))
         except OSError as error:
             raise EgressError(
                 f"{self.folder / LOG_FILE}: the egress log cannot be written: {error.strerror}; nothing leaves until "
                 "the disk has space and the user that runs the site may write there"
             ) from error
+
+    def rotate(self) -> Path | None:
+        """Keep the log under the name of its last line, begin a new file that continues its chain, and return the old
+        one, which may be moved elsewhere; None: nothing was logged yet.
+
+        Raises:
+            EgressError: the log was changed.
+            OSError: a file cannot be written; the log is as it was.
+        """
+        with self._open() as log:
+            entries, head = read_chain(self.folder)
+            if not entries:
+                return None
+            last = entries[-1]["line"]
+            file, old = self.folder / LOG_FILE, self.folder / f"egress-{last:012d}.jsonl"
+            # A piece of a line at the end was never sent, and would stand between two files of the chain.
+            os.ftruncate(log, file.read_bytes().rfind(b"\n") + 1)
+            time = datetime.now(UTC).isoformat(timespec="milliseconds")
+            line = json.dumps(
+                {"line": last + 1, "time": time, "job": "", "run": "", "kind": ROTATION, "round": 0, "contents": [],
+                 "bytes": 0, "sent_bytes": 0, "continues": old.name, "previous": head},
+                separators=(",", ":"),
+            ).encode()  # fmt: skip
+            part = file.with_suffix(".part")
+            part.unlink(missing_ok=True)
+            write_new_file(part, line + b"\n")
+            # The name of the log is never without a file: a crash leaves the old log or the new one.
+            old.unlink(missing_ok=True)
+            os.link(file, old)
+            part.replace(file)
+            sync_to_disk(self.folder)
+            self._write_head(last + 1, _compute_digest(line))
+            return old
 
     @contextmanager
     def _open(self) -> Iterator[int]:
@@ -152,14 +191,19 @@ class EgressLog:
         file = self.folder / LOG_FILE
         is_new = not file.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        log = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX)
-            yield log
-            if is_new and self.is_durable:
-                sync_to_disk(self.folder)
-        finally:
-            os.close(log)
+        while True:
+            log = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX)
+                # Whoever waited while the log was rotated holds the old file.
+                if file.stat().st_ino != os.fstat(log).st_ino:
+                    continue
+                yield log
+                if is_new and self.is_durable:
+                    sync_to_disk(self.folder)
+                return
+            finally:
+                os.close(log)
 
     def _append(self, log: int, entry: dict[str, Any]) -> None:
         size = os.fstat(log).st_size
@@ -174,7 +218,8 @@ class EgressLog:
         number, previous = (_read_number(last, self.folder), _compute_digest(last)) if newline else (0, _START)
         if number:
             _check_head(self.folder, number, lambda count: previous if count == number else "")
-        elif not (self.folder / HEAD_FILE).exists():
+        # A disk without space may leave an empty head before the first line.
+        elif not (self.folder / HEAD_FILE).exists() or not (self.folder / HEAD_FILE).stat().st_size:
             self._write_head(0, _START)
         else:
             _check_head(self.folder, 0, lambda count: _START)
@@ -213,13 +258,25 @@ def read_chain(folder: Path) -> tuple[list[dict[str, Any]], str]:
 
     A piece of a line at the end, without its end, is left out: its message was never sent.
 
+    Of a rotated log, the older files that are still in the folder come first.
+
     Raises:
         EgressError: a line was changed, removed or moved, or the end was cut off; the error names the line.
     """
-    file = folder / LOG_FILE
-    raw_lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    digests, entries = [_START], []
-    for number, raw in enumerate(raw_lines, 1):
+    raw_lines = [
+        line
+        for file in (*sorted(folder.glob("egress-*.jsonl")), folder / LOG_FILE)
+        if file.exists()
+        for line in file.read_bytes().split(b"\n")[:-1]
+    ]
+    start, first = 0, _START
+    with suppress(ValueError, KeyError, TypeError, IndexError):
+        # Older files may have been moved elsewhere.
+        opening = json.loads(raw_lines[0])
+        if opening["kind"] == ROTATION:
+            start, first = int(opening["line"]) - 1, str(opening["previous"])
+    digests, entries = [first], []
+    for number, raw in enumerate(raw_lines, start + 1):
         found = _read_number(raw, folder, number)
         if found != number:
             raise _describe_damage(folder, f"line {number} has the number {found}: a line was removed, added or moved")
@@ -230,14 +287,14 @@ def read_chain(folder: Path) -> tuple[list[dict[str, Any]], str]:
                 folder, f"line {changed} is not the one that was written: it was changed or replaced"
             )
         digests.append(_compute_digest(raw))
-    _check_head(folder, len(raw_lines), lambda count: digests[count])
+    _check_head(folder, start + len(raw_lines), lambda count: digests[count - start] if count >= start else "")
     return entries, digests[-1]
 
 
 def sum_lines(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], tuple[int, int]]:
     """Return the number of messages and of bytes by job, kind and contents, in the order of their first message."""
     sums: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for line in lines:
+    for line in (line for line in lines if line["kind"] != ROTATION):
         key = line["job"], line["kind"], ", ".join(line["contents"])
         messages, size = sums.get(key, (0, 0))
         sums[key] = messages + 1, size + line["bytes"]
@@ -283,6 +340,32 @@ def _read_number(raw: bytes, folder: Path, place: int | None = None) -> int:
     if type(number) is not int:
         raise _describe_damage(folder, f"line {place or 'at the end'} is no line of this log: it was changed")
     return number
+
+
+def _measure(parts: Sequence[np.ndarray | bytes]) -> tuple[int, str]:
+    """Return the number of bytes of some parts, and their digest."""
+    digest, size = hashlib.sha256(), 0
+    for part in parts:
+        content = np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part
+        digest.update(content)
+        size += len(content) if isinstance(content, bytes) else content.nbytes
+    return size, digest.hexdigest()
+
+
+def _shorten(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a line's content with what a job names cut to a length that can be read back; its digest tells the rest.
+
+    A line of any length would block every later message of the site.
+    """
+    contents = [str(text)[:_LONGEST_TEXT] for text in entry["contents"][:_LONGEST_TEXT]]
+    texts = {name: str(entry[name])[:_LONGEST_TEXT] for name in ("job", "run", "kind")}
+    permit = None if entry["permit"] is None else str(entry["permit"])[:_LONGEST_TEXT]
+    entry = {**entry, **texts, "contents": contents, "permit": permit}
+    for name in ("beside", "policy"):
+        text = json.dumps(entry[name], default=str, sort_keys=True)
+        if len(text) > _LONGEST_LINE // 2:
+            entry[name] = {"omitted characters": len(text), "sha256": _compute_digest(text.encode())}
+    return entry
 
 
 def _compute_digest(raw: bytes) -> str:
