@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +206,109 @@ def test_step_with_a_closure_is_charged_and_noised_as_lightning_takes_it(open_bu
     assert not torch.equal(net.weight, before)
     with pytest.raises(ConfigError, match="a step beyond those of the epoch"):
         optimizer.step(lambda: train(inputs, targets))
+
+
+def join_minibatches(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> None:
+    inputs, targets = map(torch.cat, zip(*loader, strict=True))
+    nn.functional.mse_loss(net(inputs), targets).backward()
+    optimizer.step()
+
+
+def accumulate(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> None:
+    for number, (inputs, targets) in enumerate(loader, 1):
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        if number % 4 == 0:
+            optimizer.step()
+
+
+def differentiate_twice(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> None:
+    for inputs, targets in loader:
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        net(inputs).sum().backward()
+        optimizer.step()
+
+
+def step_twice(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> None:
+    for inputs, targets in loader:
+        for _ in range(2):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(inputs), targets).backward()
+            optimizer.step()
+
+
+def repeat_records(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> None:
+    for inputs, targets in loader:
+        nn.functional.mse_loss(net(inputs.repeat(2, 1)), targets.repeat(2, 1)).backward()
+        optimizer.step()
+
+
+def use_another_loader(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> None:
+    for inputs, targets in DataLoader(loader.dataset, batch_size=8):
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+
+
+def change_the_loader(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> None:
+    loader.batch_sampler.sample_rate = 0.9  # type: ignore[attr-defined]
+    train_epoch(net, optimizer, loader)
+
+
+def cycle(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> None:
+    for inputs, targets in islice(itertools.cycle(loader), 12):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+
+
+def use_accelerate(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> None:
+    from accelerate import Accelerator
+
+    train_epoch(net, *Accelerator(cpu=True).prepare(optimizer, loader))
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        (join_minibatches, "join no minibatches"),
+        (accumulate, "4 backward passes in one step"),
+        (differentiate_twice, "2 backward passes in one step"),
+        (step_twice, "wait for one have none"),
+        (repeat_records, "join no minibatches"),
+        (use_another_loader, "a step beyond those of the epoch"),
+        (change_the_loader, "at a sampling rate of 0.9 now"),
+        (cycle, "a step beyond those of the epoch"),
+        (use_accelerate, "a step beyond those of the epoch"),
+    ],
+)
+def test_step_of_anything_but_one_minibatch_of_the_loader_is_refused(loop: Any, message: str, open_budget: Any) -> None:
+    budget = open_budget(noise_multiplier=1.0)
+    private = build_loop()
+    before = [parameter.detach().clone() for parameter in private[0].parameters()]
+    with pytest.raises(ConfigError, match=message):
+        loop(*private)
+    charged = sum(entry.charge.steps for entry in budget.account.read().entries)
+    assert private[1].counter.left >= 0
+    if charged == 0:
+        assert all(map(torch.equal, before, private[0].parameters()))
+
+
+def test_loop_that_reads_ahead_skips_steps_or_ends_early_is_charged_whole_epochs(open_budget: Any) -> None:
+    budget = open_budget(noise_multiplier=1.0)
+    net, optimizer, loader = build_loop()
+    ahead = iter(loader)
+    waiting = [next(ahead), next(ahead)]
+    for _ in range(3):
+        inputs, targets = waiting.pop(0)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+        waiting.append(next(ahead))
+    for _ in range(2):
+        for number, (inputs, targets) in enumerate(loader):
+            if number == 3:
+                break
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(inputs), targets).backward()
+            if number != 1:
+                optimizer.step()
+    assert [entry.charge.steps for entry in budget.account.read().entries] == [5, 5, 5]

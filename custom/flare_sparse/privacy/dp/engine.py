@@ -1,14 +1,15 @@
 """DP-SGD in a training loop of the user's own, with the engine of Opacus: single records, noise of the site's secret.
 
 An epoch is charged to the site's ledger before its first minibatch is read, and a step that no epoch was charged for is
-refused. So a script that is killed has spent what it began, and none has taken a step for free.
+refused. So a script that is killed has spent what it began, and none has taken a step for free. A step is charged for
+one minibatch of the loader, whose records each enter its sum once: a step of any other gradients is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ class StepCounter:
         charge: what one epoch costs.
         limit: the job's own budget; None: the job gives the noise instead.
         left: steps that are charged and not taken yet.
+        read: records of each minibatch that was read and has had no step; a loop may read ahead.
         question: random name of the last epoch, which keys its noise: an epoch that is repeated, as after a crash, has
             new noise and is charged again.
     """
@@ -44,6 +46,7 @@ class StepCounter:
     limit: Budget | None
     left: int = field(default=0, init=False)
     question: str = field(default="", init=False)
+    read: list[int] = field(default_factory=list, init=False)
 
     def charge_epoch(self) -> None:
         """Charge an epoch, on disk when the call returns.
@@ -55,19 +58,34 @@ class StepCounter:
         run, job = self.budget.run, self.budget.job
         # The loop does not know the number of the round.
         self.budget.account.charge(build_entry(run, job, 0, self.question, "", self.charge), self.limit)
-        self.left = self.charge.steps
+        self.left, self.read = self.charge.steps, []
 
-    def count_step(self) -> int:
-        """Return the number of the next step within its epoch.
+    def match_minibatch(self, records: int) -> None:
+        """Find the minibatch of a step, which no later step may use.
+
+        Args:
+            records: number of records whose gradients were computed.
 
         Raises:
-            ConfigError: no epoch was charged for it.
+            ConfigError: no epoch was charged for the step, or no minibatch with so many records waits for one.
         """
         if not self.left:
             raise ConfigError(
                 "make_private: a step beyond those of the epoch; take one step for each minibatch of the returned "
                 "loader, and loop over the loader again for each epoch"
             )
+        if records not in self.read:
+            waiting = ", ".join(map(str, self.read)) or "none"
+            raise ConfigError(
+                f"make_private: a step with the gradients of {records} records, but the minibatches of the returned "
+                f"loader that wait for one have {waiting}; compute the loss of one minibatch of the loader, once, take "
+                "one step for it, and join no minibatches"
+            )
+        # Those before it had no step, and get none: reading them was charged.
+        del self.read[: self.read.index(records) + 1]
+
+    def count_step(self) -> int:
+        """Return the number of the next step within its epoch."""
         self.left -= 1
         return self.charge.steps - self.left
 
@@ -85,8 +103,17 @@ class ChargedLoader(DPDataLoader):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: Lightning takes an iterator only to see that there is one, which must cost nothing.
+        sampler = self.batch_sampler
+        if (len(sampler), sampler.sample_rate) != (self.counter.charge.steps, self.counter.charge.sample_rate):
+            raise ConfigError(
+                f"make_private: the loader has {len(sampler)} minibatches at a sampling rate of "
+                f"{sampler.sample_rate:g} now, and {self.counter.charge.steps} at {self.counter.charge.sample_rate:g} "
+                "were planned; call make_private once, with the loader as it is trained with"
+            )
         self.counter.charge_epoch()
-        yield from super().__iter__()
+        for minibatch in super().__iter__():
+            self.counter.read.append(_count_records(minibatch))
+            yield minibatch
 
 
 class SecretNoiseOptimizer(DPOptimizer):  # type: ignore[misc]
@@ -98,24 +125,41 @@ class SecretNoiseOptimizer(DPOptimizer):  # type: ignore[misc]
     counter: StepCounter
 
     def clip_and_accumulate(self) -> None:
-        """Clip the gradients of single records; one that is not finite counts as zero where it is not."""
+        """Clip the gradients of single records; one that is not finite counts as zero where it is not.
+
+        Raises:
+            ConfigError: they are not those of one backward pass over one minibatch.
+        """
         for parameter in self.params:
             rows = parameter.grad_sample
-            for part in rows if isinstance(rows, list) else [rows]:
-                part.nan_to_num_(0.0, 0.0, 0.0)
+            passes = rows if isinstance(rows, list) else [rows]
+            if len(passes) > 1:
+                raise ConfigError(
+                    f"make_private: the gradients of {len(passes)} backward passes in one step; a record would move "
+                    "the sum by more than its noise hides, and a step of several minibatches costs more than is "
+                    "charged. Add the losses before one backward pass, take a step for each minibatch "
+                    "(accumulate_grad_batches and gradient_accumulation_steps: 1), and give the loader a larger "
+                    "batch_size"
+                )
+            passes[0].nan_to_num_(0.0, 0.0, 0.0)
+        self.counter.match_minibatch(len(passes[0]))
         super().clip_and_accumulate()
 
     def add_noise(self) -> None:
-        """Set the gradients to the clipped sums with noise.
-
-        Raises:
-            ConfigError: no epoch was charged for the step.
-        """
+        """Set the gradients to the clipped sums with noise."""
         step = self.counter.count_step()
         super().add_noise()
         std = self.counter.charge.noise_multiplier * self.max_grad_norm
         for place, parameter in enumerate(self.params):
             parameter.grad.add_(self.counter.draw_noise(parameter.grad, step, place), alpha=std)
+
+
+def _count_records(minibatch: Any) -> int:
+    """Return the number of records of a minibatch: the length of its first tensor, as Opacus counts them."""
+    if isinstance(minibatch, Tensor):
+        return len(minibatch)
+    parts = minibatch.values() if isinstance(minibatch, Mapping) else minibatch
+    return next((_count_records(part) for part in parts if isinstance(part, Tensor | Mapping | list | tuple)), 0)
 
 
 def make_private(

@@ -1,7 +1,7 @@
 """A site's egress log: one line for each message that leaves, written to disk before the message is sent.
 
 Every line holds the digest of the line before it, and a file beside the log holds the number and the digest of the last
-line. So a line that was changed, removed or moved shows, and so does a log whose end was cut off. A log that was rotated
+line. So a line that was changed, removed or moved shows, and so does a log whose end was cut off. A rotated log
 goes on in a new file, whose first line continues the chain of the old one.
 """
 
