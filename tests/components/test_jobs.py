@@ -38,6 +38,7 @@ from flare_sparse.components import (
     ToCSR,
     add_components,
 )
+from flare_sparse.components.recipes import require_package
 from flare_sparse.flare.site.allow_list import RECIPE_CLASSES
 
 NET = """from torch import nn
@@ -62,7 +63,7 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     (tmp_path / "stock_net.py").write_text(NET)
 
     def run(recipe: Recipe) -> tuple[Any, Any]:
-        recipe._job.set_app_packages(["flare_sparse"])
+        require_package(recipe)
         recipe.export("jobs")
         config = tmp_path / "jobs" / "study" / "app" / "config"
         server, client = ((config / f"config_fed_{end}.json").read_text() for end in ("server", "client"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from nvflare.apis.filter import Filter
+from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
 
 
@@ -35,5 +37,23 @@ def add_components(
     ):
         for item in filters:
             add(item, tasks=list(tasks))
-    # Without this, FLARE copies those modules of the package that it finds by tracing imports, which misses some.
-    recipe._job.set_app_packages(["flare_sparse"])
+    require_package(recipe)
+
+
+def require_package(recipe: Recipe) -> None:
+    """Let a recipe rely on this package at all ends.
+
+    Otherwise FLARE copies those modules of the package that it finds by tracing imports, which misses some.
+    """
+    get_job(recipe).set_app_packages(["flare_sparse"])
+
+
+def get_apps(recipe: Recipe) -> dict[str, Any]:
+    """Return the apps of a recipe's job by where they run: ``"server"``, else a site or all of them."""
+    apps: dict[str, Any] = get_job(recipe)._deploy_map
+    return apps
+
+
+def get_job(recipe: Recipe) -> FedJob:
+    """Return the job that a recipe builds: FLARE 2.9 has no public function that does."""
+    return recipe._job

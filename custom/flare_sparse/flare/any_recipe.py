@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from nvflare.recipe.spec import Recipe
 
 import flare_sparse
 
+from ..components.recipes import get_apps, get_job, require_package
 from ..components.sparse_exchange import SparseExchange, describe_filter
 from ..core.errors import ConfigError
 from ..wire.formats import ValueType
@@ -74,9 +75,8 @@ def add_sparse_exchange(
         "keep": keep, "values": values, "error_feedback": error_feedback, "mask": patterns,
     }  # fmt: skip
     exchange = SparseExchange(**settings)
-    controllers = [entry.controller for entry in recipe._job._deploy_map["server"].app_config.workflows]
-    apps = [app.app_config for app in recipe._job._deploy_map.values()]
-    _check_recipe(recipe, apps)
+    controllers = _list_controllers(recipe)
+    _check_recipe(recipe)
     if any(isinstance(controller, SwarmServerController) for controller in controllers):
         _add_swarm_filters(recipe, settings)
     elif any(isinstance(entry, _CONTROLLERS) and not isinstance(entry, EvalController) for entry in controllers):
@@ -120,14 +120,14 @@ def add_privacy(
         ConfigError: a setting is invalid, or the recipe trains in another way.
     """
     check_packaging(packaging)
-    controllers = [entry.controller for entry in recipe._job._deploy_map["server"].app_config.workflows]
+    controllers = _list_controllers(recipe)
     rounds = sum(_find_rounds(entry) for entry in controllers if isinstance(entry, _CONTROLLERS))
     if not rounds or any(isinstance(entry, SwarmServerController) for entry in controllers):
         raise ConfigError(
             f"{type(recipe).__name__}: a budget needs a recipe whose sites send the server what they trained in each "
             "round, such as FedAvg, FedOpt, FedProx, SCAFFOLD or cyclic"
         )
-    budget = RecipeBudget(recipe._job.name, rounds, epsilon, noise_multiplier, delta, clip)
+    budget = RecipeBudget(get_job(recipe).name, rounds, epsilon, noise_multiplier, delta, clip)
     recipe.add_client_output_filter(budget, tasks=["train"])
     _set_packaging(recipe, packaging)
 
@@ -140,13 +140,16 @@ def _find_rounds(controller: Any) -> int:
 def _set_packaging(recipe: Recipe, packaging: Packaging) -> None:
     if packaging == "byoc":
         _add_package(recipe)
-    # Without this, FLARE copies those modules of the package that it finds by tracing imports, which misses some.
-    recipe._job.set_app_packages(["flare_sparse"])
+    require_package(recipe)
 
 
-def _check_recipe(recipe: Recipe, apps: Iterable[Any]) -> None:
+def _list_controllers(recipe: Recipe) -> list[Any]:
+    return [entry.controller for entry in get_apps(recipe)["server"].app_config.workflows]
+
+
+def _check_recipe(recipe: Recipe) -> None:
     name = type(recipe).__name__
-    for app in apps:
+    for app in (app.app_config for app in get_apps(recipe).values()):
         filters = [
             entry for chain in (app.task_data_filters, app.task_result_filters) for _, row in chain for entry in row
         ]
@@ -175,7 +178,7 @@ def _add_filters(recipe: Recipe, exchange: SparseExchange, tasks: list[str]) -> 
     recipe.add_client_output_filter(exchange, tasks=tasks)
     recipe.add_client_input_filter(exchange, tasks=tasks)
     recipe.add_server_input_filter(exchange, tasks=tasks)
-    for target, app in recipe._job._deploy_map.items():
+    for target, app in get_apps(recipe).items():
         config = app.app_config
         for _, row in config.task_result_filters if target == "server" else config.task_data_filters:
             if row[-1] is exchange:
@@ -185,7 +188,7 @@ def _add_filters(recipe: Recipe, exchange: SparseExchange, tasks: list[str]) -> 
 def _add_swarm_filters(recipe: Recipe, settings: dict[str, Any]) -> None:
     """Add the filter to the messages between sites, in both directions, which recipes have no function for."""
     recipe._ensure_client_apps_prepared()
-    clients = [app.app_config for target, app in recipe._job._deploy_map.items() if target != "server"]
+    clients = [app.app_config for target, app in get_apps(recipe).items() if target != "server"]
     if any(config.task_data_filters for config in clients):
         raise ConfigError(
             f"{type(recipe).__name__}: it has task data filters already, which would be lost; write the filters into "
@@ -205,5 +208,5 @@ def _add_package(recipe: Recipe) -> None:
     weakref.finalize(recipe, shutil.rmtree, staging, ignore_errors=True)
     copy = staging / "flare_sparse"
     shutil.copytree(Path(flare_sparse.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-    for app in recipe._job._deploy_map.values():
+    for app in get_apps(recipe).values():
         app.app_config.add_file_source(str(copy), dest_dir="flare_sparse", app_folder_type="custom")

@@ -71,6 +71,7 @@ REQUESTS_FOLDER = "flare_sparse_requests"
 """Folder in a site's startup kit with the records of the requests that the site answered, a file per run."""
 SITE_ID, SERVER_ID, AGGREGATOR_ID = "site", "server_session", "aggregator"
 TASK_ID, METHOD_ID = "task", "method"
+_BASES = {TASK_ID: "flare_sparse.Task", METHOD_ID: "flare_sparse.methods.Method"}
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def read_job(fl_ctx: FLContext) -> JobConfig:
     Raises:
         ConfigError: the settings are invalid, or not those of the user's classes in the job.
     """
-    task, method = _find_user_task(fl_ctx), _find_user_method(fl_ctx)
+    task: Task | None = _find_user_part(fl_ctx, TASK_ID, UserTask, Task)
+    method: ConfiguredMethod | None = _find_user_part(fl_ctx, METHOD_ID, UserMethod, ConfiguredMethod)
     settings = read_yaml(find_job_file(fl_ctx))
     job = parse_job(settings, None if task is None else type(task), None if method is None else method.method_class)
     _check_part("task", job.task, task)
@@ -128,29 +130,21 @@ def _check_part(section: str, choice: Choice[Any], part: Task | ConfiguredMethod
             raise ConfigError(f"component {section!r}: it holds {built.__name__}, but {JOB_FILE} names {dotted}")
 
 
-def _find_user_method(fl_ctx: FLContext) -> ConfiguredMethod | None:
-    user_method = fl_ctx.get_engine().get_component(METHOD_ID)
-    method = user_method.method if isinstance(user_method, UserMethod) else None
-    if method is not None and not isinstance(method, ConfiguredMethod):
-        raise ConfigError(
-            f"component {METHOD_ID!r}: expected a subclass of flare_sparse.methods.Method, found "
-            f"{type(method).__name__}"
-        )
-    return method
+def _find_user_part(fl_ctx: FLContext, name: str, component: type[FLComponent], base: type) -> Any:
+    """Return the user's task or method that FLARE has built; None: the job has none.
 
-
-def _find_user_task(fl_ctx: FLContext) -> Task | None:
-    user_task = fl_ctx.get_engine().get_component(TASK_ID)
-    task = user_task.task if isinstance(user_task, UserTask) else None
-    if task is not None and not isinstance(task, Task):
-        raise ConfigError(
-            f"component {TASK_ID!r}: expected a subclass of flare_sparse.Task, found {type(task).__name__}"
-        )
-    return task
+    Raises:
+        ConfigError: it is none.
+    """
+    found = fl_ctx.get_engine().get_component(name)
+    part = getattr(found, name) if isinstance(found, component) else None
+    if part is not None and not isinstance(part, base):
+        raise ConfigError(f"component {name!r}: expected a subclass of {_BASES[name]}, found {type(part).__name__}")
+    return part
 
 
 def _assemble(fl_ctx: FLContext) -> tuple[JobConfig, Assembly]:
-    job, task = read_job(fl_ctx), _find_user_task(fl_ctx)
+    job, task = read_job(fl_ctx), _find_user_part(fl_ctx, TASK_ID, UserTask, Task)
     # Float sums depend on the number of threads: server and sites must use the same for the same bits.
     torch.set_num_threads(job.torch_threads)
     set_kernel_threads(job.federation.threads)
