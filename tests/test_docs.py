@@ -170,12 +170,10 @@ def test_unknown_commands_and_options_are_found() -> None:
     assert find_unknown_options("site allow|nocode KIT") == {"site allow|nocode KIT"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_imports_on_a_page_exist(page: Path) -> None:
-    blocks = re.findall(r"^ *```python\n(.*?)```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    statements = [node for block in blocks for node in ast.walk(ast.parse(textwrap.dedent(block)))]
-    imported = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module]
-    missing = {
+def find_missing_imports(code: str) -> set[str]:
+    """Return what code imports from the package and the package does not have."""
+    imported = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom) and node.module]
+    return {
         f"{node.module}.{alias.name}"
         for node in imported
         if str(node.module).split(".")[0] == "flare_sparse"
@@ -184,7 +182,17 @@ def test_imports_on_a_page_exist(page: Path) -> None:
         # A submodule is an attribute of its package once it has been imported.
         and importlib.util.find_spec(f"{node.module}.{alias.name}") is None
     }
-    assert missing == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_imports_on_a_page_exist(page: Path) -> None:
+    blocks = re.findall(r"^ *```python\n(.*?)```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert {name for block in blocks for name in find_missing_imports(textwrap.dedent(block))} == set()
+
+
+def test_imports_of_the_benchmarks_exist() -> None:
+    scripts = {script: find_missing_imports(script.read_text()) for script in (ROOT / "benchmarks").rglob("*.py")}
+    assert {str(script): names for script, names in scripts.items() if names} == {}
 
 
 def test_glossary_names_exist_in_the_package() -> None:

@@ -46,7 +46,6 @@ from flare_sparse.rounds.local.run import build_sums
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Metric
 from flare_sparse.training import Site, Training
-from flare_sparse.wire.codec import read_sequence
 from flare_sparse.wire.ledger import Ledger
 
 VOLUME = (121, 145, 121)
@@ -139,7 +138,7 @@ def serve_sites(connection: Connection, model: str, sums: Mapping[str, SiteSums]
             update = endpoint.answer(request)
             if sums:
                 request_id = RequestId(request.kind, request.round)
-                update = sums[name].withhold(update, request_id, read_sequence(data), site.weights)
+                update = sums[name].withhold(update, request_id, site.weights, endpoint.compute_model_digest())
             message = endpoint.encode_message(request, update).data
             connection.send((name, message, update.num_examples))
         # The state moves on once, as that of a site that has answered.
