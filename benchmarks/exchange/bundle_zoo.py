@@ -271,7 +271,7 @@ def train(config: Path, out: Path) -> dict[str, Any]:
     summary = run(study, RunFolder(out / "run"), Rounds()).summary
     # The scores come before the rounds, an evaluation after them.
     means = [float(np.mean(part)) for part in losses[1 : ROUNDS + 1]]
-    command = [COMMAND, "save", str(out / "run"), "--to", str(out / "trained")]
+    command = [COMMAND, "save", str(out / "run"), "--out", str(out / "trained")]
     subprocess.run(command, check=True, capture_output=True)
     (out / "summary.json").write_text(json.dumps(summary, default=str))
     return {

@@ -95,10 +95,10 @@ def test_check_finds_a_choice_that_matches_nothing(folder: Path) -> None:
 
 
 def test_saved_model_is_that_of_a_site_or_says_what_it_lacks(folder: Path, tmp_path: Path) -> None:
-    result = invoke("save", folder / "run", "--to", tmp_path / "common")
+    result = invoke("save", folder / "run", "--out", tmp_path / "common")
     assert result.exit_code == 0, result.output
     assert "stay at the sites and have their initial values" in result.output
-    result = invoke("save", folder / "run", "--to", tmp_path / "own", "--model", "site-2")
+    result = invoke("save", folder / "run", "--out", tmp_path / "own", "--model", "site-2")
     assert result.exit_code == 0, result.output
     assert "initial values" not in result.output
     own, expected = (

@@ -145,7 +145,7 @@ def test_predictions_without_numba_are_dense(
 def test_saved_network_with_a_module_of_several_names_is_a_base_model(
     finished: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    result = call("save", finished[0], "--to", tmp_path)
+    result = call("save", finished[0], "--out", tmp_path)
     assert result.exit_code == 0, result.output
     trained, task = load_model(finished[0]), load_study(finished[0]).assembly.task
     network = task.model()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check(
     config: ConfigFile,
     overrides: Overrides = None,
-    site_policy: Annotated[
+    policy: Annotated[
         Path | None,
         typer.Option(help="Check the job against a site's policy, too: a file, or one of open, careful, strict"),
     ] = None,
@@ -34,18 +34,18 @@ def check(
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.95[/]
 
-    [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --site-policy careful[/]
+    [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --policy careful[/]
     """
-    raise typer.Exit(print_findings(_check(config, overrides or (), site_policy)))
+    raise typer.Exit(print_findings(_check(config, overrides or (), policy)))
 
 
-def _check(config: Path, overrides: Sequence[str], site_policy: Path | None) -> Iterator[Finding]:
+def _check(config: Path, overrides: Sequence[str], policy: Path | None) -> Iterator[Finding]:
     from ..config.study import Study
 
     tried = attempt("configuration", lambda: Study.load(config, overrides), _describe)
     yield tried.finding
     if tried.result is not None:
-        yield from tried.result.check(site_policy=site_policy)
+        yield from tried.result.check(site_policy=policy)
 
 
 def print_findings(findings: Iterable[Finding]) -> int:

@@ -12,13 +12,11 @@ from rich.table import Table
 
 from ..results.runs.progress import compare_with_dense, format_bytes
 from .console import out as stdout
-from .options import ConfigFile, Overrides, load_with_options
+from .options import ConfigFile, Overrides
 
 
 def estimate(
     config: ConfigFile,
-    sites: Annotated[int | None, typer.Option(help="Number of sites; default: as configured")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of training; default: as configured")] = None,
     subjects: Annotated[
         int | None,
         typer.Option(
@@ -44,13 +42,14 @@ def estimate(
 
         flare-sparse estimate app_configs/fedsparsify_paper.yaml --set method.sparsity=0.95 --json
 
-        flare-sparse estimate app_configs/topk_ef_brain_age.yaml --sites 8 --rounds 100
+        flare-sparse estimate app_configs/topk_ef_brain_age.yaml --set simulator.sites=8
 
         flare-sparse estimate app_configs/dp_morphometry_age.yaml --subjects 100 --json
     """
     from ..api.estimate import compute_figures, forecast_privacy
+    from ..config.study import Study
 
-    study = load_with_options(config, sites, rounds, None, set_)
+    study = Study.load(config, set_ or ())
     figures = compute_figures(study)
     if study.config.privacy is not None:
         figures |= forecast_privacy(study, subjects)

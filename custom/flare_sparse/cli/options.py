@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and the configuration that they lead to."""
+"""Command-line options that several commands share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
-
-if TYPE_CHECKING:
-    from ..config.study import Study
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="Configuration file, such as app_configs/neurosfl_brain_age.yaml", show_default=False)
@@ -75,17 +72,6 @@ def take_options(options: type[Options]) -> Callable[[Callable[[Options], None]]
         return call
 
     return decorate
-
-
-def load_with_options(
-    config: Path, sites: int | None, rounds: int | None, seed: int | None, overrides: list[str] | None
-) -> Study:
-    """Load a study; ``--sites``, ``--rounds`` and ``--seed`` win over ``--set``, which wins over the file."""
-    from ..config.study import Study
-
-    short = {"simulator.sites": sites, "method.rounds": rounds, "seed": seed}
-    option_overrides = [f"{key}={value}" for key, value in short.items() if value is not None]
-    return Study.load(config, [*(overrides or []), *option_overrides])
 
 
 Resume = Annotated[

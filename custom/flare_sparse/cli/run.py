@@ -15,7 +15,7 @@ from rich.console import Console
 from ..api.deployment import Deployment, Env, resolve_tracking_uri
 from ..core.errors import ConfigError
 from .console import out as stdout
-from .options import ConfigFile, ContinueFrom, Overrides, Resume, StepBack, TrustCode, load_with_options, take_options
+from .options import ConfigFile, ContinueFrom, Overrides, Resume, StepBack, TrustCode, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def run(options: RunOptions) -> None:
         flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
     from ..api.start import PATIENCE_S, launch, name_run
+    from ..config.study import Study
     from ..results.runs.folder import RunFolder
     from .outcome import RunCommand, explain_outcome
     from .summary import PARTIAL, find_idle_sites, read_final_evaluation, show_result
@@ -111,7 +112,10 @@ def run(options: RunOptions) -> None:
     tracking_uri = resolve_tracking_uri(options.mlflow, env) if options.mlflow is not None else None
     if options.continue_from is not None:
         _check_continuation(options)
-    study = load_with_options(options.config, options.sites, options.rounds, options.seed, options.set_)
+    short = {"simulator.sites": options.sites, "method.rounds": options.rounds, "seed": options.seed}
+    # The last one counts: a short option wins over --set.
+    given = [f"{key}={value}" for key, value in short.items() if value is not None]
+    study = Study.load(options.config, [*(options.set_ or ()), *given])
     name, restarts = name_run(study, env), env == "poc" and study.config.encrypted
     if options.continue_from is not None:
         _refuse_lost_state(study, env)

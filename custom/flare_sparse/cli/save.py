@@ -23,7 +23,7 @@ _INPUTS = 4
 
 def save(
     run: Annotated[Path, typer.Argument(help="Result folder of a run", show_default=False)],
-    to: Annotated[Path | None, typer.Option(help="Folder to write; default: saved/ in the result folder")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: saved/ in the result folder")] = None,
     model: ModelName = "final",
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Write ONNX, too, after a check that it computes the same on the run's data")
@@ -43,7 +43,7 @@ def save(
     is decrypted first, which only a site can: neither the server nor the lead has the secret key. Its
     model.safetensors, and best_model.safetensors, stay beside the encrypted files.
 
-    [dim]flare-sparse save runs/lora_a2_brain_age --to adapters/nsk[/]
+    [dim]flare-sparse save runs/lora_a2_brain_age --out adapters/nsk[/]
 
     [dim]flare-sparse save runs/neurosfl_brain_age --onnx[/]
 
@@ -58,7 +58,7 @@ def save(
     network = load_trained_model(study, model)
     if note := describe_missing(study.assembly, model):
         console.print(note, markup=False)
-    folder = to or run / "saved"
+    folder = out or run / "saved"
     study.assembly.task.save(network, folder)
     if onnx:
         try:

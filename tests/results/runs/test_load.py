@@ -48,7 +48,7 @@ def test_loaded_model_equals_the_record_and_is_masked(run: Path) -> None:
 
 @pytest.mark.slow
 def test_onnx_file_computes_the_same_outputs(run: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["save", str(run), "--onnx", "--to", str(tmp_path / "saved")])
+    result = CliRunner().invoke(app, ["save", str(run), "--onnx", "--out", str(tmp_path / "saved")])
     assert result.exit_code == 0, result.output
     assert "model.onnx computes the same" in result.output
     x = torch.randn(3, 1, 13, 16, 13, generator=torch.Generator().manual_seed(1))
