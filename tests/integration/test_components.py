@@ -111,7 +111,7 @@ def test_stock_job_ends_with_the_model_of_the_package(name: str, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_scatter_and_gather_ends_with_the_model_of_fedavg(tmp_path: Path) -> None:
+def test_scatter_and_gather_ends_with_the_model_of_the_package(tmp_path: Path) -> None:
     job = tmp_path / "job"
     shutil.copytree(STOCK / "fedsparsify", job)
     file = job / "app" / "config" / "config_fed_server.json"
@@ -128,8 +128,5 @@ def test_scatter_and_gather_ends_with_the_model_of_fedavg(tmp_path: Path) -> Non
     generator = f"{flare}.shareablegenerators.full_model_shareable_generator.FullModelShareableGenerator"
     server["components"] += [aggregator, {"id": "generator", "path": generator, "args": {}}]
     file.write_text(json.dumps(server))
-    models = []
-    for name, path in (("fedavg", STOCK / "fedsparsify"), ("gathered", job)):
-        (tmp_path / name).mkdir()
-        models.append(read_stock(run_stock(path, tmp_path / name)))
-    assert all(torch.equal(models[0][name], value) for name, value in models[1].items())
+    gathered, own = read_stock(run_stock(job, tmp_path)), run_own("fedsparsify", tmp_path)
+    assert all(torch.equal(gathered[name], value) for name, value in own.items())

@@ -456,6 +456,8 @@ def test_sites_of_a_federation_are_described_from_their_own_data(
     done = command("describe", str(config), "--kit", str(kit), "--out", str(tmp_path / "out"), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(done.stdout)
+    assert record == json.loads((tmp_path / "out" / "description.json").read_text())
+    assert (tmp_path / "out" / "description.html").is_file()
     assert record["sites"] == list(SITES)
     deaths = {site: round(own["count"] * own["mean"]) for site, own in record["columns"]["died=1"].items()}
     assert deaths == {"site-1": 26, "site-2": 24, "site-3": 25}

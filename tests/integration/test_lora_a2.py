@@ -19,6 +19,7 @@ from flare_sparse.api.sim import run as run_in_simulator
 from flare_sparse.cli import app
 from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import load_config
+from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.core.exchange import Request, Update
@@ -94,8 +95,8 @@ def selected_scalars(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], i
 
 
 @pytest.mark.long
-def test_sites_upload_exactly_the_scalars_of_their_rank_budgets(
-    configuration: Path, tmp_path: Path, selected_scalars: dict[tuple[int, str], int]
+def test_sites_upload_exactly_the_scalars_of_their_rank_budgets_and_peft_loads_the_adapter(
+    configuration: Path, tmp_path: Path, models_folder: Path, selected_scalars: dict[tuple[int, str], int]
 ) -> None:
     """The slots of a local run, which ends with the same bits, give the scalars that FLARE's ledger must count."""
     config = load_config(configuration)
@@ -116,20 +117,23 @@ def test_sites_upload_exactly_the_scalars_of_their_rank_budgets(
         3: slots.factors["A"].count,
         4: slots.factors["B"].count,
     }
-
-
-@pytest.mark.long
-def test_saved_adapters_load_with_peft_and_give_the_same_outputs(configuration: Path, tmp_path: Path) -> None:
-    config = load_config(configuration)
-    run_in_process(Study(config, configuration), RunFolder(tmp_path / "run"))
-    result = CliRunner().invoke(app, ["save", str(tmp_path / "run"), "--to", str(tmp_path / "adapter")])
+    save = ["save", str(tmp_path / "flare"), "--out", str(tmp_path / "adapter")]
+    result = CliRunner().invoke(app, save)
     assert result.exit_code == 0, result.output
+    check_adapter(tmp_path / "adapter", config, tmp_path / "flare" / "model.safetensors")
+    (models_folder / "small").rename(models_folder / "gone")
+    result = CliRunner().invoke(app, save)
+    assert result.exit_code == 2
+    assert "no folder 'small'" in result.output
+
+
+def check_adapter(folder: Path, config: RunConfig, model_file: Path) -> None:
+    """Check that an adapter gives the outputs of the run's model with peft, which differ from the base model's."""
     assembly = assemble(config)
-    weights = read_model(tmp_path / "run" / "model.safetensors", assembly.layout)
     model = assembly.task.model().eval()
-    model.load_state_dict(assembly.layout.unflatten(weights), strict=False)
+    model.load_state_dict(assembly.layout.unflatten(read_model(model_file, assembly.layout)), strict=False)
     assert isinstance(assembly.task, AdaptableTask)
-    loaded = PeftModel.from_pretrained(assembly.task.build_base(), str(tmp_path / "adapter")).eval()
+    loaded = PeftModel.from_pretrained(assembly.task.build_base(), str(folder)).eval()
     batch = [torch.tensor([[101, 2026, 4003, 102]]), torch.ones(1, 4, dtype=torch.int64)]
     with torch.no_grad():
         assert torch.equal(loaded(*batch), model(*batch))
@@ -152,14 +156,3 @@ def test_message_for_another_base_model_is_rejected(configuration: Path, models_
     endpoint = SiteEndpoint(Site("site-1", DryTrainer("site-1", site.layout)), site.method, site.run_id, "float32")
     with pytest.raises(RejectedMessage, match="E_LAYOUT"):
         endpoint.receive(attempt.messages["site-1"])
-
-
-@pytest.mark.long
-def test_save_refuses_a_run_whose_base_model_is_missing(
-    configuration: Path, tmp_path: Path, models_folder: Path
-) -> None:
-    run_in_process(Study.load(configuration), RunFolder(tmp_path / "run"))
-    (models_folder / "small").rename(models_folder / "gone")
-    result = CliRunner().invoke(app, ["save", str(tmp_path / "run")])
-    assert result.exit_code == 2
-    assert "no folder 'small'" in result.output
