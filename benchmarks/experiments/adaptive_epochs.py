@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from brain_t1 import FOLDS, Volumes, run
-from brain_t1_arms import Arm
+from brain_t1 import FOLDS, Arm, Volumes, run
 from brain_t1_report import build_table, format_arm, format_difference, read_arms
 from runs import claim
 from torch import Tensor

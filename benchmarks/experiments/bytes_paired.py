@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from brain_t1 import FOLDS, Volumes, run
-from brain_t1_arms import TRAINING, Arm
+from brain_t1 import FOLDS, TRAINING, Arm, Volumes, run
 from brain_t1_report import build_table, compare, format_arm, format_difference, plot_errors, read_arms
 from runs import claim
 

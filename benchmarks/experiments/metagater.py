@@ -20,18 +20,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from metagater_arms import SETTINGS, Setting
-from metagater_sites import load_sites
 from runs import claim
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, TensorDataset
 
 from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.core.checkpoint.writing import write_json
@@ -43,14 +43,188 @@ from flare_sparse.methods.support.adaptation import ADAPT
 from flare_sparse.results.runs.model_files import read_model, save_model
 from flare_sparse.rounds.federation import Evaluation
 from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.data.partition import partition_by_site, partition_few_classes
+from flare_sparse.tasks.data.tables import read_table
 from flare_sparse.tasks.registry import TASKS
-from flare_sparse.tasks.task import Examples, Metric, Task
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import LocalTask, Site, build_site
 
 EMPTY = TensorDataset(torch.zeros(0))
 ADAPT_RATES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 OPEN_BIAS = 0.1
 PARTICIPATION = 0.5
+LAMBDA = 0.2
+LASSO = 2e-5
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of a table.
+
+    Attributes:
+        method: its name.
+        settings: settings of the method.
+        steps: settings of training to choose among, each with its name in the table.
+        gated: whether the network has gates.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    steps: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One table: sites, network and arms.
+
+    Attributes:
+        task: name of the task.
+        task_settings: its settings.
+        layers: layers with gates.
+        arms: the rows, by label.
+        sites: numbers of sites and of their examples.
+        validation_sites: number of training sites that choose the steps, drawn by the seed; None: all.
+    """
+
+    task: str
+    task_settings: dict[str, Any]
+    layers: tuple[str, ...]
+    arms: dict[str, Arm]
+    sites: dict[str, int]
+    validation_sites: int | None = None
+
+
+def build_cifar_arms(batch: int, alphas: tuple[float, ...]) -> dict[str, Arm]:
+    """Return the arms on CIFAR-10. MetaGater's step is lambda times its learning rate.
+
+    Args:
+        batch: size of the minibatches.
+        alphas: inner steps of Per-FedAvg to choose among.
+    """
+    plain = {"training": {"optimizer": "sgd", "batch_size": batch, "lr": 0.1}}
+    proximal = {"training": {**plain["training"], "lr": 0.1 / LAMBDA}, "momentum_cap": 0.9, "lasso": 0}
+    # The inner step of Per-FedAvg is a setting of its training.
+    inner = {f"alpha {alpha:g}": {"adapt_lr": alpha} for alpha in alphas}
+    return {
+        "FedAvg + one step": Arm("fedavg_one_step", plain),
+        "Per-FedAvg (FO)": Arm("per_fedavg", plain, inner),
+        "MetaGater with gates": Arm("metagater", {**proximal, "lasso": LASSO}, gated=True),
+        "MetaGater without gates": Arm("metagater", proximal),
+        "MetaSNIP": Arm("metasnip", {**proximal, "layers": ["2.0.conv"]}),
+    }
+
+
+def build_brain_arms() -> dict[str, Arm]:
+    """Return the arms on scan sites. The network is an MLP without channels, so no arm has gates."""
+    plain = {"optimizer": "sgd", "batch_size": 32, "clip_norm": 1.0}
+    rates = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+    by_rate = {f"lr {rate:g}": {"training": {**plain, "lr": rate}} for rate in rates}
+    pairs = [(0.1, 0.05), (0.2, 0.02), (0.2, 0.05), (0.2, 0.1), (0.4, 0.05), (0.4, 0.1), (0.8, 0.05)]
+    inner = {f"lr {lr:g}, alpha {alpha:g}": {**by_rate[f"lr {lr:g}"], "adapt_lr": alpha} for lr, alpha in pairs}
+    proximal = {f"lr {rate:g}": {"training": {**plain, "lr": rate / LAMBDA}} for rate in rates}
+    few = {"local_steps": 2}
+    return {
+        "FedAvg + one step": Arm("fedavg_one_step", few, by_rate),
+        "FedAvg, an epoch a round, + one step": Arm("fedavg_one_step", {"local_steps": None}, by_rate),
+        "Per-FedAvg (FO)": Arm("per_fedavg", few, inner),
+        "MetaGater without gates": Arm("metagater", {**few, "momentum_cap": 0.9}, proximal),
+    }
+
+
+CIFAR = {"image": (3, 32, 32), "classes": 10, "model": {"name": "image_cnn", "channels": [32, 64, 128]}}
+BRAIN = {
+    "kind": "regression",
+    "target": "age",
+    "target_scale": (45, 15),
+    "unit": "years",
+    "features": ["destrieux"],
+    "id": "subject",
+    "scaling": "freesurfer",
+}
+SETTINGS = {
+    "cifar_small": Setting(
+        "image_classification",
+        CIFAR,
+        ("2",),
+        build_cifar_arms(1000, (0.01, 0.03, 0.1)),
+        {"sites": 20, "targets": 10, "min_examples": 30, "max_examples": 100},
+    ),
+    "cifar_main": Setting(
+        "image_classification",
+        CIFAR,
+        ("2",),
+        # The inner step that validation on the small sites chose for every seed: a second one takes two runs of FedAvg.
+        build_cifar_arms(64, (0.01,)),
+        {"sites": 40, "targets": 10, "min_examples": 221, "max_examples": 2792},
+        validation_sites=10,
+    ),
+    "brain": Setting("table", BRAIN, (), build_brain_arms(), {"targets": 10, "smallest_target": 20}),
+}
+
+
+EXTRA_TESTS = 200
+
+
+def load_sites(task: Task, sizes: Mapping[str, int], data: Path, seed: int) -> tuple[dict[str, Examples], list[str]]:
+    """Return the examples of all sites, and the names of the target sites.
+
+    Args:
+        task: loads the examples.
+        sizes: numbers of sites, of targets and of their examples.
+        data: folder with cifar10/ and brain_morphometry/.
+        seed: seed of the partition, of the targets and of the split at each site.
+    """
+    load = load_brain_sites if "smallest_target" in sizes else load_cifar_sites
+    return load(task, dict(sizes), data, seed)
+
+
+def load_cifar_sites(task: Task, sizes: dict[str, int], data: Path, seed: int) -> tuple[dict[str, Examples], list[str]]:
+    """Return sites of two classes each, and the names of the target sites.
+
+    A site tests on 20 % of its own images. A target tests on up to ``EXTRA_TESTS`` images of its classes that no site
+    holds as well, because the test images of a target of 30 are too few.
+    """
+    path, targets = data / "cifar10" / "cifar10_jpeg.npz", sizes.pop("targets")
+    cohort = task.cohort(path)
+    parts = partition_few_classes(cohort, sizes.pop("sites") + targets, **sizes, seed=seed)
+    chosen = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()[:targets]
+    held_out = sorted(sorted(parts)[i] for i in chosen)
+    label = dict(zip(cohort.ids, cohort.columns["label"].tolist(), strict=True))
+    taken = {name for ids in parts.values() for name in ids}
+    examples = {name: task.load(SiteData(name, path, ids), seed) for name, ids in parts.items()}
+    for name in held_out:
+        own, classes = examples[name], {label[i] for i in parts[name]}
+        free = [i for i in cohort.ids if label[i] in classes and i not in taken]
+        picked = torch.randperm(len(free), generator=torch.Generator().manual_seed(seed)).tolist()[:EXTRA_TESTS]
+        more = task.load(SiteData(name, path, tuple(free[i] for i in picked)), seed) if picked else None
+        tests = [own.test, *([more.train, more.test] if more else [])]
+        examples[name] = Examples(own.train, ConcatDataset(tests))
+    return examples, held_out
+
+
+def load_brain_sites(task: Task, sizes: dict[str, int], data: Path, seed: int) -> tuple[dict[str, Examples], list[str]]:
+    """Return the 49 scan sites of three cohorts; some of those with many subjects are targets."""
+    folder = data / "brain_morphometry"
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "destrieux.npz"
+        join_tables(sorted(folder.glob("destrieux_*.csv.gz")), path)
+        parts = partition_by_site(task.cohort(path))
+        examples = {name: task.load(SiteData(name, path, ids), seed) for name, ids in parts.items()}
+    large = [name for name, ids in sorted(parts.items()) if len(ids) >= sizes["smallest_target"]]
+    drawn = torch.randperm(len(large), generator=torch.Generator().manual_seed(seed))[: sizes["targets"]]
+    return examples, sorted(large[i] for i in drawn.tolist())
+
+
+def join_tables(files: list[Path], path: Path) -> None:
+    """Write the rows of all tables in their common columns; subjects and sites get their cohort as prefix."""
+    tables = {file.name.removesuffix(".csv.gz").removeprefix("destrieux_"): read_table(file).columns for file in files}
+    shared = set.intersection(*(set(columns) for columns in tables.values()))
+    out = {name: np.concatenate([columns[name] for columns in tables.values()]) for name in sorted(shared)}
+    for name in ("subject", "site"):
+        texts = [[f"{cohort}-{value}" for value in columns[name]] for cohort, columns in tables.items()]
+        out[name] = np.array([text for part in texts for text in part])
+    np.savez(path, **out)
 
 
 def build_task(setting: Setting, *, gated: bool) -> Task:

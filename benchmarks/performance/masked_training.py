@@ -22,13 +22,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from random_task import RandomTask
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.core.mask import Mask
-from flare_sparse.tasks.models import build_model
-from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
+from flare_sparse.tasks.task import Examples, Task
 from flare_sparse.training import LocalTask, TrainingConfig, build_site
 
 BOUND = 1.03
@@ -38,35 +38,6 @@ NETWORKS: dict[str, tuple[tuple[int, ...], int]] = {
 }
 """Size of the volumes and examples of a minibatch, by network."""
 OPTIMIZERS = ("sgd", "adam")
-
-
-class VolumeTask(Task):
-    """Regression on random volumes.
-
-    Args:
-        name: name of the network.
-    """
-
-    metric = Metric("error", "", "min")
-
-    def __init__(self, name: str):
-        super().__init__()
-        self.name = name
-
-    def model(self) -> nn.Module:
-        return build_model(self.name)
-
-    def load(self, data: SiteData, seed: int) -> Examples:
-        raise NotImplementedError
-
-    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return model(batch[0]).square().mean()
-
-    def predict(self, model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return model(batch[0]), batch[1]
-
-    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        return {"error": float((predictions - targets).abs().mean())}
 
 
 def train_plainly(task: Task, network: nn.Module, data: TensorDataset, batch_size: int, optimizer: str) -> None:
@@ -86,7 +57,7 @@ def train_plainly(task: Task, network: nn.Module, data: TensorDataset, batch_siz
 def build_variants(name: str, optimizer: str, steps: int) -> dict[str, Callable[[], Any]]:
     """Return what is timed, by name; torch's plain loop first."""
     shape, batch_size = NETWORKS[name]
-    task, draw = VolumeTask(name), torch.Generator().manual_seed(1)
+    task, draw = RandomTask(name), torch.Generator().manual_seed(1)
     volumes = torch.randn(steps * batch_size, 1, *shape, generator=draw)
     data = TensorDataset(volumes, torch.zeros(len(volumes), 1))
     layout, start = build_initial_model(task, 1)

@@ -20,7 +20,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from random_task import RandomTask
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from flare_sparse.config.assemble import build_initial_model
@@ -29,8 +30,7 @@ from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
-from flare_sparse.tasks.models import build_model
-from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
+from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, Site, SitePrivacy, TrainingConfig, build_site
 
 NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
@@ -41,35 +41,10 @@ NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
 SPARSITIES = (0.0, 0.9, 0.98)
 
 
-class RandomTask(Task):
-    """Regression of random numbers on random inputs."""
-
-    metric = Metric("error", "", "min")
-
-    def __init__(self, name: str):
-        super().__init__()
-        self.name = name
-
-    def model(self) -> nn.Module:
-        return build_model(self.name, **NETWORKS[self.name][0])
-
-    def load(self, data: SiteData, seed: int) -> Examples:
-        raise NotImplementedError
-
-    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-    def predict(self, model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return model(batch[0]), batch[1]
-
-    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        return {"error": float((predictions - targets).abs().mean())}
-
-
 def build_variants(name: str, steps: int) -> dict[str, Callable[[], Any]]:
     """Return the trainings by name, plain and private of each sparsity."""
     _, shape, batch_size = NETWORKS[name]
-    task, draw = RandomTask(name), torch.Generator().manual_seed(1)
+    task, draw = RandomTask(name, **NETWORKS[name][0]), torch.Generator().manual_seed(1)
     count = steps * batch_size
     data = TensorDataset(torch.randn(count, *shape, generator=draw), torch.randn(count, 1, generator=draw))
     layout, start = build_initial_model(task, 1)
