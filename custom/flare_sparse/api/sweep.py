@@ -93,28 +93,29 @@ def sweep(
             "sweep chooses on validation examples, but task.split.validation is 0; add --set task.split.validation=0.1"
         )
     folder = Path(out) if out else Path("runs") / f"{base.name}-sweep"
-    folder.mkdir(parents=True, exist_ok=True)
-    search = Search(grid, f"sqlite:///{folder.resolve() / STUDY}", trials=trials, seed=base.seed)
-    all_seeds = range(base.seed, base.seed + seeds)
+    # Two sweeps on one folder would each rank the runs of both.
+    with RunFolder(folder).claim():
+        search = Search(grid, f"sqlite:///{folder.resolve() / STUDY}", trials=trials, seed=base.seed)
+        all_seeds = range(base.seed, base.seed + seeds)
 
-    def list_pending(listed: Iterable[Trial]) -> list[Trial]:
-        return [trial for trial in listed if not _is_finished(_load(file, shared, trial), folder / trial.folder)]
+        def list_pending(listed: Iterable[Trial]) -> list[Trial]:
+            return [trial for trial in listed if not _is_finished(_load(file, shared, trial), folder / trial.folder)]
 
-    # All settings that are known are checked before the first run starts.
-    known = expand_seeds(search.known, all_seeds)
-    finished = len(known) - len(list_pending(known))
-    observer.say(f"{search.count * seeds} runs, {finished} of them finished; folder: {folder}")
-    start = partial(run_trial, file.resolve(), shared, folder=folder.resolve())
-    ranked, metric = run_search(
-        search,
-        all_seeds,
-        lambda batch: _run_trials(start, list_pending(batch), parallel, observer),
-        lambda trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8")),
-        at_a_time=parallel,
-    )
-    result = Sweep(folder, tuple(ranked), metric, find_unequal_validation(ranked))
-    _write(result, file, shared)
-    return result
+        # All settings that are known are checked before the first run starts.
+        known = expand_seeds(search.known, all_seeds)
+        finished = len(known) - len(list_pending(known))
+        observer.say(f"{search.count * seeds} runs, {finished} of them finished; folder: {folder}")
+        start = partial(run_trial, file.resolve(), shared, folder=folder.resolve())
+        ranked, metric = run_search(
+            search,
+            all_seeds,
+            lambda batch: _run_trials(start, list_pending(batch), parallel, observer),
+            lambda trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8")),
+            at_a_time=parallel,
+        )
+        result = Sweep(folder, tuple(ranked), metric, find_unequal_validation(ranked))
+        _write(result, file, shared)
+        return result
 
 
 def _join(values: Sequence[Any]) -> str:

@@ -53,6 +53,7 @@ class Withdrawals:
         folder.mkdir(parents=True, exist_ok=True)
         content = {"subjects": sorted(self.subjects), "sites": sorted(self.sites), "note": self.note, "id": self.id}
         write_json(folder / WITHDRAWN, content)
+        (folder / WITHDRAWN).chmod(0o600)
 
     def inherit(self, folder: Path) -> None:
         """Add the list to that of a folder, whose run begins from the settings or the state of this one."""

@@ -16,6 +16,7 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
+from nvflare.fuel.utils.components_utils import create_classes_table_static
 
 from ...config.policy.policy import POLICY_FILE, read_policy
 from .allow_list import CLASSES, CODE_CLASSES, PACKAGE, RECIPE_CLASSES
@@ -79,12 +80,15 @@ class SitePlanAuthorizer(FLComponent):
 
 
 def _iterate_class_paths(config: Any) -> Iterator[str]:
-    """Yield the class paths in a component's configuration, at any depth.
+    """Yield the class paths in a component's configuration, at any depth; FLARE also finds its classes by their names.
 
     Some of FLARE's own classes build objects from class paths that they find in their arguments.
     """
     if isinstance(config, dict):
         yield from (str(config[key]) for key in ("path", "class_path") if key in config)
+        name = config.get("name")
+        modules = create_classes_table_static().get(name, ()) if isinstance(name, str) else ()
+        yield from (f"{module}.{name}" for module in ([modules] if isinstance(modules, str) else modules))
     if isinstance(config, dict | list | tuple):
         for part in config.values() if isinstance(config, dict) else config:
             yield from _iterate_class_paths(part)

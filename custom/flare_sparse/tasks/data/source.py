@@ -139,7 +139,11 @@ def write_site_files(folder: Path, sites: Iterable[SiteData]) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for site in sites:
-        (folder / f"{site.site}.json").write_text(format_site_file(site))
+        file = folder / f"{site.site}.json"
+        # The owner's alone, before the text is in it: it names subjects.
+        file.touch(mode=0o600)
+        file.chmod(0o600)
+        file.write_text(format_site_file(site))
     return str(folder.absolute() / "{site}.json")
 
 
