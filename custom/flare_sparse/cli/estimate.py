@@ -1,4 +1,4 @@
-"""``flare-sparse estimate``: bytes and scalars of a run, without data or training."""
+"""``flare-sparse estimate``: bytes and scalars of a run, without data or training; memory of a step, with data."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ def estimate(
             min=1, help="With privacy: training subjects of every site, where the data is not here to count them"
         ),
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Also take one training step on a site's data, and count its memory")
+    ] = False,
     set_: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
@@ -45,6 +48,8 @@ def estimate(
         flare-sparse estimate app_configs/topk_ef_brain_age.yaml --set simulator.sites=8
 
         flare-sparse estimate app_configs/dp_morphometry_age.yaml --subjects 100 --json
+
+        flare-sparse estimate app_configs/neurosfl_segmentation.yaml --memory
     """
     from ..api.estimate import compute_figures, forecast_privacy
     from ..config.study import Study
@@ -53,6 +58,10 @@ def estimate(
     figures = compute_figures(study)
     if study.config.privacy is not None:
         figures |= forecast_privacy(study, subjects)
+    if memory:
+        from ..api.memory import measure_memory
+
+        figures["memory"] = measure_memory(study)
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
     else:
@@ -73,6 +82,12 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
     console.print(f"training messages carry {figures['scalars']:,} of {figures['dense_scalars']:,} scalars")
     if figures["paper_scalars"] is not None:
         console.print(f"by the paper's counting rule: {figures['paper_scalars']:,} scalars")
+    if (memory := figures.get("memory")) is not None:
+        console.print(
+            f"memory: {format_bytes(memory['total'])} in a step of {memory['batch_size']} examples at "
+            f"{memory['site']}, {format_bytes(memory['weights'])} of it weights; data set and libraries come on top",
+            markup=False,
+        )
     if "epsilon" in figures:
         _show_privacy(console, figures)
 

@@ -1,0 +1,75 @@
+"""The memory of a training step, against what it must hold and against what the process takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flare_sparse.api.memory import PeakMemory, measure_memory
+from flare_sparse.config.study import Study
+from flare_sparse.core.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "app_configs"
+MEASURE = """
+import sys
+from pathlib import Path
+from flare_sparse.api import memory
+
+def read(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+class Resident(memory.PeakMemory):
+    def __enter__(self):
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = read("VmRSS")
+        return self
+
+    def __exit__(self, *error):
+        self.peak = read("VmHWM") - self.before
+
+study = memory.Study.load(sys.argv[1])
+memory.measure_memory(study)
+counted = memory.measure_memory(study)["step"]
+memory.PeakMemory = Resident
+print(memory.measure_memory(study)["step"] / counted)
+"""
+"""Prints what the process takes in a step, as a part of what was counted; the first step loads libraries."""
+
+
+def test_storages_are_counted_once_and_until_they_end() -> None:
+    with PeakMemory() as memory:
+        first = torch.zeros(1000)
+        view = first[:10] + 0
+        del first
+        second = torch.ones(500, dtype=torch.float64)
+    assert memory.peak == 4000 + 40
+    assert [float(tensor.sum()) for tensor in (view, second)] == [0, 500]
+
+
+def test_step_holds_weights_and_gradients_and_grows_with_the_minibatch() -> None:
+    file = CONFIGS / "neurosfl_brain_age.yaml"
+    one, four = (measure_memory(Study.load(file, [f"method.training.batch_size={size}"])) for size in (1, 4))
+    assert one["total"] == one["weights"] + one["step"]
+    assert one["weights"] < one["step"] < four["step"]
+    assert (one["batch_size"], four["batch_size"]) == (1, 4)
+
+
+def test_study_without_data_here_is_told_what_is_missing() -> None:
+    study = Study.load(CONFIGS / "neurosfl_brain_age.yaml")
+    with pytest.raises(ConfigError, match="needs data in a simulator section"):
+        measure_memory(Study(study.config.model_copy(update={"simulator": None}), study.file))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_process_takes_what_was_counted() -> None:
+    """Within a tenth: the memory of a process counts pages, and what the kernels of a convolution need."""
+    environment = {"PATH": "/usr/bin:/bin", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-c", MEASURE, str(CONFIGS / "neurosfl_segmentation.yaml")]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, env=environment)
+    assert 0.9 < float(done.stdout) < 1.1
