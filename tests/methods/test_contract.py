@@ -22,6 +22,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.method import Method, MethodConfig
 from flare_sparse.methods.registry import METHODS
+from flare_sparse.methods.support.masks import unite_masks
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.local.run import run_locally
 
@@ -31,6 +32,9 @@ def save_and_restore(state: Any) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     packed = json.loads(json.dumps(pack(state, tensors)))
     return unpack(packed, type(state), {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+INDIVIDUAL = {"scores": "individual_snip", "sparsity": 0.6}
 
 
 class Restarting:
@@ -90,12 +94,46 @@ def test_one_site_is_enough_and_a_site_without_training_examples_abstains(name: 
     outcome, _ = bench.run(name, idle)
     training = [record for record in outcome.rounds if record.kind == "train"]
     assert all(record.abstained == ["site-3"] for record in training)
+    # It evaluates the models that the others evaluate: none while scores are exchanged.
+    assert all(set(map(bool, record.evaluation.sites.values())) <= {True} for record in outcome.rounds)
     if name != "local_only":
         assert training
     else:  # it has no rounds of training; the idle site evaluates the initial model, the others have trained
         evaluated, initial = outcome.evaluation.sites, {n: site.evaluate(bench.weights) for n, site in idle.items()}
         assert not training
         assert {n for n in idle if evaluated[n] == initial[n]} == {"site-3"}
+
+
+class Witness(Restarting):
+    """A method whose every next state is compared with the one before it."""
+
+    def configure_for(self, capabilities: Any) -> Witness:
+        return Witness(self._method.configure_for(capabilities))
+
+    def learn(self, state: Any, updates: Sequence[Any]) -> Any:
+        following = self._method.learn(state, updates)
+        before, after = self._method.model(state), self._method.model(following)
+        sent = unite_masks(update.patch.mask for update in updates)
+        kept = (before.mask & after.mask) - sent
+        assert torch.equal(kept.take(before.to_vector()), kept.take(after.to_vector()))
+        return following
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in METHODS), ("neurosfl", INDIVIDUAL)])
+def test_entry_that_no_site_sent_keeps_its_value(name: str, settings: dict[str, Any], bench: Any) -> None:
+    sites = bench.sites()
+    train, rounds = sites["site-2"].trainer.train, iter([True, False])
+
+    def miss_a_round(training: Any) -> torch.Tensor:
+        if training.round > 1 and next(rounds, False):
+            raise RuntimeError("the site's machine is away")
+        return train(training)
+
+    sites["site-2"].trainer.train = miss_a_round
+    witness: Any = Witness(bench.method(name, **settings))
+    outcome, _ = run_locally(witness, bench.weights, sites, bench.task.metric)
+    assert outcome.rounds
 
 
 DATA_DECIDES = {"topk_ef", "scbf", "scbfwp", "fawp", "dssgd"}

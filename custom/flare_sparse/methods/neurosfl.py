@@ -287,6 +287,10 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
                 contributions, state.weights, state.memory, rule, optimizer, self.layout.num_parameters
             )
         live, average = unite_masks(state.masks), self.config.model_average
+        if state.owners:
+            # An entry keeps its value in a round that all sites miss which hold it.
+            missed = live - unite_masks(contribution.patch.mask for contribution in contributions)
+            weights = torch.where(missed.bits, state.weights, weights)
         memory = update_model_average(memory, weights, live, average, state.round, self.config.rounds)
         return replace(state, round=state.round + 1, weights=weights, memory=memory)
 
