@@ -234,19 +234,28 @@ class SiteEndpoint:
 
     def _compute_update(self, request: Request) -> Update:
         self.site.trainer.reset_usage()
-        # A site without training examples can only evaluate.
+        is_evaluated = self._is_evaluated(request)
+        # A site without training examples can only evaluate, and no other models than the other sites do.
         if request.kind == EVALUATE or not self.site.trainer.can_train:
-            no_values = Patch.empty(self.site.layout.size)
-            return Update(no_values, "metrics", self.site.num_examples, self.site.evaluate(self.site.weights))
+            metrics = self.site.evaluate(self.site.weights) if is_evaluated else {}
+            return Update(Patch.empty(self.site.layout.size), "metrics", self.site.num_examples, metrics)
         if request.kind == STATISTICS:
             statistics = self.site.trainer.compute_statistics(self.site.weights)
             if choose_values(STATISTICS, self.values, self.initial) != "float32":
                 statistics = drop_rests(statistics, self.site.layout)
             return Update(Patch.from_vector(statistics, request.trainable), STATISTICS, self.site.num_examples)
         update = self.method.answer(request, self.site)
-        if update.metrics or update.content == "scores" or not is_evaluated(self.method.config, request.round - 1):
+        if update.metrics or not is_evaluated:
             return update
         return replace(update, metrics=self.site.evaluate(self.site.weights))
+
+    def _is_evaluated(self, request: Request) -> bool:
+        """Return whether the sites evaluate the model of a request: not before round 1, which is the first to hold it.
+
+        Requests before it ask for statistics and scores.
+        """
+        config, t = self.method.config, request.round
+        return request.kind == EVALUATE or t > config.rounds or (t > 0 and is_evaluated(config, t - 1))
 
     def encode(self, request: Request, update: Update) -> Encoded:
         """Encode ``update`` and write the checkpoint; the rounding residual is added to the next update.
