@@ -35,6 +35,7 @@ def send(sender: ModelSender, receiver: ModelReceiver, arrays: Arrays, round_: i
     assert receiver.held is not None
     assert torch.equal(receiver.held.vector, sent.received.values)
     assert receiver.held.target == sent.received.name == sent.model.target
+    assert (receiver.held.vector[arrays.layout.select(lambda spec: spec.name.endswith("running_var"))] >= 0).all()
     return sent
 
 

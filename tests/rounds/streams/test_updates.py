@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from flare_sparse.rounds.streams.arrays import ArraySpec
 from flare_sparse.rounds.streams.models import HeldModel
 from flare_sparse.rounds.streams.settings import StreamSettings
 from flare_sparse.rounds.streams.updates import SentUpdate, decode_update, encode_update
+from flare_sparse.wire.formats import ValueType
 
 RUN = "0123456789abcdef"
 SPECS = (
@@ -70,9 +71,18 @@ def test_message_carries_exactly_the_largest_entries_and_all_running_statistics(
     before = torch.where(BUFFERS, 0.0, before)
     received = decode(encode(delta, StreamSettings(keep), before))
     total = delta + before
+    # No delta leads to a running variance below 0.
+    total = torch.where(BUFFERS, total.clamp(min=-REQUEST.vector), total)
     k = max(floor_fraction(keep, 18), 1)
     expected = top_k(total.abs(), k, Mask(~BUFFERS)) | Mask(BUFFERS)
     assert torch.equal(received, torch.where(expected.bits, total, 0.0))
+
+
+@given(vectors, st.sampled_from(get_args(ValueType)), st.floats(0.01, 1), st.booleans())
+def test_no_update_leads_to_a_running_variance_below_0(update: Any, values: Any, keep: Any, is_delta: bool) -> None:
+    update = update if is_delta else torch.where(BUFFERS, update.abs() / 8000, update)
+    received = decode(encode(update, StreamSettings(keep, values), is_delta=is_delta), is_delta=is_delta)
+    assert ((REQUEST.vector + received if is_delta else received)[BUFFERS] >= 0).all()
 
 
 @given(vectors, st.floats(0.01, 1))
@@ -137,7 +147,7 @@ def test_weights_are_the_model_of_the_receiver_plus_the_delta() -> None:
 
 @pytest.mark.parametrize("values", ["float32", "float32_zstd"])
 def test_complete_weights_arrive_with_their_bits(values: Any) -> None:
-    weights = torch.randn(20, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(20, generator=torch.Generator().manual_seed(1)).abs()
     sent = encode_update(weights, REQUEST, None, StreamSettings(values=values), run=RUN, kind="model", is_delta=False)
     assert torch.equal(decode(sent, is_delta=False), weights)
 

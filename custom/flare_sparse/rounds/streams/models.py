@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...compute.structure.norms import clip_variances
 from ...core.errors import MissingBase, RejectedMessage
 from ...core.exchange import Patch
 from ...core.mask import Mask
+from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...wire.codec import decode, encode
 from ...wire.formats import uncompress
@@ -146,7 +148,8 @@ class ModelSender:
 
         def name(rounded: Tensor | None) -> tuple[str, str]:
             nonlocal received
-            values = _apply(patch if rounded is None else replace(patch, source=rounded), base.values if base else None)
+            read = patch if rounded is None else replace(patch, source=rounded)
+            values = _apply(read, base.values if base else None, layout)
             received = Vector.of(Patch.from_vector(values, received.mask), keeps_values=True)
             return received.name, name_request("", self._kind, round_, received.name)
 
@@ -202,7 +205,7 @@ class ModelReceiver:
             raise RejectedMessage("E_KIND", "content", "a model, or a delta to one", decoded.content, sender)
         if decoded.content == "weights" and not decoded.patch.mask.is_full:
             raise RejectedMessage("E_NNZ", "model", f"all {layout.size} values", decoded.patch.mask.count, sender)
-        vector = _apply(decoded.patch, base.vector if base else None)
+        vector = _apply(decoded.patch, base.vector if base else None, layout)
         # The sender names what it expects: both ends must hold the same bits after any number of rounds.
         if (name := Vector.of(Patch.from_vector(vector, Mask.full(layout.size))).name) != decoded.target:
             raise MissingBase("E_NOT_HELD", "target", decoded.target, name, sender)
@@ -210,8 +213,13 @@ class ModelReceiver:
         return decoded, plan
 
 
-def _apply(patch: Patch, base: Tensor | None) -> Tensor:
-    """Return the model ``(P,)`` of a message; a delta is added to ``base``."""
+def _apply(patch: Patch, base: Tensor | None, layout: Layout) -> Tensor:
+    """Return the model ``(P,)`` of a message; a delta is added to ``base``.
+
+    A running variance is 0 where it would be below, as in the rounds of a method.
+    """
     if patch.base == "zeros" or base is None:
-        return patch.to_vector()
-    return patch.mask.put(patch.mask.take(base) + patch.values, base.clone())
+        model = patch.to_vector()
+    else:
+        model = patch.mask.put(patch.mask.take(base) + patch.values, base.clone())
+    return clip_variances(model, Mask.full(layout.size), layout)

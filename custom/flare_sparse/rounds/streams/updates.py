@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...compute.structure.norms import clip_variances
 from ...core.errors import RejectedMessage
 from ...core.exchange import Patch
 from ...core.mask import Mask
@@ -137,11 +138,15 @@ def decode_update(
     expected_base = {"weights": "zeros", "delta": "previous"}.get(decoded.content)
     if patch.base != expected_base or (is_delta and decoded.content == "weights"):
         raise RejectedMessage("E_KIND", "content", "a delta" if is_delta else "weights or a delta", decoded.content)
-    if is_delta:
-        return decoded, plan, patch.to_vector()
     if decoded.content == "weights":
-        return decoded, plan, patch.write_into(request.vector.clone())
-    return decoded, plan, patch.mask.put(patch.mask.take(request.vector) + patch.values, request.vector.clone())
+        reached = patch.write_into(request.vector.clone())
+    else:
+        reached = patch.mask.put(patch.mask.take(request.vector) + patch.values, request.vector.clone())
+    # A running variance is 0 where it would be below, as in the rounds of a method.
+    clipped = clip_variances(reached, Mask.full(layout.size), layout)
+    if not is_delta:
+        return decoded, plan, clipped
+    return decoded, plan, torch.where(clipped == reached, patch.to_vector(), -request.vector)
 
 
 def _build_plan(request: HeldModel, layout: Layout, run: str, kind: str) -> Plan:
