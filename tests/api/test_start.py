@@ -7,10 +7,12 @@ import random
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import flare_sparse as fs
@@ -47,6 +49,25 @@ def test_code_of_the_page_runs(job: str) -> None:
     assert Path("runs/p90/report/report.html") in names["files"]
     assert set(names["record"]["results"]) == {"A", "B"}
     assert names["result"].winner.is_file()
+
+
+@pytest.mark.slow
+def test_runs_in_threads_end_with_the_models_of_runs_one_after_another(job: str) -> None:
+    """Dropout, the initial model and the number of threads belong to the process: runs wait for each other."""
+    model = {"name": "mlp", "hidden": [20], "dropout": 0.3}
+
+    def run(seed: int, folder: str) -> str:
+        # Each with a number of threads of its own, which the others must not change.
+        settings = {"seed": seed, "task.model": model, "federation.threads": 1 + seed % 2}
+        done = fs.run(job, overrides=settings, out=Path(folder) / str(seed), observer=SILENT)
+        return str(done.summary["model_sha256"])
+
+    state = torch.get_rng_state()
+    alone = [run(seed, "alone") for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(run, range(4), ["together"] * 4)) == alone
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == 1
 
 
 @pytest.mark.slow

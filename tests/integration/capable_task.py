@@ -8,9 +8,9 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse import Examples, Metric, SiteData, Task
 from flare_sparse.config.policy.policy import Policy
+from flare_sparse.core.seeds import seed_torch
 from flare_sparse.flare import session
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
-from flare_sparse.tasks.models.base import seed_initialization
 from flare_sparse.wire import capabilities
 
 
@@ -20,7 +20,7 @@ class CapableTask(Task):
     metric = Metric("mse", "", "min")
 
     def model(self) -> nn.Module:
-        with seed_initialization(0):
+        with seed_torch(0):
             network = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
         return add_adapters(network, AdapterConfig(rank=4))
 

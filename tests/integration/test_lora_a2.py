@@ -23,6 +23,7 @@ from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.core.exchange import Request, Update
+from flare_sparse.core.seeds import seed_torch
 from flare_sparse.methods.lora_a2 import LoRAA2
 from flare_sparse.methods.scores.ranks import Slots
 from flare_sparse.results.runs.folder import RunFolder
@@ -31,7 +32,6 @@ from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.tasks.adaptation import AdaptableTask
-from flare_sparse.tasks.models.base import seed_initialization
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 
@@ -42,7 +42,7 @@ WORDS = ("card", "cash", "rate", "loan")
 @pytest.fixture
 def configuration(tmp_path: Path, models_folder: Path) -> Path:
     """Four classes of texts at four sites, and a small encoder with the tokenizer of a large one."""
-    with seed_initialization(0):
+    with seed_torch(0):
         sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
         BertModel(BertConfig(vocab_size=30522, **sizes)).save_pretrained(str(models_folder / "small"))
     AutoTokenizer.from_pretrained(str(models_folder / "all-MiniLM-L6-v2")).save_pretrained(str(models_folder / "small"))

@@ -13,11 +13,11 @@ from torch import nn
 from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
+from flare_sparse.core.seeds import seed_torch
 from flare_sparse.methods.lora_a2 import LoRAA2, LoRAA2State, _compute_mean_gradient
 from flare_sparse.methods.scores.ranks import Factor, Slots
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
-from flare_sparse.tasks.models.base import seed_initialization
 from flare_sparse.training import Site, TrainingConfig, build_site
 
 RANK = 4
@@ -30,7 +30,7 @@ def uneven(make_bench: Callable[..., Any], plain: Any) -> Any:
 
     class Uneven(type(plain.task)):  # type: ignore[misc]
         def model(self) -> nn.Module:
-            with seed_initialization(0):
+            with seed_torch(0):
                 widths = [12, 10, 8, 6]
                 layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)]
                 network = nn.Sequential(*layers, nn.Linear(6, 1))
@@ -178,7 +178,7 @@ def test_learning_rate_zero_changes_nothing(uneven: Any) -> None:
 
 
 def test_first_round_adds_the_mean_of_db_times_a_to_the_base_model(uneven: Any) -> None:
-    with seed_initialization(0):
+    with seed_torch(0):
         module = uneven.task.model()
     x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
     with module.disable_adapter():
@@ -219,7 +219,7 @@ def test_unselected_slots_keep_their_bits_and_single_selections_count_with_their
 
 def test_merged_weights_give_the_same_output(uneven: Any) -> None:
     outcome, _ = uneven.run("lora_a2", rank=2, training=TRAINING)
-    with seed_initialization(0):
+    with seed_torch(0):
         module = uneven.task.model()
     module.load_state_dict(uneven.layout.unflatten(outcome.weights), strict=False)
     x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))

@@ -13,13 +13,13 @@ from flare_sparse.config.assemble import Assembly, build_initial_model
 from flare_sparse.config.schema import JobConfig
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.params import compute_digest
+from flare_sparse.core.seeds import seed_torch
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.record import RecordWriter
 from flare_sparse.rounds.federation import Outcome
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
-from flare_sparse.tasks.models.base import seed_initialization
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import LocalTask, Site, build_site
 from flare_sparse.training.config import CPU, Hardware
@@ -92,7 +92,7 @@ class Adapted(Toy):
     """The same task, by two adapted layers of equal size over a random frozen base; the head trains."""
 
     def model(self) -> nn.Module:
-        with seed_initialization(0):
+        with seed_torch(0):
             body = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Dropout(0.2))
             network = nn.Sequential(body, nn.Linear(12, 1))
         return add_adapters(network, AdapterConfig(rank=4, head="trained"))

@@ -27,7 +27,7 @@ from ..core.findings import Finding, attempt, merge_findings
 from ..core.mask import Mask
 from ..core.observer import Observer
 from ..core.params import Layout
-from ..core.seeds import limit_threads
+from ..core.seeds import limit_threads, seed_torch
 from ..privacy.dp.account import PrivacyAccount
 from ..privacy.dp.forecast import Forecast
 from ..results.runs.local import run_assembly
@@ -100,7 +100,9 @@ def _check(study: Study, site_policy: Path | None) -> Iterator[Finding]:
         return
     if config.task.has_own_code or config.method.has_own_code:
         yield attempt("own code", lambda: study.user_code, _describe_code).finding
-    tried_layout = attempt("model", lambda: Layout.from_module(task.model()), lambda own: f"{own.size:,} scalars")
+    tried_layout = attempt(
+        "model", seed_torch(0)(lambda: Layout.from_module(task.model())), lambda own: f"{own.size:,} scalars"
+    )
     yield tried_layout.finding
     if tried_layout.result is not None and isinstance(task, AdaptableTask) and (base := task.describe_base()):
         yield Finding("PASS", "base model", base)

@@ -94,7 +94,8 @@ class Assembly:
 
     def build_network(self, weights: Tensor) -> nn.Module:
         """Return the task's network with the weights of its whole model, ``(network.size,)``, in evaluation mode."""
-        model = self.task.model()
+        with seed_torch(0):
+            model = self.task.model()
         # A class may override it, for other names than those of its parameters.
         nn.Module.load_state_dict(model, self.network.unflatten(weights), strict=False)
         return model.eval()
@@ -116,7 +117,8 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
         _check_size(count_model_entries(task), max_entries)
     network, initial = build_initial_model(task, job.seed)
     if job.privacy is not None:
-        check_private_network(network.skeleton or task.model())
+        assert network.skeleton is not None, "a layout of a module has one"
+        check_private_network(network.skeleton)
     _check_size(network.size, max_entries)
     tensors = network.unflatten(initial)
     personal = {name: tensors.pop(name).clone() for name in select_personal(network, job.method.config.personal)}

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..core.errors import UntrustedCode
+from ..core.seeds import PROCESS
 
 _NOT_USER_CODE = {"flare_sparse", "nvflare", *sys.stdlib_module_names}
 """Modules that are not the user's, even if a file beside the configuration has their name."""
@@ -112,22 +113,23 @@ def import_user_module(module: str, folders: Sequence[Path]) -> ModuleType:
             because the folder chose it.
     """
     check_trust(folders, module)
-    code = collect_user_code(folders, modules=[module])
-    for name, path in code.items():
-        if name in sys.modules and not _lies_in(sys.modules[name], path):
-            for cached in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
-                del sys.modules[cached]
-    added = [str(folder.resolve()) for folder in folders if str(folder.resolve()) not in sys.path]
-    # Appended for imports within functions, which come later; first in the path during this import, so that the user's
-    # module is found before an installed one of the same name.
-    sys.path.extend(added)
-    first = [str(folder.resolve()) for folder in folders] if code else []
-    sys.path[:0] = first
-    try:
-        importlib.invalidate_caches()
-        return importlib.import_module(module)
-    finally:
-        del sys.path[: len(first)]
+    with PROCESS:
+        code = collect_user_code(folders, modules=[module])
+        for name, path in code.items():
+            if name in sys.modules and not _lies_in(sys.modules[name], path):
+                for cached in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
+                    del sys.modules[cached]
+        added = [str(folder.resolve()) for folder in folders if str(folder.resolve()) not in sys.path]
+        # Appended for imports within functions, which come later; first in the path during this import, so that the
+        # user's module is found before an installed one of the same name.
+        sys.path.extend(added)
+        first = [str(folder.resolve()) for folder in folders] if code else []
+        sys.path[:0] = first
+        try:
+            importlib.invalidate_caches()
+            return importlib.import_module(module)
+        finally:
+            del sys.path[: len(first)]
 
 
 def find_source_folder(module: ModuleType) -> Path | None:

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+PROCESS = threading.RLock()
+"""Held while a thread sets what belongs to the whole process: torch's generators and number of threads, imports.
+
+Runs in several threads of one process wait for each other, so that each has the bits that it has alone.
+"""
 
 
 def derive_seed(seed: int, *labels: object) -> int:
@@ -30,7 +37,7 @@ def make_generator(seed: int, *labels: object) -> torch.Generator:
 @contextmanager
 def seed_torch(seed: int) -> Iterator[None]:
     """Seed torch's global generators (dropout, initialisation) within the context; restore their state on exit."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with PROCESS, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         if torch.cuda.is_available():
             torch.manual_seed(seed)
         else:
@@ -45,12 +52,13 @@ def limit_threads(count: int) -> Iterator[None]:
 
     The number of threads changes the order of floating-point sums, and with it the bits of the result.
     """
-    previous = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(previous)
+    with PROCESS:
+        previous = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(previous)
 
 
 @contextmanager
@@ -65,9 +73,10 @@ def require_deterministic(required: bool) -> Iterator[None]:
         return
     # cuBLAS reads it when it starts; other workspaces add in an order of their own.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    previous = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(previous)
+    with PROCESS:
+        previous = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(previous)

@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import Field
 from torch import nn
 
+from ..core.seeds import seed_torch
 from .models.adapters import AdapterConfig, add_adapters
-from .models.base import Base, find_base_folder, load_base, seed_initialization
+from .models.base import Base, find_base_folder, load_base
 from .task import Task, TaskConfig
 
 
@@ -52,7 +53,7 @@ class AdaptableTask(Task, ABC):
         Raises:
             ConfigError: the base model is missing or belongs to another network.
         """
-        with seed_initialization(self.config.base_seed):
+        with seed_torch(self.config.base_seed):
             network = self.build_network()
         if self.config.base is not None:
             load_base(network, find_base_folder(self.config.base.folder), self.config.base)

@@ -490,7 +490,9 @@ class Task(ABC):
 
     def iterate_batches(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Any]:
         """Yield the examples of a data set in order, in batches of at most ``batch_size``."""
-        yield from DataLoader(MinibatchReader(dataset), batch_size=batch_size, collate_fn=self.collate)
+        # Loaders draw a number for their processes: from here, or else from torch's own generator.
+        draws, examples = torch.Generator(), MinibatchReader(dataset)
+        yield from DataLoader(examples, batch_size=batch_size, generator=draws, collate_fn=self.collate)
 
     def tabulate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the examples of a batch as rows for linear baselines: features ``(B, d)`` and targets ``(B, t)``.

@@ -16,11 +16,12 @@ from torch.utils.data import TensorDataset
 
 from ..core.errors import ConfigError, DataError
 from ..core.needs import Needs
+from ..core.seeds import seed_torch
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .classes import check_class_weights, compute_cross_entropy, list_weight_needs
 from .data.absence import find_absent_rows
 from .data.tables import read_table
-from .models.base import Base, find_base_folder, seed_initialization
+from .models.base import Base, find_base_folder
 from .models.text import Architecture, build_text_classifier, tokenize
 from .task import Cohort, Examples, Metric, SiteData, build_examples
 
@@ -76,7 +77,7 @@ class TextClassification(AdaptableTask):
 
     def build_base(self) -> nn.Module:
         """Return the pre-trained encoder with a head initialised from ``base_seed``."""
-        with seed_initialization(self.config.base_seed):
+        with seed_torch(self.config.base_seed):
             return self.build_network()
 
     def describe_base(self) -> str:

@@ -15,7 +15,7 @@ from ..cohorts.subgroups import measure_subgroups
 from ..compute.structure.observing import ObservedNetwork
 from ..core.mask import Mask
 from ..core.params import Layout
-from ..core.seeds import require_deterministic
+from ..core.seeds import require_deterministic, seed_torch
 from ..inputs.scaling import StatisticsLayer
 from ..tasks.task import is_metric_name
 from .batches import weigh_batches
@@ -126,7 +126,8 @@ class TaskTrainer(Trainer):
         examples, task = self.examples, self.task
         if not examples.test_subgroups or not examples.n_test:
             return {}
-        network = task.model()
+        with seed_torch(0):
+            network = task.model()
         nn.Module.load_state_dict(network, layout.unflatten(weights), strict=False)
         measured, targets = task.measure_all(network.eval(), examples.test)
         names = examples.test_subjects or examples.test_ids

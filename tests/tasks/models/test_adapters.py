@@ -12,20 +12,20 @@ from torch import nn
 
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
+from flare_sparse.core.seeds import seed_torch
 from flare_sparse.methods.scores.ranks import Slots
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters, list_adaptable_modules
-from flare_sparse.tasks.models.base import seed_initialization
 from flare_sparse.training.personal import select_personal
 
 
 def brain() -> nn.Module:
-    with seed_initialization(0):
+    with seed_torch(0):
         return build_model("brain_age_cnn_3mm", volume=(26, 32, 26), outputs=1)
 
 
 def vit() -> nn.Module:
-    with seed_initialization(0):
+    with seed_torch(0):
         return ViT(
             in_channels=1,
             img_size=(16, 16, 16),
@@ -40,7 +40,7 @@ def vit() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    with seed_initialization(0):
+    with seed_torch(0):
         return SwinUNETR(in_channels=1, out_channels=2, feature_size=12, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1))
 
 
@@ -83,7 +83,7 @@ def test_network_with_adapters_starts_as_its_base_model_bit_for_bit(
 
 def test_adapter_of_a_convolution_adds_to_its_kernel_as_a_matrix() -> None:
     """W (o, i, k, k, k) is viewed as (o, i * k^3), so W + s * B A (docs/algorithms.md, section 4.5, invariant 9)."""
-    with seed_initialization(1):
+    with seed_torch(1):
         network = nn.Sequential(nn.Conv3d(3, 5, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(40, 1))
     adapted = add_adapters(network, AdapterConfig(rank=4, alpha=16))
     perturb_trainable(adapted)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.tasks.models.base import Base, find_base_folder, load_base, seed_initialization
+from flare_sparse.core.seeds import seed_torch
+from flare_sparse.tasks.models.base import Base, find_base_folder, load_base
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import Task
 
@@ -140,11 +141,11 @@ def test_file_of_a_base_model_is_in_its_folder(file: str) -> None:
         Base(folder="base", file=file)
 
 
-def test_seed_initialization_restores_the_generator() -> None:
+def test_seed_torch_restores_the_generator() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    with seed_initialization(1):
+    with seed_torch(1):
         torch.rand(7)
     assert torch.equal(torch.rand(3), expected)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ...compute.kernels.threads import limit_kernel_threads
 from ...config.assemble import Assembly, build_rules
 from ...config.schema import RunConfig
+from ...core.seeds import limit_threads
 from ...privacy.encryption import KeyContexts
 from ...rounds.federation import Outcome
 from ...rounds.local.run import FROM_START, UNWATCHED, Course, Transport, Watcher, run_locally
@@ -32,7 +33,8 @@ def run_assembly(
     """
     transport = Transport(config.wire.values, contexts, config.sum_rules, config.builds_initial)
     course = replace(course, run=assembly.run_id, rules=build_rules(config), threads=config.torch_threads)
-    with limit_kernel_threads(config.federation.threads):
+    # First what other threads of the process wait for.
+    with limit_threads(config.torch_threads), limit_kernel_threads(config.federation.threads):
         return run_locally(
             assembly.method,
             assembly.weights,

@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import takewhile
 from pathlib import Path
@@ -217,14 +216,3 @@ def _list_states(content: Any) -> list[dict[str, Tensor]]:
         return [_select_dense(tensors)]
     # An optimizer's state is a dictionary of dictionaries by number.
     return [state for name, value in content.items() if isinstance(name, str) for state in _list_states(value)]
-
-
-@contextmanager
-def seed_initialization(seed: int) -> Iterator[None]:
-    """Seed torch's global generators within the context and restore them on exit.
-
-    A base model that is drawn at random is then the same at every endpoint.
-    """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

@@ -182,7 +182,7 @@ class Pipeline:
             transforms=transforms,
         )
         loader.get_indices = lambda: [str(number) for number in range(len(cases))]
-        with _seed_numpy(seed), seed_torch(seed):
+        with seed_torch(seed), _seed_numpy(seed):
             batch = loader.generate_train_batch()
         return batch["data"], batch["target"]
 
