@@ -122,6 +122,13 @@ def test_every_kind_of_unusable_subject_is_listed_by_id(damaged: Path) -> None:
 def test_unusable_subjects_are_skipped_and_counted_on_request(damaged: Path) -> None:
     examples = task(skip_bad_subjects=True).load(SiteData("site-1", damaged), seed=0)
     assert (examples.n_train, examples.n_test, examples.skipped) == (4, 1, 6)
+    assert len(examples.warnings) == 1
+    assert examples.warnings[0].startswith("6 examples are skipped, since they cannot be used: sub-01001: corrupt file")
+    assert examples.warnings[0].endswith(" and 3 more")
+    # The subjects of a simulated site are chosen from the rows.
+    rows = task().cohort(damaged).ids
+    listed = task(skip_bad_subjects=True).load(SiteData("a", damaged, rows), seed=0)
+    assert listed.warnings[1:] == ("1 folders have no row in participants.tsv: sub-99",)
 
 
 def test_subject_without_age_is_usable_for_sex(damaged: Path) -> None:
@@ -220,3 +227,21 @@ def test_all_real_brains_are_usable(shared_data: Path) -> None:
     ages_in_years = list_ages(examples.train) + list_ages(examples.test)
     assert (min(ages_in_years), max(ages_in_years)) == (19.0, 55.0)
     assert real.evaluate(real.model(), examples.test)["mae"] > 0
+
+
+def test_images_of_a_derivative_are_read_with_the_rows_of_the_data_set(brains: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(brains, tmp_path / "bids"))
+    (path / "derivatives" / "prep").mkdir(parents=True)
+    for folder in path.glob("sub-0*/"):
+        shutil.move(folder, path / "derivatives" / "prep" / folder.name)
+    with pytest.raises(DataError, match=r"derivatives/prep has one: set task\.derivative"):
+        task().load(SiteData("a", path), seed=0)
+    derived = task(derivative="pr*").load(SiteData("a", path), seed=0)
+    whole = task().load(SiteData("a", brains), seed=0)
+    assert derived.train_ids == whole.train_ids
+    assert all(torch.equal(derived.train[i][0], whole.train[i][0]) for i in range(derived.n_train))
+    assert task(derivative="prep").cohort(path).ids == task().cohort(brains).ids
+    with pytest.raises(DataError, match=r"0 folders derivatives/other in .*; expected 1, found prep"):
+        task(derivative="other").load(SiteData("a", path), seed=0)
+    with pytest.raises(ValidationError):
+        task(derivative="../prep")

@@ -63,8 +63,11 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             name: _open_site(replace(assembly, task=study.load_task()), own, runners.get(name), folder.path)
             for name, own in data.items()
         }
+    notes: dict[str, list[str]] = {}
     for name, opened in sites.items():
         if isinstance(opened, Site) and not runners:
+            # Their number alone: the record is published with the model, and the names are those of subjects.
+            notes[name] = [text.partition(":")[0] for text in opened.trainer.examples.warnings]
             for finding in find_example_warnings(name, opened.trainer.examples):
                 observer.warn(str(finding))
     ledger = Ledger()
@@ -82,6 +85,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             course=Course(
                 stores=lambda end: study.open_checkpoints(checkpoints, end),
                 resume=folder.resume,
+                notes=notes,
                 egress=lambda site: EgressLog(
                     folder.path / EGRESS_FOLDER / site, config.name, permit=config.permit, is_durable=False
                 ),

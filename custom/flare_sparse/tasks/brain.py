@@ -48,6 +48,9 @@ class BrainConfig(AdaptedTaskConfig):
     augmentation: Augmentation = Field(
         default_factory=Augmentation, description="random changes of the training inputs; none by default"
     )
+    derivative: bids.DerivativeName | None = Field(
+        None, description="folder in derivatives/ whose T1w images are read, such as fmriprep; null: the data set's own"
+    )
     cache: bool = Field(True, description="keep all inputs in memory; false: read the file at each access")
     skip_bad_subjects: bool = Field(
         False, description="skip and count unusable subjects; false: refuse to train if there are any"
@@ -85,11 +88,15 @@ class BrainTask(AdaptableTask, ABC):
 
     def cohort(self, path: Path) -> Cohort:
         """Return the participants with all their columns, including ``site`` if the data names sites."""
-        return bids.read_cohort(path)
+        return bids.read_cohort(path, self.config.derivative)
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every subject once."""
-        subjects, shape, spacing = bids.read_subjects(data.path), self.config.shape, self.config.spacing
+        subjects, shape, spacing = (
+            bids.read_subjects(data.path, self.config.derivative),
+            self.config.shape,
+            self.config.spacing,
+        )
         downsample, normalization = self.config.downsample, self.config.normalization
         preprocess = build_preprocessing(downsample, normalization)
 
@@ -111,9 +118,13 @@ class BrainTask(AdaptableTask, ABC):
 
         split = split_cases({name: get_subject(name) for name in examples}, self.config.split, seed)
         found = build_examples(split, build_dataset, skipped)
+        # Those of a simulated site are chosen from the rows.
+        if unlisted := sorted(subjects[name].name for name in subjects.keys() - set(ids) if subjects[name].row is None):
+            text = f"{len(unlisted)} {bids.NO_ROW}: {list_first(unlisted, 3)}"
+            found = replace(found, warnings=(*found.warnings, text))
         if others := [file.name for name in examples for file in subjects[name].others]:
             text = f"{len(others)} further runs of T1w images are left out: {list_first(others, 3)}"
-            found = replace(found, warnings=(text,))
+            found = replace(found, warnings=(*found.warnings, text))
         if all(get_subject(name) == name for name in examples):
             return found
         train, test, validation = (

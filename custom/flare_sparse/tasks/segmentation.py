@@ -36,7 +36,7 @@ from .data.segmentation import Item, Normalization, Preparation, SegmentationDat
 from .models import ModelConfig
 from .models.config import require_input
 from .models.fields import Count, Volume
-from .task import Cohort, Examples, Metric, Picture, SiteData
+from .task import Cohort, Examples, Metric, Picture, SiteData, describe_skipped
 
 _NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
 _MAX_LABEL = 65_535
@@ -155,8 +155,8 @@ class Segmentation(AdaptableTask):
             SegmentationDataset([examples[name] for name in names], preparation, trains=names is split.train)
             for names in (split.train, split.validation, split.test)
         )
-        found = Examples(train, test, skipped, split.train, split.test, (), validation, split.validation)
-        return replace(found, warnings=describe_left_out(cases))
+        found = Examples(train, test, len(skipped), split.train, split.test, (), validation, split.validation)
+        return replace(found, warnings=(*describe_skipped(skipped), *describe_left_out(cases, data.path)))
 
     def _find_cases(self, path: Path) -> dict[str, CaseFiles]:
         if self.config.hd95 and find_spec("scipy") is None:

@@ -166,7 +166,7 @@ class TableTask(Task):
         if config.scaling == "site" and features.numbers.any():
             examples = replace(examples, notes=(_describe_scale(len(split.train)),))
         if warning := config.describe_scale_mismatch(targets[[rows[name] for name in split.train]]):
-            examples = replace(examples, warnings=(warning,))
+            examples = replace(examples, warnings=(*examples.warnings, warning))
         if config.group is None:
             return examples
         subject_of = self._get_subjects(table, rows)

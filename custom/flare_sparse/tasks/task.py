@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..cohorts.conditions import Term
 from ..cohorts.split import Split, SplitConfig
 from ..cohorts.subgroups import ERROR, LONGEST_CELL, label_values, parse_subgroup, split_metric
-from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
+from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed, list_first
 from ..core.needs import Needs
 from ..core.params import separate_tensors
 from ..core.reading import MinibatchReader, move_batch, stack_examples
@@ -607,7 +607,7 @@ class Task(ABC):
 def build_examples(
     split: Split,
     build_dataset: Callable[[Sequence[str]], Dataset[Any]],
-    skipped: int = 0,
+    skipped: Sequence[str] = (),
     columns: Sequence[str] = (),
 ) -> Examples:
     """Return the examples of a split.
@@ -615,11 +615,21 @@ def build_examples(
     Args:
         split: identifiers of the parts.
         build_dataset: returns the data set of some identifiers, in their order.
-        skipped: number of unusable examples.
+        skipped: for each unusable example why it is in none of them.
         columns: names of the columns of a tabular input.
     """
     train, test, validation = (build_dataset(ids) for ids in (split.train, split.test, split.validation))
-    return Examples(train, test, skipped, split.train, split.test, columns, validation, split.validation)
+    found = Examples(train, test, len(skipped), split.train, split.test, columns, validation, split.validation)
+    return replace(found, warnings=describe_skipped(skipped))
+
+
+def describe_skipped(problems: Sequence[str]) -> list[str]:
+    """Return a warning of the examples that are skipped; none if there are none."""
+    return (
+        [f"{len(problems)} examples are skipped, since they cannot be used: {list_first(problems, 3)}"]
+        if problems
+        else []
+    )
 
 
 def load_examples(task: Task, data: SiteData, seed: int) -> Examples:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.tasks.data.cases import find_cases, find_images, read_cohort
+from flare_sparse.tasks.data.cases import describe_left_out, find_cases, find_images, read_cohort
 from flare_sparse.tasks.data.pairs import Pairs
 
 
@@ -53,6 +53,15 @@ def test_bids_cases_are_sessions_with_the_row_of_their_subject(bids: Path) -> No
     images = [{"image": "sub-2/anat/sub-2_T1w.nii.gz", "label": "derivatives/manual/sub-2/anat/sub-2_dseg.nii.gz"}]
     (bids / "dataset.json").write_text(json.dumps({"training": images}))
     assert list(find_cases(bids)) == ["sub-2_dseg"]
+
+
+def test_rows_without_a_folder_and_folders_without_a_row_are_named(bids: Path) -> None:
+    cases = find_cases(bids)
+    (bids / "participants.tsv").write_text("participant_id\tsite\nsub-2\tB\nsub-99\tB\n")
+    assert describe_left_out(cases, bids)[-2:] == [
+        "1 rows of participants.tsv have no folder with images: sub-99",
+        "1 folders have no row in participants.tsv: sub-1",
+    ]
 
 
 def test_files_that_macos_writes_beside_images_are_no_images(bids: Path, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Mutated tables, folders and settings: each gives the values that a plain reading gives, or one error in words.
 
 By default a fraction runs; ``pytest -m long tests/tasks/data/test_mutations.py`` runs 2,000 tables, 500 folders of
-images and 300 texts of settings. Judged: names are the characters of the file, numbers those of ``float``; every file
-that is there is a case, named, or the reason of a DataError; no other exception.
+images, 500 BIDS trees and 300 files of settings. Judged: names are the characters of the file, numbers those of
+``float``; every file, row and folder that is there is an example with its own age, named, or the reason of a DataError;
+of a file of settings the accepted ones mean what YAML reads; no other exception.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import csv
 import io
 import json
 import random
+import re
 import unicodedata
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -21,7 +24,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from flare_sparse.core.errors import DataError
+from flare_sparse.config.loading import load_config
+from flare_sparse.core.errors import ConfigError, DataError
+from flare_sparse.core.names import find_number
 from flare_sparse.tasks.data.cases import describe_left_out, find_cases
 from flare_sparse.tasks.data.pairs import Pairs
 from flare_sparse.tasks.data.partition import partition_by_site
@@ -171,7 +176,7 @@ def test_each_file_of_a_mutated_folder_is_read_refused_or_named(tmp_path: Path, 
             texts.append(str(error))
             continue
         used = {file for case in cases.values() for file in (*case.images, case.labels) if file is not None}
-        left = " ".join(describe_left_out(cases))
+        left = " ".join(describe_left_out(cases, root))
         for file in files - used:
             assert file.name in left
         for case in cases.values():
@@ -187,6 +192,90 @@ def test_each_file_of_a_mutated_folder_is_read_refused_or_named(tmp_path: Path, 
     assert outcomes["read"] > 5
     assert outcomes["refused"] > 5
     assert all(texts)
+
+
+VOXELS = (4, 5, 4)
+BRAINS = {"model": {"name": "voxel_mlp", "hidden": [2]}, "shape": VOXELS, "downsample": 1}
+AGES = ("41", "41.5", "7", "119", "n/a", "", "130", "-3", "41,5", "forty", "1_0")
+IMAGES = (
+    "{0}_T1w.nii.gz",
+    "{0}_T1w.nii",
+    "{0}_run-1_T1w.nii.gz",
+    "{0}_run-2_T1w.nii.gz",
+    "._{0}_T1w.nii.gz",
+    "{0}_T2w.nii.gz",
+)
+
+
+def write_bids(rng: random.Random, root: Path) -> dict[str, list[str]]:
+    """Write a BIDS tree with mutations; return the ages that its tables give a subject, of which a session has one."""
+    ages: dict[str, list[str]] = {}
+    names = rng.sample([f"sub-{name}" for name in ("01", "1", "001", "A", "a", "x7")], 4)
+    for name in names:
+        if rng.random() < 0.9:
+            ages[name] = [rng.choice(AGES) if rng.random() < 0.3 else str(rng.randrange(20, 90))]
+        for session in rng.choice(([""], [""], ["ses-1"], ["ses-1", "ses-2"], ["", "ses-b"], [])):
+            folder = root / rng.choice(("", "", "", "derivatives/prep")) / name / session / "anat"
+            folder.mkdir(parents=True, exist_ok=True)
+            stem = f"{name}_{session}".removesuffix("_")
+            for image in rng.sample(IMAGES, rng.choice((0, 1, 1, 1, 2))):
+                file, shape = folder / image.format(stem), VOXELS if rng.random() < 0.9 else (4, 4, 4)
+                values = np.random.default_rng(rng.randrange(9)).normal(size=shape).astype(np.float32)
+                nib.save(nib.Nifti1Image(values, np.eye(4)), file)
+                if rng.random() < 0.1:
+                    file.unlink()
+                    file.symlink_to("../../.git/annex/objects/none")
+                elif rng.random() < 0.1:
+                    file.write_bytes(file.read_bytes()[: rng.randrange(1, 40)])
+            if session and rng.random() < 0.3:
+                age = str(rng.randrange(20, 90))
+                (root / name).mkdir(exist_ok=True)
+                (root / name / f"{name}_sessions.tsv").write_text(f"session_id\tage\n{session}\t{age}\n")
+                ages.setdefault(name, []).append(age)
+    rows = [f"{name}\t{of[0]}\tF" for name, of in ages.items()]
+    (root / "participants.tsv").write_text("\n".join(["participant_id\tage\tsex", *rows]) + "\n")
+    return ages
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 1 else pytest.mark.long) for s in range(20)])
+def test_each_subject_of_a_mutated_bids_tree_is_read_refused_or_named(tmp_path: Path, seed: int) -> None:
+    """25 trees a seed: of each, all subjects, and those that have a row, as a simulated site has them."""
+    rng, outcomes = random.Random(seed), Counter[str]()
+    for number in range(25):
+        root = tmp_path / str(number)
+        root.mkdir()
+        ages = write_bids(rng, root)
+        task = TASKS["brain_age"]
+        task = task(task.Config.model_validate({**BRAINS, "skip_bad_subjects": True}))
+        images = [file for file in root.glob("sub-*/**/anat/*_T1w.nii*") if not file.name.startswith(".")]
+        folders = {file.name for file in root.glob("sub-*/")}
+        for subset in (None, task.cohort(root).ids if ages else ()):
+            try:
+                examples = task.load(SiteData("a", root, subset), seed=0)
+            except DataError as error:
+                outcomes["refused"] += 1
+                named, used = str(error), {}
+            else:
+                outcomes["read"] += 1
+                named = " ".join(examples.warnings)
+                parts: list[Any] = [examples.train, examples.test]
+                names = [*examples.train_ids, *examples.test_ids]
+                used = dict(zip(names, [one for part in parts for one in part._examples], strict=True))
+                for name, example in used.items():
+                    assert example.target in {find_number(age) for age in ages[name.split("_")[0]]}
+                    assert example.file in images
+            taken = {name.split("_")[0] for name in used}
+            # A text names the first three of a kind, or 30 of a refusal, and counts all.
+            is_counted = re.search(r" and \d+ more", named)
+            # What is refused is refused for one reason first: folders without a row are named by what can be read.
+            for subject in (folders | ages.keys() if used or subset is None else set(ages)) - taken:
+                assert subject in named or is_counted, (subject, named)
+            for file in images if used else ():
+                is_used = any(example.file == file for example in used.values())
+                stem = "_".join(part for part in (file.relative_to(root).parts[0], file.parent.parent.name) if part)
+                # Of two formats and of several runs, the first is read and the others are named.
+                assert is_used or file.name in named or stem.split("_")[0] in named or is_counted, (file, named)
+    assert min(outcomes["read"], outcomes["refused"]) > 3, outcomes
 
 
 VALUES = (
@@ -209,6 +298,65 @@ VALUES = (
     "half",
     "','",
 )
+
+
+JOB = """name: study
+seed: 1
+method: {name: fedavg, rounds: 1}
+task:
+  name: table
+  kind: regression
+  target: y
+  features: [x]
+simulator: {sites: 1, data: {path: "{site}.csv"}}
+"""
+
+
+def mutate_file(rng: random.Random, text: str) -> str:
+    """Return a file of settings with one mutation of its characters, lines, keys or values."""
+    lines, row = text.splitlines(), rng.randrange(text.count("\n"))
+    position, letter = rng.randrange(len(text)), rng.choice("\t:{}[]'\"#&*!|>%@`-\u00e9\u00a0\ufeff\x00")
+    key, colon, value = lines[row].partition(":")
+    mutations = (
+        lambda: text[:position] + letter + text[position:],
+        lambda: text[:position] + text[position + 1 :],
+        lambda: text[:position],
+        lambda: "\n".join([*lines[:row], *lines[row + 1 :]]),
+        lambda: "\n".join([*lines, lines[row]]),
+        lambda: "\n".join([*lines[:row], " " + lines[row], *lines[row + 1 :]]),
+        lambda: "\n".join([*lines[:row], f"{key}{colon} {rng.choice(VALUES)}", *lines[row + 1 :]]),
+        lambda: "\n".join([*lines[:row], f"{key[:-1]}{colon}{value}", *lines[row + 1 :]]),
+        lambda: "\n".join([*lines[:row], f"{key.swapcase()}{colon}{value}", *lines[row + 1 :]]),
+    )
+    return rng.choice(mutations)()
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 1 else pytest.mark.long) for s in range(6)])
+def test_mutated_files_of_settings_are_accepted_as_yaml_reads_them_or_refused(tmp_path: Path, seed: int) -> None:
+    """50 files a seed."""
+    rng, outcomes = random.Random(seed), Counter[str]()
+    file, texts = tmp_path / "study.yaml", []
+    for _ in range(50):
+        text = mutate_file(rng, JOB)
+        file.write_text(text, encoding="utf-8")
+        try:
+            config = load_config(file)
+        except ConfigError as error:
+            outcomes["refused"] += 1
+            texts.append(str(error))
+            continue
+        outcomes["accepted"] += 1
+        content, dumped = yaml.safe_load(text.removeprefix("\ufeff")), config.model_dump(mode="json")
+        for name, value in content.items():
+            if not isinstance(value, dict):
+                assert dumped[name] == value, name
+        given = {key: value for key, value in content["task"].items() if key != "name"}
+        read = config.task.config.model_dump(mode="json")
+        assert {key: read[key] for key in given if isinstance(given[key], (str, list))} == {
+            key: value for key, value in given.items() if isinstance(value, (str, list))
+        }
+    assert min(outcomes["accepted"], outcomes["refused"]) > 3, outcomes
+    assert all(texts)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 1 else pytest.mark.long) for s in range(6)])

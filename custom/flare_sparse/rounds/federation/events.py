@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core.exchange import Contribution
@@ -18,6 +18,7 @@ ENDED_EARLY = "ended_early"
 TENSORS_CUT_OFF = "tensors_cut_off"
 METRICS_CONSTANT = "metrics_constant"
 UPDATE_OPPOSED = "update_opposed"
+DATA_WARNING = "data_warning"
 
 STEP_BACK = "the run steps back by one commit: checkpoint {number:08d} is set aside as stepped-back-{number:08d}"
 
@@ -49,6 +50,12 @@ class EventLog:
     def restore(self, events: Iterable[Event]) -> None:
         """Take over the events of committed rounds."""
         self._reported.update((event.site, event.event, event.detail) for event in events)
+
+    def add_notes(self, notes: Mapping[str, Sequence[str]]) -> None:
+        """Add what the record says of the sites' data, by site."""
+        for site, texts in notes.items():
+            for text in texts:
+                self.add(site, DATA_WARNING, text)
 
     def add(self, site: str, event: str, detail: str) -> bool:
         """Add an event to the next record, unless it was reported earlier; return whether it is new."""

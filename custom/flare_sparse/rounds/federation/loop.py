@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,14 @@ from ...methods.method import Method
 from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
 from .evaluation import BestModel, Evaluation
-from .events import ENDED_EARLY, METRICS_CONSTANT, TENSORS_CUT_OFF, UPDATE_DISCARDED, UPDATE_OPPOSED, EventLog
+from .events import (
+    ENDED_EARLY,
+    METRICS_CONSTANT,
+    TENSORS_CUT_OFF,
+    UPDATE_DISCARDED,
+    UPDATE_OPPOSED,
+    EventLog,
+)
 from .learning import HasQuorum, LearnResult, learn_from
 from .model_comparison import ModelComparison
 from .outliers import OPPOSED, find_opposed
@@ -75,12 +83,15 @@ class Federation:
         self._needs_statistics = build_statistics_mask(endpoint.layout).count > 0
         self._rounds = RoundRunner(endpoint, self.rules, self._admission, self._events)
 
-    def run(self, weights: Tensor, *, resume: bool = False) -> Outcome:
+    def run(
+        self, weights: Tensor, *, resume: bool = False, notes: Mapping[str, Sequence[str]] = MappingProxyType({})
+    ) -> Outcome:
         """Run all rounds, from the initial model or from the newest checkpoint.
 
         Args:
             weights: ``(P,)`` the initial model.
             resume: continue from the newest checkpoint if there is one; otherwise all checkpoints are deleted.
+            notes: what the record says of the sites' data, by site.
 
         Raises:
             RoundFailed: too few sites can take part, or a round stayed below the quorum in every attempt; the last
@@ -97,6 +108,7 @@ class Federation:
                 self.store.delete()
             # The first admission used an empty roster; that of the checkpoint may quarantine sites.
             participants = participants.select_available(progress.roster, self.rules)
+        self._events.add_notes(notes)
         while True:
             self.endpoint.note_builders(weights, participants.capabilities)
             # Also after a step back to the start, which discards the statistics with the first commit.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +79,7 @@ class Course:
         stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
         resume: continue from the checkpoints in ``stores``.
         egress: returns a site's egress log; None: the site has none.
+        notes: what the record says of the sites' data, by site.
     """
 
     run: str = "0" * 16
@@ -87,6 +88,7 @@ class Course:
     stores: Callable[[str], Store | None] = lambda end: None
     resume: bool = False
     egress: Callable[[str], EgressLog | None] = lambda site: None
+    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def run_locally(
         store=course.stores(SERVER),
     )
     with limit_threads(course.threads):
-        outcome = federation.run(weights, resume=course.resume)
+        outcome = federation.run(weights, resume=course.resume, notes=course.notes)
     return outcome, ledger
 
 

@@ -19,7 +19,7 @@ from ...core.errors import ConfigError, DataError
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
 from ..data.cases import Case, CaseFiles, Derivative, Suffixes, describe_left_out, read_cases, read_cohort, split_cases
 from ..data.pairs import Pairs
-from ..task import Cohort, Examples, Metric, SiteData
+from ..task import Cohort, Examples, Metric, SiteData, describe_skipped
 from .cases import CaseDataset, Item, describe_cause, strip_metadata
 from .components import DTYPES, build_all, iterate_components
 from .declaration import KEYS, read_declaration
@@ -154,8 +154,8 @@ class BundleTask(AdaptableTask):
 
         train = build_dataset(split.train, training)
         validation, test = (build_dataset(part, evaluation) for part in (split.validation, split.test))
-        found = Examples(train, test, skipped, split.train, split.test, (), validation, split.validation)
-        return replace(found, warnings=describe_left_out(files))
+        found = Examples(train, test, len(skipped), split.train, split.test, (), validation, split.validation)
+        return replace(found, warnings=(*describe_skipped(skipped), *describe_left_out(files, data.path)))
 
     def _read_checked_case(self, files: CaseFiles) -> Item:
         self._target.check_files(files)

@@ -14,16 +14,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from ...core.errors import DataError, suggest
+from ...core.errors import DataError, list_first, suggest
 from ...core.names import clean_name, decode_text, find_number
 from ..task import Cohort
 from .screening import SEX_VALUES, parse_sex
 
 TABLE = "participants.tsv"
 MISSING = ("", "n/a", "na", "nan")
+NO_ROW = f"folders have no row in {TABLE}"
+DERIVATIVES = "derivatives"
+DerivativeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9*_-][A-Za-z0-9*_.-]*$")]
+"""Name of a folder in ``derivatives/``; it comes with a job, and must not lead out of the data."""
 _LABEL, _SESSION = re.compile(r"sub-[A-Za-z0-9]+"), re.compile(r"ses-[A-Za-z0-9]+")
 
 
@@ -36,12 +42,14 @@ class Subject:
         image: first T1-weighted image in name order; None when there is none.
         others: further runs, which are not used.
         name: identifier of the subject.
+        elsewhere: folders in ``derivatives/`` that have an image, where there is none.
     """
 
     row: Mapping[str, str] | None = field(default=None)
     image: Path | None = field(default=None)
     others: tuple[Path, ...] = ()
     name: str = ""
+    elsewhere: tuple[str, ...] = ()
 
     def get_text(self, column: str) -> str:
         """Return the text of a column.
@@ -89,12 +97,17 @@ class Subject:
             DataError: there is no image.
         """
         if self.image is None:
-            raise DataError("missing file: no anat/*_T1w.nii.gz, and none in a folder ses-*")
+            hint = f"; {DERIVATIVES}/{self.elsewhere[0]} has one: set task.derivative" if self.elsewhere else ""
+            raise DataError(f"missing file: no anat/*_T1w.nii.gz, and none in a folder ses-*{hint}")
         return self.image
 
 
-def read_subjects(path: Path) -> dict[str, Subject]:
+def read_subjects(path: Path, derivative: str | None = None) -> dict[str, Subject]:
     """Read all subjects of one BIDS folder, or of all BIDS folders inside ``path``.
+
+    Args:
+        path: the folder.
+        derivative: folder in ``derivatives/`` whose images are read; None: those of the data set itself.
 
     Returns:
         Subjects by identifier, in name order.
@@ -103,7 +116,7 @@ def read_subjects(path: Path) -> dict[str, Subject]:
         DataError: there is no BIDS data set, or a ``participants.tsv`` is malformed.
     """
     if (path / TABLE).is_file():
-        return _read_dataset(path)
+        return _read_dataset(path, derivative)
     folders = [folder for folder in sorted(path.glob("*/")) if (folder / TABLE).is_file()] if path.is_dir() else []
     if not folders:
         raise DataError(
@@ -114,19 +127,19 @@ def read_subjects(path: Path) -> dict[str, Subject]:
             s, row=None if s.row is None else {**s.row, "site": folder.name}, name=f"{folder.name}/{s.name}"
         )
         for folder in folders
-        for name, s in _read_dataset(folder).items()
+        for name, s in _read_dataset(folder, derivative).items()
     }
 
 
-def read_cohort(path: Path) -> Cohort:
+def read_cohort(path: Path, derivative: str | None = None) -> Cohort:
     """Return the subjects that have a row, with all columns of ``participants.tsv``.
 
-    The column ``age`` is numeric, NaN where missing; all others are text.
+    Arguments are those of :func:`read_subjects`. The column ``age`` is numeric, NaN where missing; all others are text.
 
     Raises:
         DataError: as :func:`read_subjects`.
     """
-    subjects = {name: subject for name, subject in read_subjects(path).items() if subject.row is not None}
+    subjects = {name: subject for name, subject in read_subjects(path, derivative).items() if subject.row is not None}
     rows = {name: subject.row or {} for name, subject in subjects.items()}
     names = dict.fromkeys(column for row in rows.values() for column in row)
     columns = {name: np.array([row.get(name, "") for row in rows.values()]) for name in names}
@@ -137,37 +150,60 @@ def read_cohort(path: Path) -> Cohort:
     return Cohort(tuple(rows), columns, () if owners == tuple(rows) else owners)
 
 
-def _read_dataset(folder: Path) -> dict[str, Subject]:
-    rows = read_rows(folder / TABLE)
-    on_disk = {entry.name for entry in folder.glob("sub-*/")}
+def _read_dataset(folder: Path, derivative: str | None) -> dict[str, Subject]:
+    rows, root = read_rows(folder / TABLE), folder if derivative is None else _find_derivative(folder, derivative)
+    on_disk = {entry.name for entry in root.glob("sub-*/")}
     subjects = {}
     for name in sorted(on_disk | set(rows)):
-        sessions = _read_sessions(folder / name)
-        found = {"": list_images(folder / name)} | {
-            session: list_images(folder / name / session) for session in sessions
-        }
+        sessions = _read_sessions(folder / name, root / name)
+        found = {"": list_images(root / name)} | {session: list_images(root / name / session) for session in sessions}
         used = {session: images for session, images in found.items() if images} or {"": []}
         for session, images in used.items():
             row = rows.get(name)
             row = row if row is None else {**row, **sessions.get(session, {})}
             first, others = next(iter(images), None), tuple(images[1:])
-            subjects[f"{name}_{session}".removesuffix("_")] = Subject(row, first, others, name)
+            elsewhere = () if images else _find_elsewhere(folder, name)
+            subjects[f"{name}_{session}".removesuffix("_")] = Subject(row, first, others, name, elsewhere)
     return subjects
 
 
-def _read_sessions(folder: Path) -> dict[str, dict[str, str]]:
-    """Return the cells that a subject's own table gives by session, for each session on disk."""
+def _find_derivative(folder: Path, name: str) -> Path:
+    """Return the one folder in ``derivatives/`` of a name, in which ``*`` is any text."""
+    found = sorted(folder.glob(f"{DERIVATIVES}/{name}/"))
+    if len(found) != 1:
+        have = list_first([each.name for each in (found or sorted(folder.glob(f"{DERIVATIVES}/*/")))]) or "none"
+        raise DataError(
+            f"task.derivative: {len(found)} folders {DERIVATIVES}/{name} in {folder}; expected 1, found {have}"
+        )
+    return found[0]
+
+
+def _find_elsewhere(folder: Path, subject: str) -> tuple[str, ...]:
+    return tuple(
+        place.name
+        for place in sorted(folder.glob(f"{DERIVATIVES}/*/"))
+        if any(list_images(inner) for inner in (place / subject, *place.glob(f"{subject}/ses-*/")))
+    )
+
+
+def _read_sessions(folder: Path, images: Path) -> dict[str, dict[str, str]]:
+    """Return the cells that a subject's own table gives by session, for each session with a folder of images."""
     table = folder / f"{folder.name}_sessions.tsv"
     rows = read_rows(table, "session_id", _SESSION) if table.is_file() else {}
     cells = {
         name: {key: cell for key, cell in row.items() if key != "session_id" and cell} for name, row in rows.items()
     }
-    return {place.name: cells.get(place.name, {}) for place in sorted(folder.glob("ses-*/"))}
+    return {place.name: cells.get(place.name, {}) for place in sorted(images.glob("ses-*/"))}
 
 
 def list_images(folder: Path) -> list[Path]:
     """Return the T1-weighted images in ``anat`` of a folder of a subject or of a session."""
-    return list_files(folder, "anat/*_T1w.nii.gz") or list_files(folder, "anat/*_T1w.nii")
+    return list_volumes(folder, "anat/*_T1w")
+
+
+def list_volumes(folder: Path, pattern: str) -> list[Path]:
+    """Return the NIfTI files of a folder whose names match a pattern up to their end, the compressed ones first."""
+    return [*list_files(folder, f"{pattern}.nii.gz"), *list_files(folder, f"{pattern}.nii")]
 
 
 def list_files(folder: Path, pattern: str) -> list[Path]:

@@ -24,7 +24,7 @@ from pydantic import Field
 from ...cohorts.split import Split, SplitConfig
 from ...core.errors import DataError, list_first
 from ..task import Cohort
-from .bids import TABLE, list_files, read_rows
+from .bids import NO_ROW, TABLE, DerivativeName, list_volumes, read_rows
 from .pairs import CASE, Pairs, match_files
 from .screening import screen_subjects
 
@@ -34,9 +34,7 @@ Suffixes = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9]+$")], ...],
     Field(min_length=1, description="BIDS suffix of the image of each channel, such as [T1w, FLAIR]"),
 ]
-Derivative = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9*_.-]+$", description="folder of the label maps in derivatives/; *: any")
-]
+Derivative = Annotated[DerivativeName, Field(description="folder of the label maps in derivatives/; *: any")]
 
 DECATHLON = "dataset.json"
 EXPECTED = (
@@ -113,10 +111,14 @@ def find_cases(
     )
 
 
-def describe_left_out(cases: Mapping[str, CaseFiles]) -> list[str]:
-    """Return a warning of the images beside those of the cases that no case has, such as ``a.NII`` or ``a_01.nii``.
+def describe_left_out(cases: Mapping[str, CaseFiles], path: Path) -> list[str]:
+    """Return warnings of what no case has: images, such as ``a.NII`` or ``a_01.nii``, and rows.
 
     Folders ``anat`` of BIDS hold images of other sequences, too.
+
+    Args:
+        cases: the cases of the data, also those that cannot be used.
+        path: folder of the data.
     """
     used = {file for case in cases.values() for file in (*case.images, case.labels) if file is not None}
     folders = {file.parent for file in used if file.parent.name != "anat"}
@@ -129,7 +131,23 @@ def describe_left_out(cases: Mapping[str, CaseFiles]) -> list[str]:
         for file in beside - used
         if not file.name.startswith(".") and re.search(VOLUMES, file.name, re.IGNORECASE)
     )
-    return [f"{len(left)} images are left out, since no case has them: {list_first(left, 3)}"] if left else []
+    images = [f"{len(left)} images are left out, since no case has them: {list_first(left, 3)}"] if left else []
+    return images + _compare_rows({case.subject for case in cases.values()}, path)
+
+
+def _compare_rows(subjects: Set[str], path: Path) -> list[str]:
+    """Return warnings of rows of ``participants.tsv`` without a folder, and of folders without a row."""
+    sets = {"": path} if (path / TABLE).is_file() else {f"{each.name}/": each for each in sorted(path.glob("*/"))}
+    rows = {
+        f"{prefix}{name}"
+        for prefix, folder in sets.items()
+        if (folder / TABLE).is_file()
+        for name in read_rows(folder / TABLE)
+    }
+    if not rows:
+        return []
+    without = {f"rows of {TABLE} have no folder with images": rows - subjects, NO_ROW: subjects - rows}
+    return [f"{len(names)} {text}: {list_first(sorted(names), 3)}" for text, names in without.items() if names]
 
 
 def find_classes(path: Path, suffixes: Sequence[str] = ("T1w",)) -> dict[str, CaseFiles]:
@@ -179,7 +197,7 @@ def find_images(path: Path, suffixes: Sequence[str], derivative: str, pairs: Pai
     Raises:
         DataError: there is no image, or a folder has two of one name.
     """
-    files = [path] if path.is_file() else sorted([*list_files(path, "*.nii.gz"), *list_files(path, "*.nii")])
+    files = [path] if path.is_file() else sorted(list_volumes(path, "*"))
     try:
         cases = _find_in_folder(path, suffixes, derivative, pairs)
     except DataError:
@@ -230,8 +248,8 @@ def read_cases(
     cache: bool,
     skip_bad_subjects: bool,
     source: Path,
-) -> tuple[dict[str, Case[T]], int]:
-    """Read every case once; return the usable ones by name, and the number of skipped cases.
+) -> tuple[dict[str, Case[T]], list[str]]:
+    """Read every case once; return the usable ones by name, and for each skipped one why it is.
 
     Args:
         cases: files of all cases by name.
@@ -295,10 +313,10 @@ def find_bids_cases(folder: Path, suffixes: Sequence[str], derivative: str = "*"
     cases = {}
     for place in sorted([*folder.glob("sub-*/anat/"), *folder.glob("sub-*/ses-*/anat/")]):
         inner = place.relative_to(folder)
-        found = [_list_images(place, f"*_{suffix}") for suffix in suffixes]
+        found = [list_volumes(place, f"*_{suffix}") for suffix in suffixes]
         labels = [
             file for pipeline in sorted(folder.glob(f"derivatives/{derivative}/"))
-            for file in _list_images(pipeline / inner, "*_dseg")
+            for file in list_volumes(pipeline / inner, "*_dseg")
         ]  # fmt: skip
         problem = next(
             (
@@ -337,10 +355,6 @@ def _find_index(folder: Path) -> Path | None:
     except (OSError, ValueError):
         return file
     return file if not isinstance(content, dict) or "training" in content else None
-
-
-def _list_images(folder: Path, pattern: str) -> list[Path]:
-    return list_files(folder, f"{pattern}.nii.gz") or list_files(folder, f"{pattern}.nii")
 
 
 def _read_decathlon(folder: Path) -> dict[str, CaseFiles]:

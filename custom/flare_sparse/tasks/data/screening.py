@@ -27,7 +27,7 @@ def parse_sex(text: str) -> float:
 
 def screen_subjects(
     ids: Iterable[str], read: Callable[[str], T], *, skip_bad_subjects: bool, source: object
-) -> tuple[dict[str, T], int]:
+) -> tuple[dict[str, T], list[str]]:
     """Read every subject and separate the usable from the unusable ones.
 
     Args:
@@ -37,7 +37,7 @@ def screen_subjects(
         source: file or folder, named in the error.
 
     Returns:
-        The results of ``read`` by subject, and the number of skipped subjects.
+        The results of ``read`` by subject, and for each skipped subject why it is.
 
     Raises:
         DataError: a subject is unusable and may not be skipped, or no usable subject remains. The text lists
@@ -57,4 +57,4 @@ def screen_subjects(
         raise DataError("\n  ".join([f"{source}: {count}:", *listed]) + f"\n{remedy}")
     if not usable:
         raise DataError(f"{source}: there are no subjects; expected at least one")
-    return usable, len(problems)
+    return usable, problems

@@ -137,7 +137,7 @@ class Nnunet(Task):
         )
         split = split_cases({name: files[name].subject for name in cases}, self.config.split, seed)
         found = build_examples(split, lambda names: _CaseList([cases[name] for name in names]), skipped)
-        return replace(found, warnings=describe_left_out(files))
+        return replace(found, warnings=(*found.warnings, *describe_left_out(files, data.path)))
 
     def describe_columns(self, data: SiteData) -> list[Column]:
         """Return the orientations that a site's images are stored in, where nnU-Net reads voxels as they are stored."""
