@@ -320,6 +320,8 @@ def build_initial_model(task: Task, seed: int) -> tuple[Layout, Tensor]:
     with seed_torch(seed):
         module = task.model()
     layout = Layout.from_module(module)
+    if not layout.size:
+        raise ConfigError(f"task.model: {type(module).__name__} has no parameter to train")
     if hollow := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
         raise ConfigError(
             f"task.model: {hollow[0]!r} is on torch's meta device, without values; initialise it on the CPU"

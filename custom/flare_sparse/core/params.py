@@ -186,6 +186,9 @@ def _build_skeleton(module: nn.Module) -> nn.Module:
     """Copy a module onto the ``meta`` device: the copy holds no values and shares nothing with the module."""
     # deepcopy takes the second argument as its memo: each tensor is replaced by its meta twin instead of being copied.
     memo: dict[int, Tensor] = {id(b): b.to("meta") for b in module.buffers()}
+    # The older weight norm keeps a weight that is computed from parameters, which cannot be copied.
+    kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    memo |= {id(tensor): tensor.detach().to("meta") for tensor in kept}
     memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
     return copy.deepcopy(module, memo)
 

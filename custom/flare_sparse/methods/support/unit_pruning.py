@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ...compute.structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
+from ...compute.structure.tracing import Untraceable
 from ...core.errors import ConfigError
 from ...core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ...core.mask import Mask
@@ -103,7 +104,12 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
 
     def __init__(self, config: PruningConfigT, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
-        self.layers = find_removable_layers(build_channel_graph(layout))
+        try:
+            self.layers = find_removable_layers(build_channel_graph(layout))
+        except Untraceable as error:
+            raise ConfigError(
+                f"method {self.name} removes units along the layers of a network, and {error}; choose another method"
+            ) from error
         if not self.layers:
             raise ConfigError(f"method {self.name}: the network has no hidden layer with a ReLU to remove units from")
 
