@@ -48,15 +48,16 @@ class Subgroup:
         """Return the interval of a metric, which stays in the metric's range.
 
         Between 0 and 1 it is Wilson's, of as many subjects as have the standard error (Franco et al. 2019, J. Surv.
-        Stat. Methodol. 7:334); where no resample differs, as at an AUC of 1, of the subgroup's. Other normal intervals
-        end where the range does.
+        Stat. Methodol. 7:334); where no resample differs, as at an AUC of 1, of the subgroup's. Other intervals
+        are Student's, of as many subjects, and end where the range does.
         """
         value, error = self.metrics[metric]
         z = NormalDist().inv_cdf((1 + level) / 2)
         fitting = (r for pattern, r in _RANGES.items() if re.fullmatch(pattern, metric) and r[0] <= value <= r[1])
         lowest, highest = next(fitting, (-inf, inf))
         if (lowest, highest) != (0, 1):
-            return max(value - z * error, lowest), min(value + z * error, highest)
+            reach = compute_t_quantile(z, max(self.subjects - 1, 1)) * error
+            return max(value - reach, lowest), min(value + reach, highest)
         variance = value * (1 - value)
         weight = z**2 / ((variance / error**2 if error else 0) or self.subjects)
         center, reach = value + weight / 2, sqrt(weight * variance + weight**2 / 4)
@@ -90,6 +91,17 @@ class Gap:
     value: float
     low: float
     high: float
+
+
+def compute_t_quantile(z: float, freedom: int) -> float:
+    """Return the quantile of Student's t at which the normal one is ``z`` (Abramowitz and Stegun 1964, 26.7.5).
+
+    >>> [round(compute_t_quantile(1.959964, n), 2) for n in (5, 9, 100)]
+    [2.57, 2.26, 1.98]
+    """
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def pool_subgroups(run: RunResult) -> list[Subgroup]:
