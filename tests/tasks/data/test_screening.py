@@ -24,7 +24,10 @@ def test_error_lists_all_unusable_subjects() -> None:
 
 
 def test_unusable_subjects_are_skipped_and_counted_on_request() -> None:
-    assert screen_subjects(["1", "a", "2"], read, skip_bad_subjects=True, source="here") == ({"1": 1, "2": 2}, 1)
+    assert screen_subjects(["1", "a", "2"], read, skip_bad_subjects=True, source="here") == (
+        {"1": 1, "2": 2},
+        ["a: 'a' is no number"],
+    )
 
 
 @pytest.mark.parametrize(("ids", "message"), [(["a"], "1 of 1 subjects cannot be used"), ([], "there are no subjects")])
