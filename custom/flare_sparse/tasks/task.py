@@ -623,13 +623,10 @@ def build_examples(
     return replace(found, warnings=describe_skipped(skipped))
 
 
-def describe_skipped(problems: Sequence[str]) -> list[str]:
+def describe_skipped(problems: Sequence[str]) -> tuple[str, ...]:
     """Return a warning of the examples that are skipped; none if there are none."""
-    return (
-        [f"{len(problems)} examples are skipped, since they cannot be used: {list_first(problems, 3)}"]
-        if problems
-        else []
-    )
+    text = f"{len(problems)} examples are skipped, since they cannot be used: {list_first(problems, 3)}"
+    return (text,) if problems else ()
 
 
 def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
