@@ -96,7 +96,7 @@ class FederationConfig(Section):
     )
     max_norm_ratio: float | None = Field(
         100.0,
-        ge=10,
+        ge=1.5,
         allow_inf_nan=False,
         description="largest L2 norm of a site's delta, as a multiple of the median of the round's; a longer one is "
         "rejected (E_NORM); from three updates on, not for encrypted ones and not with clip_norm; null: no bound",

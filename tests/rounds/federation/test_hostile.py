@@ -147,6 +147,15 @@ def test_updates_that_point_against_all_others_are_named_once(factor: float, met
     assert events == ([(1, site, "update_opposed") for site in HOSTILE] if factor < -1 else [])
 
 
+@pytest.mark.slow
+def test_ratio_below_the_number_of_the_others_keeps_out_one_site_that_reverses_what_they_learn() -> None:
+    federation = build_federation(lambda upload: scale_delta(upload, -20.0), rounds=3)
+    federation.rules = RoundRules(max_norm_ratio=2.0, quarantine_after=0)
+    outcome = federation.run()
+    assert all(record.rejected == dict.fromkeys(HOSTILE, "E_NORM") for record in outcome.rounds[:-1])
+    assert compute_honest_error(outcome) < compute_honest_error(run(None, rounds=1))
+
+
 @pytest.mark.long
 def test_median_keeps_the_error_finite_where_the_mean_does_not_learn() -> None:
     """Two hostile sites of eight scale their delta by 1e6."""
