@@ -24,23 +24,27 @@ from pathlib import Path
 
 import torch
 import yaml
-from safetensors.torch import load_file
+
+from flare_sparse.results.runs.load import load_study
+from flare_sparse.results.runs.model_files import read_mask, read_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def digest_model(folder: Path) -> dict[str, str]:
-    """Return the sha256 of the tensors of each safetensors file that a run left at the top of its folder, by name.
+    """Return the sha256 of the weights and of the live entries of each model at the top of a run's folder, by name."""
+    layout, found = load_study(folder).assembly.layout, {}
+    for path in sorted(folder.glob("*model.safetensors")):
+        found[path.name] = digest_tensors(layout.unflatten(read_model(path, layout)))
+        mask = path.name.replace("model", "mask")
+        found[mask] = digest_tensors(layout.unflatten(read_mask(path, layout).bits))
+    return found
 
-    Not of the file: the order of its metadata differs from process to process.
-    """
-    return {path.name: digest_tensors(path) for path in sorted(folder.glob("*.safetensors"))}
 
-
-def digest_tensors(path: Path) -> str:
-    """Return the sha256 of name, type, shape and bytes of all tensors of a file, in the order of their names."""
+def digest_tensors(tensors: dict[str, torch.Tensor]) -> str:
+    """Return the sha256 of name, type, shape and bytes of all tensors, in the order of their names."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(load_file(path).items()):
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -17,7 +17,7 @@ from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
-from flare_sparse.results.runs.model_files import read_mask, save_mask
+from flare_sparse.results.runs.model_files import read_mask, save_model
 from flare_sparse.tasks.data.source import find_site_data, write_site_files
 from flare_sparse.tasks.task import SiteData
 
@@ -112,11 +112,11 @@ def test_budget_of_metrics_is_for_the_models_that_are_evaluated(
 def test_saved_mask_trips_and_another_network_raises(tmp_path: Path) -> None:
     layout = Layout.from_module(nn.Linear(3, 2))
     mask = Mask.from_tensors(layout, lambda spec: spec.role == "weight")
-    save_mask(tmp_path / "mask.safetensors", layout, mask)
+    save_model(tmp_path / "mask.safetensors", layout, torch.ones(layout.size), mask)
     assert read_mask(tmp_path / "mask.safetensors", layout) == mask
     with pytest.raises(ConfigError, match="belongs to another network"):
         read_mask(tmp_path / "mask.safetensors", Layout.from_module(nn.Linear(4, 2)))
-    with pytest.raises(ConfigError, match="cannot be read as a model or mask"):
+    with pytest.raises(ConfigError, match="cannot be read as a model"):
         read_mask(tmp_path / "none.safetensors", layout)
 
 

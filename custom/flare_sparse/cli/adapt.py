@@ -35,7 +35,7 @@ def adapt(
     """Adapt a run's model to a site that took no part in the run.
 
     The model is adapted on 80 % of the site's examples and evaluated on the others, before and after. Writes the
-    adapted model, its mask and adaptation.json. Nothing leaves this machine.
+    adapted model and adaptation.json. Nothing leaves this machine.
 
     [dim]flare-sparse adapt runs/metagater_cifar10 --data new_hospital.npz[/]
     """
@@ -73,12 +73,12 @@ def adapt_at_site(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -
         DataError: the site has no training examples.
     """
     from ..core.params import compute_digest
-    from ..results.runs.model_files import read_mask, read_model, save_mask, save_model
+    from ..results.runs.model_files import read_mask, read_model, save_model
 
     if not site.num_examples:
         raise DataError(f"site {site.name!r} has no training examples; adaptation needs some")
     weights = read_model(run_dir / "model.safetensors", assembly.layout)
-    live = read_mask(run_dir / "mask.safetensors", assembly.layout)
+    live = read_mask(run_dir / "model.safetensors", assembly.layout)
     site.weights = weights.clone()
     before = site.evaluate(weights)
     began = time.perf_counter()
@@ -88,7 +88,6 @@ def adapt_at_site(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -
     after = site.evaluate(adapted)
     assert site.evaluated is not None, "the adapted model was evaluated"
     save_model(folder / "model.safetensors", *site.evaluated)
-    save_mask(folder / "mask.safetensors", assembly.layout, live)
     figures = {
         "method": assembly.method.name,
         "site": site.name,

@@ -107,6 +107,23 @@ def _code_compressed(patch: Patch, dtype: torch.dtype, residual: Tensor | None) 
     return CodedValues(pack_shuffled(plain, dtype.itemsize), new_residual, received)
 
 
+def write_section(patch: Patch, layout: Layout, value_type: ValueType, generator: torch.Generator) -> np.ndarray:
+    """Return the section of values that no receiver has a base or a residual for, uint8 ``(n,)``.
+
+    Raises:
+        RejectedMessage: a value is not finite in this format.
+    """
+    dtype, width = FORMATS[value_type].dtype, FORMATS[value_type].width
+    if dtype is None:
+        return write_quantized(
+            patch.values.detach().numpy(), patch.values.detach().numpy(), _take_reference(patch.mask, None),
+            find_exact_values(patch.mask, layout), value_type, generator,
+        ).section  # fmt: skip
+    plain = np.empty(width * patch.mask.count, np.uint8)
+    write_values(patch, dtype, None, plain)
+    return pack_shuffled(plain, width) if FORMATS[value_type].is_compressed else plain
+
+
 def measure_section(buffer: np.ndarray, scalars: int, value_type: ValueType) -> int:
     """Return the length in bytes of the section of ``scalars`` values at the start of ``buffer``, which may be longer.
 

@@ -68,7 +68,7 @@ def test_crate_describes_the_run_as_the_federated_learning_profile_asks(phantom_
 def test_digests_of_the_crate_are_those_of_its_files(phantom_run: Path, tmp_path: Path) -> None:
     entities = pack(phantom_run, tmp_path / "crate")
     digests = {name: entity["sha256"] for name, entity in entities.items() if "sha256" in entity}
-    assert {"config.yaml", "evidence.json", "sbom.cdx.json", "ledger.jsonl", "mask.safetensors"} <= digests.keys()
+    assert {"config.yaml", "evidence.json", "sbom.cdx.json", "ledger.jsonl", "model.safetensors"} <= digests.keys()
     for name, digest in digests.items():
         assert hashlib.sha256((tmp_path / "crate" / name).read_bytes()).hexdigest() == digest
 

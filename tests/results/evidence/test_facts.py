@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 from docx import Document
-from safetensors import safe_open
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
@@ -22,6 +20,8 @@ from flare_sparse.results.evidence.deviations import list_deviations
 from flare_sparse.results.evidence.dpia import build_dpia, format_readme
 from flare_sparse.results.evidence.facts import Approval, collect_facts, find_crate_files
 from flare_sparse.results.report.card import format_card
+from flare_sparse.results.runs.load import load_study
+from flare_sparse.results.runs.model_files import read_model, save_model
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.rounds.endpoints.egress import find_logs, read_chain, read_log
 
@@ -144,11 +144,8 @@ def test_model_that_was_changed_after_the_run_is_refused(phantom_run: Path, tmp_
     run = tmp_path / "run"
     shutil.copytree(phantom_run, run)
     file = run / "model.safetensors"
-    with safe_open(file, framework="pt") as stored:
-        tensors, metadata = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()  # noqa: SIM118
-    name = min(tensors)
-    tensors[name] = tensors[name] + 1e-6
-    save_file(tensors, file, metadata)
+    layout = load_study(run).assembly.layout
+    save_model(file, layout, read_model(file, layout) + 1e-6)
     with pytest.raises(ConfigError, match="the folder was changed after the run"):
         collect_facts(RunResult.read(run), NO_JOB, {})
 

@@ -8,7 +8,6 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
@@ -18,6 +17,8 @@ from flare_sparse.cli import app
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.runs.folder import RunFolder
+from flare_sparse.results.runs.load import load_study
+from flare_sparse.results.runs.model_files import read_mask, read_model
 from flare_sparse.results.runs.onnx_export import export_onnx
 
 
@@ -37,12 +38,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_loaded_model_equals_the_record_and_is_masked(run: Path) -> None:
     model = load_model(run)
-    stored, mask = load_file(run / "model.safetensors"), load_file(run / "mask.safetensors")
+    layout, files = (
+        load_study(run).assembly.layout,
+        [run / name for name in ("model.safetensors", "best_model.safetensors")],
+    )
+    stored, best = (layout.unflatten(read_model(file, layout)) for file in files)
+    mask = layout.unflatten(read_mask(files[0], layout).bits)
     assert not model.training
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, stored[name])
         assert not bool((tensor[~mask[name]] != 0).any())
-    best = load_file(run / "best_model.safetensors")
     assert all(torch.equal(t, best[n]) for n, t in load_model(run, "best").state_dict().items())
 
 

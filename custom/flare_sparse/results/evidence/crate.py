@@ -56,9 +56,7 @@ DESCRIPTIONS = {
     "model_card.md": "Model card",
     "audit.json": "Results of privacy attacks on the run",
     "model.safetensors": "The model that the run ended with",
-    "mask.safetensors": "Live entries of the model",
     "best_model.safetensors": "The best model by validation examples",
-    "best_mask.safetensors": "Live entries of the best model",
 }
 
 

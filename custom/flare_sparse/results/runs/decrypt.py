@@ -42,13 +42,14 @@ def _decrypt_models(run: Path, assembly: Assembly, cipher: SiteCipher) -> Iterat
     layout = assembly.layout
     for file in sorted(run.glob(f"{ENCRYPTED}*model.safetensors")):
         name = file.name.removeprefix(ENCRYPTED)
-        mask, values = read_mask(run / name.replace("model", "mask"), layout), read_encrypted(file, layout)
+        mask, values = read_mask(file, layout), read_encrypted(file, layout)
         expected = measure_ciphertexts(values.data.numpy(), mask.count, cipher.ciphertext_format)
         if expected != values.data.numel():
             raise RejectedMessage("E_LEN", file.name, f"{expected} bytes", values.data.numel())
         weights = Patch(cipher.decrypt(values, mask.count), mask).to_vector()
-        save_model(run / name, layout, weights)
+        save_model(run / name, layout, weights, mask)
         if name == "model.safetensors":
             summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-            write_json(run / SUMMARY, {**summary, "model_sha256": compute_digest(weights)})
+            size = {**summary["model"], "bytes": (run / name).stat().st_size}
+            write_json(run / SUMMARY, {**summary, "model_sha256": compute_digest(weights), "model": size})
         yield run / name

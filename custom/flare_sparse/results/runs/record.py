@@ -27,7 +27,7 @@ from ...privacy.dp.config import PrivacyConfig
 from ...rounds.federation import Evaluation, Outcome, RoundRecord
 from ...rounds.federation.events import STEPPED_BACK
 from ...wire.ledger import Ledger
-from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, save_model
+from .model_files import ENCRYPTED, delete_models, describe_model, save_encrypted, save_model
 from .updates import UPDATES, write_updates
 
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
@@ -50,8 +50,8 @@ class RecordWriter:
     """Writes the record of one run into a folder.
 
     Files: ``config.yaml``, ``rounds.jsonl`` and ``ledger.jsonl`` (extended by every commit), ``summary.json``,
-    ``model.safetensors``, ``mask.safetensors``, ``best_model.safetensors``, ``best_mask.safetensors``. Encrypted models
-    are in ``encrypted_model.safetensors`` and ``encrypted_best_model.safetensors`` instead.
+    ``model.safetensors``, ``best_model.safetensors``. Encrypted models are in ``encrypted_model.safetensors`` and
+    ``encrypted_best_model.safetensors`` instead.
     """
 
     def __init__(self, path: Path, config: JobConfig, assembly: Assembly, ledger: Ledger):
@@ -109,22 +109,24 @@ class RecordWriter:
         # A finished run is recognized by its summary, so the summary is written last: a crash before that leaves a
         # folder that counts as unfinished.
         delete_models(self.path)
-        self._save("", outcome.weights, outcome.mask, outcome.encrypted)
+        file = self._save("", outcome.weights, outcome.mask, outcome.encrypted)
         best = outcome.best
         if best.model is not None:
             self._save("best_", best.model.to_vector(), best.model.mask, best.encrypted)
-        summary = self._build_summary(outcome)
+        size = {"bytes": file.stat().st_size, **describe_model(self.assembly.layout, outcome.mask)}
+        summary = {**self._build_summary(outcome), "model": size}
         for name in APPENDED_FILES:
             sync_to_disk(self.path / name)
         write_json(self.path / SUMMARY, summary)
         return summary
 
-    def _save(self, prefix: str, weights: Tensor, mask: Mask, encrypted: EncryptedValues | None) -> None:
-        save_mask(self.path / f"{prefix}mask.safetensors", self.assembly.layout, mask)
+    def _save(self, prefix: str, weights: Tensor, mask: Mask, encrypted: EncryptedValues | None) -> Path:
+        file = self.path / f"{ENCRYPTED if encrypted else ''}{prefix}model.safetensors"
         if encrypted is None:
-            save_model(self.path / f"{prefix}model.safetensors", self.assembly.layout, weights)
+            save_model(file, self.assembly.layout, weights, mask)
         else:
-            save_encrypted(self.path / f"{ENCRYPTED}{prefix}model.safetensors", self.assembly.layout, encrypted)
+            save_encrypted(file, self.assembly.layout, encrypted, mask)
+        return file
 
     def _build_summary(self, outcome: Outcome) -> dict[str, Any]:
         config, method, metric = self.config, self.assembly.method, self.assembly.task.metric

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import yaml
 
 from ...cohorts.subgroups import split_metric
@@ -219,14 +218,9 @@ class RunResult:
 
     @cached_property
     def layer_densities(self) -> dict[str, float]:
-        """Share of live entries of every tensor with two or more dimensions; empty without a mask."""
-        file = self.path / "mask.safetensors"
-        if not file.is_file():
-            return {}
-        with safetensors.safe_open(file, framework="pt") as stored:
-            # safe_open returns no mapping: its names must be listed with keys().
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        return {name: float(bits.float().mean()) for name, bits in tensors.items() if bits.dim() > 1}
+        """Share of live entries of every tensor with two or more dimensions."""
+        layers = self.summary["model"]["layers"]
+        return {name: live / max(size, 1) for name, (live, size) in layers.items()}
 
 
 def group_by_seed(runs: list[RunResult]) -> list[list[RunResult]]:
