@@ -13,12 +13,16 @@ from .options import ModelName, TrustCode
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from ..config.study import Study
 
 _INPUTS = 4
 """Examples on which the ONNX file is compared with the network."""
+_SPARSE = typer.Option("--sparse", help="Write the smallest folder that load_model reads: live entries and config.yaml")
+_INT8 = typer.Option("--int8", help="As --sparse, with values of 8 bits: predictions change a little")
+_CSR = typer.Option("--csr", help="Write each tensor as a sparse matrix of scipy")
+_COMPACT = typer.Option("--compact", help="Write the network without the units and channels that compute nothing")
 
 
 def save(
@@ -28,6 +32,10 @@ def save(
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Write ONNX, too, after a check that it computes the same on the run's data")
     ] = False,
+    sparse: Annotated[bool, _SPARSE] = False,
+    int8: Annotated[bool, _INT8] = False,
+    csr: Annotated[bool, _CSR] = False,
+    compact: Annotated[bool, _COMPACT] = False,
     data: Annotated[
         Path | None, typer.Option(help="Data for the check of --onnx; default: that of the run's first simulated site")
     ] = None,
@@ -47,11 +55,17 @@ def save(
 
     [dim]flare-sparse save runs/neurosfl_brain_age --onnx[/]
 
+    [dim]flare-sparse save runs/neurosfl_brain_age --sparse[/]
+
     [dim]flare-sparse save runs/neurosfl_encrypted --context /opt/flare/site-1/startup/client_context.tenseal[/]
     """
+    from ..compute.structure.compact import compact_model
     from ..results.runs.load import load_study, load_trained_model
     from ..results.runs.models import describe_missing
+    from ..results.runs.small import save_csr, save_small_run
 
+    if sum((sparse or int8, csr, compact)) > 1:
+        raise ConfigError("--sparse or --int8, --csr and --compact exclude each other; choose one")
     study = load_study(run)
     if context is not None:
         _decrypt(study, run, context)
@@ -59,7 +73,13 @@ def save(
     if note := describe_missing(study.assembly, model):
         console.print(note, markup=False)
     folder = out or run / "saved"
-    study.assembly.task.save(network, folder)
+    network = compact_model(network) if compact else network
+    if sparse or int8:
+        save_small_run(study, model, folder, "int8" if int8 else None)
+    elif csr:
+        save_csr(network, folder / "csr")
+    else:
+        study.assembly.task.save(network, folder)
     if onnx:
         try:
             from ..results.runs.onnx_export import export_onnx
@@ -69,7 +89,14 @@ def save(
             ) from error
         largest_error = export_onnx(network, _load_inputs(study, data), folder / "model.onnx")
         console.print(f"model.onnx computes the same within {largest_error:.2g}")
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    total = sum(path.stat().st_size for path in files)
     console.print(f"{folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())), markup=False)
+    console.print(f"{total:,} bytes in {len(files)} files; the dense model takes {_count_bytes(network):,}")
+
+
+def _count_bytes(network: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in network.state_dict().values())
 
 
 def _decrypt(study: Study, run: Path, context: Path) -> None:
@@ -97,10 +124,9 @@ def _load_inputs(study: Study, data: Path | None) -> Tensor:
     Raises:
         ConfigError: the network takes more than one tensor, or there is no data.
     """
-    from torch import Tensor
-
     from ..config.withdrawals import Withdrawals
-    from ..tasks.task import SiteData, load_examples
+    from ..results.runs.cost import load_inputs
+    from ..tasks.task import SiteData
 
     if data is not None:
         site = Withdrawals.read(study.folder).open(SiteData("data", data.resolve()))
@@ -108,9 +134,4 @@ def _load_inputs(study: Study, data: Path | None) -> Tensor:
         raise ConfigError("--onnx: the run has no simulator section and so no data; add --data DIR")
     else:
         site = next(iter(study.prepare_sites(study.folder, Screen()).values()))
-    task = study.assembly.task
-    batch = next(task.iterate_batches(load_examples(task, site, study.config.seed).test, _INPUTS))
-    inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
-    if not isinstance(inputs, Tensor):
-        raise ConfigError(f"--onnx: expected a network whose input is one tensor, found {type(inputs).__name__}")
-    return inputs
+    return load_inputs(study, site, _INPUTS)

@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from scipy.sparse import load_npz
 from torch import nn
 from typer.testing import CliRunner
 
@@ -101,3 +102,27 @@ def test_interrupted_run_and_run_without_a_common_model_are_explained(tmp_path: 
     (tmp_path / "config.yaml").write_text(text.replace("fedavg", "local_only"))
     with pytest.raises(ConfigError, match=r"local_only trains no common model.*use a site's model with --model SITE"):
         load_model(tmp_path)
+
+
+@pytest.mark.slow
+def test_smallest_folder_loads_to_the_same_model_and_matrices_to_its_tensors(run: Path, tmp_path: Path) -> None:
+    for flag in ("--sparse", "--int8", "--csr"):
+        result = CliRunner().invoke(app, ["save", str(run), flag, "--to", str(tmp_path / flag[2:])])
+        assert result.exit_code == 0, result.output
+        assert "the dense model takes" in result.output
+    expected = load_model(run).state_dict()
+    found, rounded = (load_model(tmp_path / name).state_dict() for name in ("sparse", "int8"))
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor)
+        assert float((rounded[name] - tensor).abs().max()) <= 0.02 * max(
+            float(t.abs().max()) for t in expected.values()
+        )
+        matrix = load_npz(tmp_path / "csr" / "csr" / f"{name}.npz").toarray()
+        assert np.array_equal(matrix.ravel(), tensor.numpy().ravel())
+    sizes = [sum(f.stat().st_size for f in folder.glob("model.safetensors")) for folder in (tmp_path / "int8", run)]
+    assert sizes[0] < sizes[1] < 0.2 * sum(tensor.nbytes for tensor in expected.values())
+    refused = CliRunner().invoke(app, ["save", str(run), "--csr", "--compact"])
+    assert "exclude each other" in refused.output
+    refused = CliRunner().invoke(app, ["save", str(run), "--compact"])
+    assert refused.exit_code == 2
+    assert "no unit or channel of this network is off" in " ".join(refused.output.split())

@@ -1,4 +1,4 @@
-"""Smaller copies of gated networks, without the channels that a site's gates never open."""
+"""Smaller copies of networks, without the channels that no gate opens and the units that compute nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,42 @@ from ...core.errors import ConfigError
 from ...core.mask import Mask
 from ...core.params import Layout
 from .channels import CHANNELWISE, CONVOLUTIONS, cut_channels, iterate_leaf_modules, keep_entries
+from .removal import remove_silent_units
+from .tracing import Untraceable
+
+
+def compact_model(model: nn.Module) -> nn.Module:
+    """Return a copy without the units and channels that are off for every input; it computes the same function.
+
+    Of a gated network these are the channels that no input opens, of any other the units whose weights, bias and
+    norm are all zero.
+
+    Raises:
+        ConfigError: there is none, or the network's channels cannot be traced.
+    """
+    gated = {name: part for name, part in model.named_modules() if is_gated(part)}
+    if gated and isinstance(model, nn.Sequential):
+        closed = {name: _is_never_open(part.get_submodule("gate.open")) for name, part in gated.items()}
+        smaller = remove_channels(model, closed)[0]
+    else:
+        try:
+            smaller = remove_silent_units(model)
+        except Untraceable as error:
+            raise ConfigError(f"no smaller network can be built: {error}") from error
+    before, after = (Layout.from_module(network).size for network in (model, smaller))
+    if after == before:
+        raise ConfigError(
+            "no unit or channel of this network is off as a whole, so no smaller network computes the same; methods "
+            "that remove units (scbfwp, fawp) or close channels (metagater) make such models, and --sparse stores any"
+        )
+    return smaller.eval()
+
+
+def _is_never_open(logits: nn.Module) -> Tensor:
+    """Return the channels whose logit is at most 0 for every input of a gate's last layer, bool ``(channels,)``."""
+    # Its inputs come from a ReLU: without a positive weight or bias no input opens the channel.
+    weight, bias = logits.get_parameter("weight"), logits.get_parameter("bias")
+    return (torch.cat([weight, bias[:, None]], dim=1) <= 0).all(1)
 
 
 def compact_network(network: nn.Sequential, observed: Mapping[str, Tensor]) -> nn.Sequential:

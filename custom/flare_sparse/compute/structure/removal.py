@@ -144,6 +144,24 @@ def extract_network(network: nn.Module, live: Mask) -> nn.Module:
     return smaller
 
 
+def remove_silent_units(network: nn.Module) -> nn.Module:
+    """Return the smaller network without the removable units whose own parameters are all zero.
+
+    Such a unit is zero behind its ReLU for every input. A layer keeps one unit at least.
+
+    Raises:
+        Untraceable: as :func:`narrow_network`.
+    """
+    layout, layers = Layout.from_module(network), find_removable_layers(trace_network(network))
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    # A running mean or variance acts only through the norm's own weight and bias.
+    vector = torch.where(layout.select(lambda spec: spec.role == "buffer"), 0.0, layout.flatten(tensors))
+    kept = [(vector[locate_unit_entries(layout, layer)] != 0).any(1) for layer in layers]
+    for units in kept:
+        units[0] |= not bool(units.any())
+    return extract_network(network, build_live_mask(layout, layers, kept))
+
+
 def _shrink_layer(network: nn.Module, layer: RemovableLayer, units: int) -> None:
     """Resize a layer, its norms and its readers to a smaller number of units, in place."""
     for path in (layer.module, *layer.norms):

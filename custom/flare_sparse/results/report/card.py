@@ -20,6 +20,7 @@ from .tables import (
     build_evaluations,
     build_events,
     build_privacy,
+    build_sizes,
     describe_means,
     describe_tests,
     format_markdown,
@@ -65,7 +66,7 @@ rounds (seed {s["seed"]}); {sparsity}. {describe_data(run)}{_describe_permit(run
 {format_bytes(run.sum_directions("payload_bytes"))} in {run.sum_directions("messages")} messages; dense FedAvg would
 have sent {format_bytes(run.sum_directions("dense_bytes"))}.{_describe_events(run)}
 
-{_describe_attacks(run)}## Usage
+{_describe_attacks(run)}{_describe_size(run)}## Usage
 
 ```python
 from flare_sparse import load_model
@@ -181,6 +182,11 @@ def _describe_attacks(run: RunResult) -> str:
     """Return the section on ``flare-sparse audit``; empty without an audit."""
     sentences = "\n".join(f"- {sentence}" for sentence in describe_attacks(run))
     return f"## Attacks\n\n{sentences}\n\n" if sentences else ""
+
+
+def _describe_size(run: RunResult) -> str:
+    table = build_sizes([run])
+    return f"## Size\n\n{format_markdown(table.columns, table.rows)}\n\n{table.note}\n\n"
 
 
 def _describe_digest(summary: dict[str, Any]) -> str:

@@ -13,6 +13,8 @@ from ..runs.progress import compare_with_dense, format_bytes
 from ..runs.results import RunResult, group_by_seed, label_groups
 
 NO_TESTS = "no test examples"
+WAYS = ("dense", "sparse", "compact")
+"""Ways to compute a network, as :func:`flare_sparse.results.runs.cost.measure_cost` names them."""
 NOT_COUNTED = "not counted"
 """In place of a number of test examples, where metrics come without it, as a training script may send them."""
 
@@ -237,6 +239,25 @@ def build_privacy(runs: Sequence[RunResult]) -> ReportTable | None:
         "is bounded by epsilon, except with probability delta."
     )
     return ReportTable("Privacy", columns, rows, note) if rows else None
+
+
+def build_sizes(runs: Sequence[RunResult]) -> ReportTable:
+    """Return bytes, live parameters and cost of a prediction of the final models."""
+    columns = ["run", "bytes on disk", "live parameters", "of", *(f"MACs, {way}" for way in WAYS)]
+    columns += [f"examples/s, {way}" for way in WAYS]
+    rows = []
+    for run in runs:
+        size, ways = run.summary["model"], [run.cost.get(way, {}) for way in WAYS]
+        macs = [f"{way['macs']:,}" if "macs" in way else "-" for way in ways]
+        speeds = [f"{way['examples_per_second']:.0f}" if "examples_per_second" in way else "-" for way in ways]
+        counts = [f"{size[name]:,}" for name in ("bytes", "live", "parameters")]
+        rows.append([run.label, *counts, *macs, *speeds])
+    note = (
+        "MACs: multiply-accumulates of an example, as torch counts them. Sparse: of weights that are not zero, by this "
+        "package's kernels. Compact: of the network without units that compute nothing. A dash: not measured, because "
+        "the data is not on this machine, or no smaller network computes the same."
+    )
+    return ReportTable("Size of the model", columns, rows, note)
 
 
 def build_events(runs: Sequence[RunResult]) -> ReportTable | None:

@@ -18,7 +18,12 @@ from .record import CONFIG
 
 
 def load_model(
-    run: str | Path, name: str = "final", *, compute: Compute = "dense", trust_code: bool = False
+    run: str | Path,
+    name: str = "final",
+    *,
+    compute: Compute = "dense",
+    compact: bool = False,
+    trust_code: bool = False,
 ) -> nn.Module:
     """Load the network of a run with its trained weights, in evaluation mode; masked entries are zero.
 
@@ -32,14 +37,19 @@ def load_model(
         run: result folder of ``flare-sparse run``.
         name: ``final``; ``best``, of the round with the best metric on validation examples; or a site, for its own.
         compute: ``auto`` or ``sparse``: compute with sparse kernels on the CPU, for inference only (docs/compute.md).
+        compact: cut out the units and channels that are off for every input; the outputs stay the same.
         trust_code: execute the user's code in the folder; a run that this process has made needs no word.
 
     Raises:
-        ConfigError: the folder is not a result folder, it has no such model, its model belongs to another network, or
-            ``sparse`` is asked for without numba.
+        ConfigError: the folder is not a result folder, it has no such model, its model belongs to another network,
+            ``sparse`` is asked for without numba, or ``compact`` where no unit or channel is off.
         UntrustedCode: its settings name code, and it is not trusted.
     """
     model = load_trained_model(load_study(Path(run), trust_code=trust_code), name)
+    if compact:
+        from ...compute.structure.compact import compact_model
+
+        model = compact_model(model)
     return compile_model(model, compute, torch.device("cpu"))
 
 
