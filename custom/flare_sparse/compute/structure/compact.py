@@ -29,7 +29,7 @@ def compact_model(model: nn.Module) -> nn.Module:
     gated = {name: part for name, part in model.named_modules() if is_gated(part)}
     if gated and isinstance(model, nn.Sequential):
         closed = {name: _is_never_open(part.get_submodule("gate.open")) for name, part in gated.items()}
-        smaller = remove_channels(model, closed)[0]
+        smaller: nn.Module = remove_channels(model, closed)[0]
     else:
         try:
             smaller = remove_silent_units(model)
