@@ -44,7 +44,7 @@ def measure(name: str, sparsity: float, folder: Path) -> list[str]:
     site = ["--model", "site-1"] if name == "dispfl" else []
     bytes_by_kind = {}
     for kind, flags in {"dense": [], "sparse": ["--sparse"], "int8": ["--int8"]}.items():
-        result = CliRunner().invoke(app, ["save", str(out), "--to", str(folder / kind), *flags, *site])
+        result = CliRunner().invoke(app, ["save", str(out), "--out", str(folder / kind), *flags, *site])
         assert result.exit_code == 0, result.output
         (file,) = (folder / kind).rglob("*.safetensors")
         bytes_by_kind[kind] = file.stat().st_size

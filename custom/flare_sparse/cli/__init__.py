@@ -19,7 +19,7 @@ from .console import Commands, join_lines
 from .console import out as console
 
 COMMANDS = (
-    "run", "watch", "report", "evaluate", "predict", "audit", "evidence", "sweep", "adapt", "check",
+    "init", "run", "watch", "report", "evaluate", "predict", "audit", "evidence", "sweep", "adapt", "check",
     "describe", "estimate", "export", "save", "withdraw", "settings", "nnunet",
     "phantom", "site",
 )  # fmt: skip

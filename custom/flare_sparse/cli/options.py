@@ -11,7 +11,11 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 ConfigFile = Annotated[
-    Path, typer.Argument(help="Configuration file, such as app_configs/neurosfl_brain_age.yaml", show_default=False)
+    Path,
+    typer.Argument(
+        help="Configuration file, or the name of one of the package's own, such as neurosfl_brain_age",
+        show_default=False,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

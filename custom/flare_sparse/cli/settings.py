@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 from rich.markup import escape
 from rich.table import Table
 
+from ..config.configurations import list_configurations
 from ..config.problems import format_allowed
 from ..core.errors import ConfigError, suggest
 from .console import out as console
@@ -29,7 +30,7 @@ def settings(
         typer.Argument(help="Show the settings of this method or task; module.Class for one of your own"),
     ] = None,
 ) -> None:
-    """List the methods and tasks, or the settings of one with default, range and meaning.
+    """List the methods, tasks and configurations, or the settings of one with default, range and meaning.
 
     [dim]flare-sparse settings[/]
 
@@ -46,6 +47,7 @@ def settings(
         for section, table in (("method", _list_methods()), ("task", _list_tasks())):
             console.print(table)
             _print_plugins(section)
+        console.print(f"\nconfigurations, for flare-sparse run NAME: {', '.join(list_configurations())}", markup=False)
         return
     entry = load_entry(_find_section(name), name, Path.cwd())
     if not issubclass(entry, Task):

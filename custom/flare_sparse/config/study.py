@@ -13,6 +13,7 @@ from ..core.findings import Finding
 from ..core.observer import SILENT, Observer
 from ..tasks.task import SiteData, Task
 from .assemble import Assembly, assemble, open_checkpoints
+from .configurations import find_configuration
 from .loading import load_config
 from .schema import RunConfig
 from .sites import prepare_site_data
@@ -38,12 +39,13 @@ class Study:
 
     @classmethod
     def load(cls, file: str | Path, overrides: Sequence[str] = ()) -> Study:
-        """Load a configuration; see :func:`flare_sparse.config.loading.load_config`.
+        """Load a file, or by its name a configuration of this package; see ``flare_sparse.config.loading.load_config``.
 
         Raises:
             ConfigError: the text lists every error with the field's path, the value found and the values allowed.
         """
-        return cls(load_config(file, overrides), Path(file))
+        file = find_configuration(Path(file))
+        return cls(load_config(file, overrides), file)
 
     @property
     def folder(self) -> Path:

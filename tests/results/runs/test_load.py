@@ -107,7 +107,7 @@ def test_interrupted_run_and_run_without_a_common_model_are_explained(tmp_path: 
 @pytest.mark.slow
 def test_smallest_folder_loads_to_the_same_model_and_matrices_to_its_tensors(run: Path, tmp_path: Path) -> None:
     for flag in ("--sparse", "--int8", "--csr"):
-        result = CliRunner().invoke(app, ["save", str(run), flag, "--to", str(tmp_path / flag[2:])])
+        result = CliRunner().invoke(app, ["save", str(run), flag, "--out", str(tmp_path / flag[2:])])
         assert result.exit_code == 0, result.output
         assert "the dense model takes" in result.output
     expected = load_model(run).state_dict()

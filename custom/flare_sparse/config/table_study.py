@@ -1,0 +1,110 @@
+"""A study of a table at hand: its columns are looked at, and each choice is said."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import DataError, list_first
+from ..tasks.data.tables import Table, read_table
+from .yaml_files import format_yaml
+
+SITE_NAMES = ("hospital", "site", "center", "centre", "clinic", "region", "institution", "ward")
+TARGET_NAMES = ("target", "outcome", "label", "died", "death", "event", "readmitted", "diagnosis", "y")
+ID_NAMES = ("id", "patient", "patient_id", "subject", "subject_id", "participant_id", "case")
+MOST_LABELS = 12
+"""A column of text with more different values is no category: it is left out, and named."""
+
+
+def describe_table(path: Path) -> tuple[str, list[str]]:
+    """Return a study of a table as YAML, and what was inferred from it, in sentences.
+
+    The target is the column with a usual name, or the last one; the sites are those of a column with a usual name, or
+    three at random.
+
+    Raises:
+        DataError: the table cannot be read, or has too few columns.
+    """
+    table = read_table(path)
+    names = list(table.columns)
+    site, identifier = _find(names, SITE_NAMES), _find(names, ID_NAMES)
+    rest = [name for name in names if name not in (site, identifier)]
+    if len(rest) < 2:
+        raise DataError(f"{path}: expected a target and at least one feature, found {list_first(rest, 5)}")
+    target = _find(rest, TARGET_NAMES) or rest[-1]
+    kind, classes = _describe_target(table, target)
+    numbers, categories, left_out = _sort_features(table, [name for name in rest if name != target])
+    features = [name for name in rest if name in numbers or name in categories]
+    if not features:
+        raise DataError(f"{path}: no column besides {target!r} has numbers or at most {MOST_LABELS} labels")
+    task: dict[str, Any] = {"name": "table", "kind": kind, "target": target}
+    task |= {"classes": classes} if classes else {}
+    task |= {"features": features} | ({"categories": categories} if categories else {})
+    if identifier:
+        ids = table.get_names(identifier)
+        task["id" if len(set(ids)) == len(ids) else "group"] = identifier
+    task |= {"missing": "impute", "scaling": "site", "model": {"name": "resnet_mlp"}}
+    task |= {"target_scaling": "site"} if kind == "regression" else {}
+    sites = {"kind": "natural", "column": site} if site else {"kind": "iid"}
+    simulator: dict[str, Any] = {} if site else {"sites": 3}
+    training = {"optimizer": "sgd", "lr": 0.1, "epochs": 1, "batch_size": 64}
+    study = {
+        "name": "study",
+        "seed": 1,
+        "method": {"name": "neurosfl", "sparsity": 0.9, "rounds": 20, "training": training},
+        "task": task,
+        "simulator": simulator | {"data": {"path": str(path.resolve()), "partition": sites}},
+    }
+    notes = [
+        f"{table.rows} rows; target {target}: {kind}" + (f" of {', '.join(classes)}" if classes else ""),
+        f"sites: column {site}" if site else "sites: no column with a usual name, so three at random",
+        f"{len(features)} features, {len(categories)} of them categories",
+        *([f"left out, neither numbers nor few labels: {list_first(left_out, 5)}"] if left_out else []),
+    ]
+    header = "".join(f"# {note}\n" for note in (f"Written from {path.name}. Correct what is wrong:", *notes))
+    return header + format_yaml(study), notes
+
+
+def write_example(path: Path) -> None:
+    """Write an invented table of 300 patients of three hospitals."""
+    draw = random.Random(1)  # noqa: S311, nothing secret
+    lines = ["patient,hospital,age,sex,stage,marker,readmitted"]
+    for number in range(300):
+        age, stage, marker = draw.gauss(60, 12), draw.randrange(3), draw.gauss(0, 1)
+        risk = 0.05 * (age - 60) + 0.8 * (stage - 1) + 0.7 * marker + draw.gauss(0, 1)
+        cells = [number, "ABC"[number % 3], f"{age:.0f}", draw.choice("FM"), ("I", "II", "III")[stage], f"{marker:.2f}"]
+        lines.append(",".join(map(str, [*cells, int(risk > 0)])))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _find(names: list[str], usual: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name.lower() in usual), None)
+
+
+def _describe_target(table: Table, name: str) -> tuple[str, list[str]]:
+    """Return the kind of a target, and its labels where these are text."""
+    if table.is_text(name):
+        labels = sorted({label for label in table.get_names(name) if label})
+        if not 2 <= len(labels) <= MOST_LABELS:
+            raise DataError(
+                f"target {name!r}: expected numbers or 2 to {MOST_LABELS} labels, found {len(labels)} labels"
+            )
+        return ("binary" if len(labels) == 2 else "classes"), labels
+    return ("binary" if set(table.get_numbers(name).tolist()) <= {0.0, 1.0} else "regression"), []
+
+
+def _sort_features(table: Table, names: list[str]) -> tuple[set[str], dict[str, list[str]], list[str]]:
+    """Return the columns of numbers, the labels of each category, and the columns that are neither."""
+    numbers: set[str] = set()
+    categories: dict[str, list[str]] = {}
+    left_out = []
+    for name in names:
+        labels = sorted({label for label in table.get_names(name) if label}) if table.is_text(name) else []
+        if not labels and not table.find_date(name):
+            numbers.add(name)
+        elif 2 <= len(labels) <= MOST_LABELS:
+            categories[name] = labels
+        else:
+            left_out.append(name)
+    return numbers, categories, left_out

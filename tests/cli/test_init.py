@@ -1,0 +1,74 @@
+"""flare-sparse init: every kind of study passes its own check; a table is looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from flare_sparse.cli import app
+from flare_sparse.config.configurations import STARTERS, find_configuration, list_configurations
+from flare_sparse.config.study import Study
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize("kind", STARTERS)
+def test_study_of_every_kind_is_valid(kind: str, tmp_path: Path) -> None:
+    result = call("init", kind, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert Study.load(tmp_path / "study.yaml").config.simulator is not None
+    again = call("init", kind, "--out", tmp_path)
+    assert again.exit_code == 2
+    assert "exists already" in again.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", STARTERS)
+def test_study_of_every_kind_passes_its_check_and_runs_a_round(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["init", kind], ["check", "study.yaml"], ["run", "study.yaml", "--rounds", "1", "--env", "local"]):
+        result = call(*words)
+        assert result.exit_code == 0, result.output
+
+
+def test_columns_kinds_labels_and_sites_of_a_table_are_filled_in(tmp_path: Path) -> None:
+    table = tmp_path / "cohort.csv"
+    lines = [
+        f"{n},{'AB'[n % 2]},{50 + n},{'FM'[n % 2]},{n}.5,free text {n},{'yes' if n % 3 else 'no'}" for n in range(30)
+    ]
+    table.write_text("\n".join(["patient,hospital,age,sex,marker,remark,outcome", *lines]))
+    result = call("init", "table", "--data", table, "--out", tmp_path / "study")
+    assert result.exit_code == 0, result.output
+    assert "target outcome: binary of no, yes" in result.output
+    assert "left out, neither numbers nor few labels: remark" in result.output
+    written = yaml.safe_load((tmp_path / "study" / "study.yaml").read_text())
+    task = written["task"]
+    assert task["features"] == ["age", "sex", "marker"]
+    assert (task["categories"], task["classes"], task["id"]) == ({"sex": ["F", "M"]}, ["no", "yes"], "patient")
+    assert written["simulator"]["data"]["partition"] == {"kind": "natural", "column": "hospital"}
+    assert Study.load(tmp_path / "study" / "study.yaml").config.name == "study"
+
+
+def test_table_that_cannot_be_a_study_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ids.csv").write_text("id,hospital\n1,A\n2,B\n")
+    result = call("init", "table", "--data", tmp_path / "ids.csv", "--out", tmp_path / "study")
+    assert result.exit_code == 1
+    assert "expected a target and at least one feature" in " ".join(result.output.split())
+    assert not (tmp_path / "study").exists()
+    assert call("init", "script", "--data", tmp_path / "ids.csv").exit_code == 2
+
+
+def test_configuration_is_found_by_name_and_a_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "neurosfl_brain_age" in list_configurations()
+    assert Study.load("neurosfl_brain_age").config.name == "neurosfl_brain_age"
+    (tmp_path / "neurosfl_brain_age").write_text("own")
+    assert find_configuration(Path("neurosfl_brain_age")) == Path("neurosfl_brain_age")
+    assert find_configuration(Path("nothing")) == Path("nothing")
