@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from page_tables import write_section
-from safetensors.torch import load_file
 
+from flare_sparse import load_model
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.registry import METHODS
@@ -176,7 +176,7 @@ def check_runs(runs: dict[tuple[str, str], Run], live: int, rounds: int, context
 
 def compare_runs(plain: Path, encrypted: Path) -> int:
     """Print the largest difference between two models."""
-    first, second = (load_file(folder / "model.safetensors") for folder in (plain, encrypted))
+    first, second = (load_model(folder).state_dict() for folder in (plain, encrypted))
     largest_error = max(
         float((first[name].double() - second[name].double()).abs().max()) for name in first if first[name].numel()
     )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from commands import ENVIRONMENT
 from mortality_job import write_mortality_job
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from flare_sparse import load_model
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.api.sim import run as run_in_simulator
 from flare_sparse.cli import app
@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> Path:
 
 def compute_largest_difference(one: Path, other: Path) -> float:
     """Return the largest difference between the entries of two models."""
-    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
+    first, second = (load_model(folder).state_dict() for folder in (one, other))
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
