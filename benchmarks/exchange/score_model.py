@@ -17,13 +17,13 @@ from torch import nn
 
 
 def load_network(name: str, file: str) -> nn.Module:
-    """Return the network with the weights of a safetensors file or of FLARE's checkpoint."""
+    """Return the network with the weights of a run's folder or of FLARE's checkpoint."""
     module, _, attribute = name.rpartition(".")
     net: nn.Module = getattr(importlib.import_module(module), attribute)()
     if file.endswith("safetensors"):
-        from safetensors.torch import load_file
+        from flare_sparse import load_model
 
-        state = load_file(file)
+        state = load_model(Path(file).parent).state_dict()
     else:
         # FLARE's checkpoint has objects beside the tensors; the benchmark has just written it.
         state = torch.load(file, weights_only=False)["model"]
