@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...tasks.task import TEST_EXAMPLES, VALIDATION, Kind
+from ...tasks.task import VALIDATION, Kind
 from .bootstrap import (
     MOST_PAIRED,
     PairedMetric,
@@ -22,8 +22,6 @@ from .bootstrap import (
 from .predictions import RUN, Predictions, number_labels
 from .results import RunResult, group_by_seed, label_groups
 
-SIZES = (20, 50, 100, 200)
-"""Limits of the groups of sites by number of test and other examples."""
 DEFINITIONS = {
     "final.all": "mean of the sites' values, weighted by test examples; the value over all examples for means over "
     "examples, such as MAE and accuracy, and a mean of values within sites for AUC, C-index, R2 and F1",
@@ -108,7 +106,6 @@ def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
         "final": {
             "all": _select_tests(summary["final"]["metrics"]),
             "by_site": {site: _select_tests(metrics) for site, metrics in sorted(summary["final"]["sites"].items())},
-            "by_test_examples": _describe_sizes(run),
         },
         "worst_site": list(run.worst_site) if run.worst_site else None,
         "best": summary["best"],
@@ -324,24 +321,6 @@ def _list_keys(run: RunResult) -> list[Key]:
         keys.append(Key(*subject, counts[subject]))
         counts.update([(site,), subject])
     return keys
-
-
-def _describe_sizes(run: RunResult) -> list[dict[str, Any]]:
-    """Return the metric over the sites of similar numbers of test examples."""
-    sites = run.summary["final"]["sites"]
-    rows, start = [], 1
-    for end in (*SIZES, None):
-        members = {
-            site: metrics[TEST_EXAMPLES]
-            for site, metrics in sites.items()
-            if run.metric in metrics and metrics.get(TEST_EXAMPLES, 0) >= start
-            and (end is None or metrics[TEST_EXAMPLES] < end)
-        }  # fmt: skip
-        if members:
-            value = sum(sites[site][run.metric] * count for site, count in members.items()) / sum(members.values())
-            rows.append({"from": start, "below": end, "sites": sorted(members), run.metric: value})
-        start = end or start
-    return rows
 
 
 def _select_tests(metrics: Mapping[str, float]) -> dict[str, float]:
