@@ -106,8 +106,8 @@ def test_sites_without_a_figure_of_the_final_model_keep_their_row_and_its_reason
     ]
 
 
-def test_names_are_not_cut_at_80_columns(tmp_path: Path) -> None:
-    site = "a-hospital-with-a-long-name-" * 3
+def test_names_are_not_cut_at_80_columns_nor_read_as_markup(tmp_path: Path) -> None:
+    site = "a-[red]hospital[/red]-with-a-long-name-" * 3
     text = show(build_summary({site: ROUNDS}, {site: {"mae": 1.0, "test_examples": 4.0}}), tmp_path)
     cells = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
     assert site in "".join(cells)

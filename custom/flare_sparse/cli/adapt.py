@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, DataError
+from .console import build_table
 from .console import out as console
 from .options import Overrides, TrustCode
 
@@ -109,14 +109,12 @@ def _count_nonzero(weights: Tensor, live: Mask) -> int:
 
 
 def _show(figures: dict[str, Any], assembly: Assembly) -> None:
-    table = Table(title=f"{figures['method']} at {figures['site']}", title_justify="left")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="right" if column else "left")
+    rows = []
     unit = assembly.task.metric.unit
     for name, after in sorted(figures["after"].items()):
         label = f"{name} ({unit})" if unit and name == assembly.task.metric.name else name
-        table.add_row(label, f"{figures['before'][name]:.3f}", f"{after:.3f}")
-    console.print(table)
+        rows.append([label, f"{figures['before'][name]:.3f}", f"{after:.3f}"])
+    console.print(build_table(f"{figures['method']} at {figures['site']}", ("", "before", "after"), rows))
     console.print(
         f"{figures['training_examples']} training examples, {figures['adaptation_seconds']:.2f} s; "
         f"{figures['sparsity']:.1%} of the weights are zero"

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..core.errors import ConfigError
-from .console import err
+from .console import build_table, err
 from .console import out as console
 from .options import TrustCode, take_options
 from .screen import Screen
@@ -102,14 +101,14 @@ def _show(record: dict[str, Any]) -> None:
     from ..results.report.tables import format_metric
 
     counts = f"{record['members']} members, {record['non_members']} non-members"
-    table = Table(title=f"{record['run']}: attacks; {counts}", title_justify="left")
-    for column in ("attacker", "attack", "AUC", "95 % interval", "TPR at 1 % FPR", "result"):
-        table.add_column(column, justify="left" if column in ("attacker", "attack", "result") else "right")
+    rows = []
     for attack in record["attacks"]:
         bounds = attack["interval"]
         interval = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"
         figures = [format_metric(attack[name]) for name in ("auc", "tpr_at_1_percent_fpr")]
-        table.add_row(attack["attacker"], attack["attack"], figures[0], interval, figures[1], describe_result(attack))
-    console.print(table)
+        rows.append([attack["attacker"], attack["attack"], figures[0], interval, figures[1], describe_result(attack)])
+    columns = ("attacker", "attack", "AUC", "95 % interval", "TPR at 1 % FPR", "result")
+    title = f"{record['run']}: attacks; {counts}"
+    console.print(build_table(title, columns, rows, left=("attacker", "attack", "result")))
     for attack in record["skipped"]:
         console.print(f"{attack['attacker']}, {attack['attack']}: not made: {attack['reason']}", markup=False)

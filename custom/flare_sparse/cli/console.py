@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from typer.core import TyperGroup
 
 from ..core.errors import ConfigError, FlareSparseError
@@ -40,6 +43,26 @@ def print_error(error: FlareSparseError) -> None:
     for text in (str(error), *getattr(error, "__notes__", ())):
         # A record or a message of somebody else may be quoted: nothing in it may move the cursor.
         err.print("".join(c for c in text if c in "\n\t" or c.isprintable()), markup=False)
+
+
+def build_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] | None = None
+) -> Table:
+    """Return a table of plain text; nothing in it is read as markup.
+
+    Args:
+        title: line above it, may be empty.
+        columns: heads of the columns.
+        rows: cells by row.
+        left: heads of the left-aligned columns; the others are right-aligned. None: the first one.
+    """
+    table = Table(title=escape(title) or None, title_justify="left")
+    for column in columns:
+        is_left = column in (columns[:1] if left is None else left)
+        table.add_column(escape(column), justify="left" if is_left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def join_lines(text: str) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..results.runs.progress import compare_with_dense, format_bytes
+from .console import build_table
 from .console import out as stdout
 from .options import ConfigFile, Overrides
 
@@ -94,19 +95,15 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
 
 def _build_rounds_table(figures: Mapping[str, Any]) -> Table:
     """Return the table of the rounds."""
-    table = Table()
-    for column in ("round", "request", "down", "up", "dense", "live"):
-        table.add_column(column, justify="right")
-    for line in figures["per_round"]:
-        table.add_row(
-            str(line["round"]),
-            line["kind"],
-            format_bytes(line["bytes_down"]),
-            format_bytes(line["bytes_up"]),
-            format_bytes(line["dense_bytes"]),
+    rows = [
+        [
+            *(str(line["round"]), line["kind"]),
+            *(format_bytes(line[name]) for name in ("bytes_down", "bytes_up", "dense_bytes")),
             f"{1 - line['sparsity']:.1%}",
-        )
-    return table
+        ]
+        for line in figures["per_round"]
+    ]
+    return build_table("", ("round", "request", "down", "up", "dense", "live"), rows, left=())
 
 
 def _show_privacy(console: Console, figures: dict[str, Any]) -> None:

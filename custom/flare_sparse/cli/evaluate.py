@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..cohorts.split import Part
 from ..core.errors import ConfigError
+from .console import build_table
 from .console import out as console
 from .options import ModelName, TrustCode, take_options
 from .screen import Screen
@@ -108,14 +108,12 @@ def _show(result: dict[str, Any], metric: Metric) -> None:
     skipped = f", {result['skipped']} skipped" if result["skipped"] else ""
     examples = f"{result['examples']}{of_split} examples{skipped}"
     title = f"{result['run']}: {_format_model(result['model'])} on {result['cohort']}, {examples}"
-    table = Table(title=title, title_justify="left")
-    for column in ("metric", "value", "95 % interval"):
-        table.add_column(column, justify="left" if column == "metric" else "right")
+    rows = []
     for name in _order_metrics(result["metrics"], metric):
         bounds = result["intervals"].get(name)
         interval = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"
-        table.add_row(_label_metric(name, metric), f"{result['metrics'][name]:.3f}", interval)
-    console.print(table)
+        rows.append([_label_metric(name, metric), f"{result['metrics'][name]:.3f}", interval])
+    console.print(build_table(title, ("metric", "value", "95 % interval"), rows))
     for note in result["notes"]:
         console.print(note, markup=False)
 
@@ -123,14 +121,11 @@ def _show(result: dict[str, Any], metric: Metric) -> None:
 def _show_matrix(record: dict[str, Any], metric: Metric) -> None:
     sites = list(record["results"])
     title = f"{record['run']}: {_label_metric(metric.name, metric)} of each model (row) on each site's test examples"
-    table = Table(title=title, title_justify="left")
-    table.add_column("model")
-    for site in sites:
-        table.add_column(f"{site}\n{record['examples'][site]}", justify="right")
+    rows = []
     for model in record["results"][sites[0]]:
         values = [record["results"][site][model].get(metric.name) for site in sites]
-        table.add_row(_format_model(model), *("-" if value is None else f"{value:.3f}" for value in values))
-    console.print(table)
+        rows.append([_format_model(model), *("-" if value is None else f"{value:.3f}" for value in values)])
+    console.print(build_table(title, ["model", *(f"{site}\n{record['examples'][site]}" for site in sites)], rows))
 
 
 def _format_model(name: str) -> str:

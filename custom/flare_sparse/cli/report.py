@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from ..core.errors import ConfigError
-from .console import err
+from .console import build_table, err
 from .console import out as console
 from .options import TrustCode
 from .screen import Screen
@@ -119,9 +118,7 @@ def _build_table(job: JobExchange, label: str, rows: Mapping[str, Mapping[str, T
     from ..results.runs.progress import compare_with_dense, format_bytes
 
     names = sorted({name for found in job.metrics.values() for name in found}) if label == "round" else []
-    table = Table(title=f"{job.name}: bytes by {label}", title_justify="left")
-    for column in (label, "to sites", "whole models", "from sites", "whole models", "compared", *names):
-        table.add_column(column, justify="left" if column == label else "right", overflow="fold")
+    lines = []
     for row, traffic in rows.items():
         down, up = (traffic.get(direction, Traffic()) for direction in ("down", "up"))
         both = down + up
@@ -129,5 +126,6 @@ def _build_table(job: JobExchange, label: str, rows: Mapping[str, Mapping[str, T
         metrics = job.metrics.get(int(row) - 1, {}) if names else {}
         figures = [f"{metrics[name]:.4g}" if name in metrics else "-" for name in names]
         sizes = [format_bytes(size) for size in (down.sent, down.dense, up.sent, up.dense)]
-        table.add_row(escape(str(row)), *sizes, compared, *figures)
-    return table
+        lines.append([str(row), *sizes, compared, *figures])
+    columns = (label, "to sites", "whole models", "from sites", "whole models", "compared", *names)
+    return build_table(f"{job.name}: bytes by {label}", columns, lines)

@@ -14,6 +14,7 @@ from ..results.report.tables import NO_TESTS, describe_tests
 from ..results.runs.contributions import Contributions, describe_missed, read_contributions
 from ..results.runs.progress import compare_with_dense, format_bytes
 from ..tasks.task import VALIDATION
+from .console import build_table
 
 PARTIAL = 3
 """Exit code of a finished run to which a site contributed in no round."""
@@ -115,16 +116,13 @@ def read_final_evaluation(out: Path) -> dict[str, Any]:
 
 
 def _build_sites_table(summary: dict[str, Any], name: str, unit: str, last: Mapping[str, Any]) -> Table:
-    table = Table(title=f"{summary['name']}: final model at each site", title_justify="left")
-    table.add_column("site", overflow="fold")
-    table.add_column(f"{name} ({unit})" if unit else name, justify="right", overflow="fold")
-    table.add_column("test examples", justify="right", overflow="fold")
-    rows = summary["final"]["sites"]
-    absent = find_absent_sites(summary, last)
-    for site in sorted({*rows, *absent}):
-        figures = rows.get(site, {})
+    final, absent, rows = summary["final"]["sites"], find_absent_sites(summary, last), []
+    for site in sorted({*final, *absent}):
+        figures = final.get(site, {})
         value = f"{figures[name]:.3f}" if name in figures else "-"
-        table.add_row(site, value, absent.get(site) or describe_tests(figures))
+        rows.append([site, value, absent.get(site) or describe_tests(figures)])
+    columns = ("site", f"{name} ({unit})" if unit else name, "test examples")
+    table = build_table(f"{summary['name']}: final model at each site", columns, rows)
     overall = summary["final"]["metrics"]
     if name in overall:
         table.add_section()
@@ -152,22 +150,15 @@ def find_absent_sites(summary: Mapping[str, Any], last: Mapping[str, Any]) -> di
 
 
 def _build_bytes_table(summary: dict[str, Any]) -> Table:
-    table = Table(title="bytes on the wire, all rounds", title_justify="left")
-    for column in ("direction", "messages", "sent", "dense FedAvg", "compared", "floor"):
-        is_label = column == "direction"
-        table.add_column(column, justify="left" if is_label else "right", overflow="fold", no_wrap=is_label)
+    rows = []
     for direction, label in (("down", "server to sites"), ("up", "sites to server")):
         sums = summary["traffic"][direction]
         sent, dense = sums["payload_bytes"], sums["dense_bytes"]
-        table.add_row(
-            label,
-            f"{sums['messages']}",
-            format_bytes(sent),
-            format_bytes(dense),
-            compare_with_dense(sent, dense).removesuffix(" than dense") if dense else "-",
-            format_bytes(sums["floor_bytes"]),
-        )
-    return table
+        compared = compare_with_dense(sent, dense).removesuffix(" than dense") if dense else "-"
+        sizes = format_bytes(sent), format_bytes(dense), compared, format_bytes(sums["floor_bytes"])
+        rows.append([label, str(sums["messages"]), *sizes])
+    columns = ("direction", "messages", "sent", "dense FedAvg", "compared", "floor")
+    return build_table("bytes on the wire, all rounds", columns, rows)
 
 
 def _suggest_next_step(summary: dict[str, Any]) -> str:
