@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..config.withdrawals import Withdrawals
 from ..core.errors import ConfigError
 from .console import err
 from .console import out as console
@@ -57,6 +56,7 @@ def withdraw(options: WithdrawOptions) -> None:
     from ..api.run import Run
     from ..api.withdraw import trace_withdrawal
     from ..api.withdraw import withdraw as make_again
+    from ..config.withdrawals import Withdrawals
     from ..core.names import read_names
 
     if (options.subjects is None) == (options.site is None):
