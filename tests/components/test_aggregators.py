@@ -23,6 +23,7 @@ from flare_sparse.components.flexlora_mean import FlexLoRAMean
 from flare_sparse.components.keep_mask import KeepMask
 from flare_sparse.components.magnitude_pruning import MagnitudePruning
 from flare_sparse.components.meta_step import MetaStep
+from flare_sparse.components.neurosfl_controller import NeuroSFLController
 from flare_sparse.components.ordered_mean import OrderedMean
 from flare_sparse.components.rank_mean import RankMean
 from flare_sparse.components.rank_upload import RankUpload
@@ -382,9 +383,17 @@ def test_metrics_are_averaged_by_steps_unless_a_site_sends_none(tmp_path: Path) 
     ("build", "reason"),
     [
         (lambda: MagnitudePruning(1.5), "MagnitudePruning: sparsity is 1.5"),
-        (lambda: MagnitudePruning(0.5, 0.9), "the arguments do not fit together: .*initial_sparsity 0.9 is above"),
+        (
+            lambda: MagnitudePruning(0.5, {"initial_sparsity": 0.9}),
+            "the arguments do not fit together: .*initial_sparsity 0.9 is above",
+        ),
         (lambda: OrderedMean(min_sites=0), "min_sites is 0, expected a number from 1"),
         (lambda: ScoredMask(scores="other"), "scores is 'other'"),  # type: ignore[arg-type]
+        (lambda: ScoredMask(settings={"variant": "s"}), "settings has variant, expected of min_per_layer, maskable"),
+        (
+            lambda: NeuroSFLController(num_clients=2, aggregator=OrderedMean()),
+            "aggregator is of type OrderedMean; give ",
+        ),  # type: ignore[arg-type]
         (lambda: MetaStep(proximity=-1), "proximity is -1"),
         (lambda: FlexLoRAMean(ranks={"site-1": 0}), "ranks.site-1 is 0"),
     ],

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -51,6 +52,7 @@ class Net(nn.Module):
 """
 ROOT = Path(__file__).parents[2]
 STOCK = ROOT / "jobs" / "stock"
+JOBS = ("fedsparsify", "scbf", "neurosfl", "lora_a2", "metagater")
 
 
 @pytest.fixture
@@ -130,8 +132,8 @@ def test_filters_of_a_recipe_are_exported_with_what_matters(export: Callable[[Re
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "controller",
-    [NeuroSFLController(num_clients=2, num_rounds=3, sparsity=0.9, min_sites=2),
-     MetaGaterController(num_clients=2, num_rounds=3, lasso=1e-3, adapt_task="adapt")],
+    [NeuroSFLController(num_clients=2, num_rounds=3, aggregator=ScoredMask(0.5, settings={"min_per_layer": 4})),
+     MetaGaterController(num_clients=2, num_rounds=3, aggregator=MetaStep(0.3, lasso=1e-3), adapt_task="adapt")],
     ids=lambda c: type(c).__name__,
 )  # fmt: skip
 def test_controller_is_exported_with_what_matters(controller: Any, export: Callable[[Recipe], tuple[Any, Any]]) -> None:
@@ -142,7 +144,10 @@ def test_controller_is_exported_with_what_matters(controller: Any, export: Calla
     entry = server["workflows"][0]
     rebuilt = build(entry)
     assert set(type(controller)._always_serialize_args) <= entry["args"].keys()
-    names = [*list_arguments(controller), "num_clients", "num_rounds", "fedprox_mu", "_ignore_result_error"]
+    assert set(controller.aggregator._always_serialize_args) <= entry["args"]["aggregator"]["args"].keys()
+    own = list_arguments(controller) | list_arguments(controller.aggregator)
+    assert own == list_arguments(rebuilt) | list_arguments(rebuilt.aggregator) | {"aggregator": controller.aggregator}
+    names = ["num_clients", "num_rounds", "fedprox_mu", "_ignore_result_error"]
     assert [getattr(rebuilt, name) for name in names] == [getattr(controller, name) for name in names]
     assert rebuilt._ignore_result_error is True
     executor = client["executors"][0]["executor"]
@@ -159,13 +164,23 @@ def iterate_entries(value: Any) -> Iterator[dict[str, Any]]:
             yield from iterate_entries(part)
 
 
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stock jobs as they are submitted: with their code as files, because FLARE signs no symbolic links."""
+    folder = tmp_path_factory.mktemp("stock")
+    subprocess.run([STOCK / "build", folder], check=True)
+    return folder
+
+
 @pytest.mark.slow  # peft imports transformers
-@pytest.mark.parametrize("job", sorted(p.name for p in STOCK.iterdir() if (p / "meta.json").is_file()))
-def test_stock_job_is_built_of_components_and_classes_of_flare(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    app = STOCK / job / "app"
+@pytest.mark.parametrize("job", JOBS)
+def test_stock_job_is_built_of_components_and_classes_of_flare(
+    job: str, stock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = stock / job / "app"
     monkeypatch.syspath_prepend(str(app / "custom"))
     monkeypatch.delitem(sys.modules, "study", raising=False)
-    meta = json.loads((STOCK / job / "meta.json").read_text())
+    meta = json.loads((stock / job / "meta.json").read_text())
     assert (meta["deploy_map"], meta["min_clients"]) == ({"app": ["@ALL"]}, 3)
     components = 0
     for end in ("server", "client"):
@@ -175,16 +190,12 @@ def test_stock_job_is_built_of_components_and_classes_of_flare(job: str, monkeyp
             assert isinstance(build(entry), FLComponent)
             assert entry["path"].startswith(("flare_sparse.components.", "nvflare."))
     assert components >= 2
-    assert {path.name for path in (app / "custom").iterdir()} >= {"study.py"}
-    # Copies: FLARE signs no job with symbolic links in it.
-    for path in (app / "custom").glob("*.py"):
-        assert not path.is_symlink()
-        assert path.read_bytes() == (STOCK / "custom" / path.name).read_bytes()
+    assert {path.name for path in (app / "custom").iterdir()} >= {"study.py", "client.py"}
+    assert not any(path.is_symlink() for path in app.rglob("*"))
 
 
-def test_stock_jobs_are_those_of_the_five_papers() -> None:
-    jobs = {path.name for path in STOCK.iterdir() if (path / "meta.json").is_file()}
-    assert jobs == {"fedsparsify", "scbf", "lora_a2", "neurosfl", "metagater"}
+def test_stock_jobs_are_those_of_the_five_papers(stock: Path) -> None:
+    assert sorted(path.name for path in stock.iterdir()) == sorted(JOBS)
 
 
 def test_every_public_name_leads_to_a_class_that_a_site_may_allow() -> None:
@@ -226,7 +237,7 @@ def describe_entry(entry: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fedsparsify", "scbf", "neurosfl", "lora_a2", "metagater"])
+@pytest.mark.parametrize("name", JOBS)
 def test_recipe_of_the_page_is_the_job_written_by_hand(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +259,8 @@ def test_recipe_of_the_page_is_the_job_written_by_hand(
             built = [build(entry) for entry in controllers]
             for attribute in ("num_clients", "num_rounds"):
                 assert getattr(built[0], attribute) == getattr(built[1], attribute)
-            own = [b.aggregator or b for b in built]
-            assert list_arguments(own[0]) == list_arguments(own[1])
+            assert list_arguments(built[0].aggregator) == list_arguments(built[1].aggregator)
+            if name in ("neurosfl", "metagater"):
+                ours, theirs = map(list_arguments, built)
+                assert ours | {"aggregator": None} == theirs | {"aggregator": None}
     monkeypatch.delitem(sys.modules, "study", raising=False)

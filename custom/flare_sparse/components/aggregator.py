@@ -54,17 +54,34 @@ class MethodAggregator(ModelAggregator, ABC, Generic[StateT]):
         min_sites: quorum: fewest updates of a round.
         persistor_id: component that holds the network; without one, tensors are known by names and shapes alone.
         resume_from: file with the state of an earlier job, whose model the persistor loads; empty: a new run.
-        settings: arguments of the subclass that are settings of its method.
+        settings: rarer settings of the method, by the names that a configuration has in ``method:``.
+        named: settings of the method that the subclass has as arguments.
+
+    Attributes:
+        rarer: names that ``settings`` may have; what has no effect at the server is not among them.
     """
 
     method_class: ClassVar[type[Method[Any, Any]]]
+    rarer: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, min_sites: int, persistor_id: str, resume_from: str, **settings: Any):
+    def __init__(
+        self,
+        min_sites: int,
+        persistor_id: str,
+        resume_from: str,
+        settings: Mapping[str, Any] | None = None,
+        **named: Any,
+    ):
         super().__init__()
         if type(min_sites) is not int or min_sites < 1:
             raise ComponentError(self, f"min_sites is {min_sites!r}, expected a number from 1", "correct the job")
+        if unknown := sorted(set(settings or {}) - set(self.rarer)):
+            raise ComponentError(
+                self, f"settings has {list_first(unknown)}, expected of {list_first(self.rarer, 9)}", "correct the job"
+            )
         self.min_sites, self.persistor_id, self.resume_from = min_sites, persistor_id, resume_from
-        self._settings = settings
+        self.settings = None if settings is None else dict(settings)
+        self._values = {**named, **(settings or {})}
         self.read_config(1)
         self._rounds: int | None = None
         self._method: Method[Any, StateT] | None = None
@@ -84,7 +101,7 @@ class MethodAggregator(ModelAggregator, ABC, Generic[StateT]):
             ComponentError: an argument is invalid.
         """
         config: type[MethodConfig] = self.method_class.Config
-        return check_settings(self, config, {**self._settings, "rounds": rounds})
+        return check_settings(self, config, {**self._values, "rounds": rounds})
 
     def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
         """Return the entries of an update that count, of those that are ``present``; by default the live ones."""
@@ -101,7 +118,7 @@ class MethodAggregator(ModelAggregator, ABC, Generic[StateT]):
             self._rounds = fl_ctx.get_prop(AppConstants.NUM_ROUNDS) or self._rounds
 
     def start(self, fl_ctx: FLContext, rounds: int) -> None:
-        """Prepare an aggregator that a controller has built, to which FLARE sends no events."""
+        """Prepare the aggregator before the first round, for a controller that uses it there."""
         self.fl_ctx, self._rounds = fl_ctx, rounds
 
     def accept_model(self, model: FLModel) -> None:
@@ -269,6 +286,20 @@ def _complete(values: Tensor, start: Tensor, content: Content, *, is_difference:
         return values if is_difference else values - start
     # In float64 the sum is exact: the method takes the difference to ``start`` again.
     return start.double() + values.double() if is_difference else values
+
+
+def check_aggregator(controller: object, aggregator: object, kind: type) -> None:
+    """Refuse an aggregator of another kind before the job runs.
+
+    Raises:
+        ComponentError: it is one.
+    """
+    if not isinstance(aggregator, kind):
+        raise ComponentError(
+            controller,
+            f"aggregator is of type {type(aggregator).__name__}",
+            f"give a {kind.__name__}, by path and args",
+        )
 
 
 def find_layout(fl_ctx: FLContext, persistor_id: str, arrays: Arrays) -> Layout:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..methods.fedsparsify import FedSparsify, FedSparsifyState
-from ..methods.method import MaskPreset
 from .aggregator import MethodAggregator
 
 
@@ -14,36 +16,22 @@ class MagnitudePruning(MethodAggregator[FedSparsifyState]):
 
     Args:
         sparsity: S_T, share of pruned entries after the last round of the controller.
-        initial_sparsity: S_0.
-        first_round: t_0, first round of the schedule, 1-based.
-        prune_every: F, rounds between prunings.
-        exponent: n of the schedule (Eq. 1).
-        force_final: reach S_T in the last round even if ``prune_every`` does not divide it.
-        prunable: ``"all_but_norm"``, ``"conv_linear_weights"`` or ``"all_trainable"``.
+        settings: of the schedule (Eq. 1) and of what is pruned, by the names in :attr:`rarer`; see section 2.5.
         min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
     """
 
-    _always_serialize_args = ("sparsity", "initial_sparsity", "first_round", "prune_every", "exponent", "min_sites")
+    _always_serialize_args = ("sparsity", "min_sites")
     method_class = FedSparsify
     state_class = FedSparsifyState
+    rarer = ("initial_sparsity", "first_round", "prune_every", "exponent", "force_final", "prunable")
 
     def __init__(
         self,
         sparsity: float = 0.9,
-        initial_sparsity: float = 0.0,
-        first_round: int = 1,
-        prune_every: int = 1,
-        exponent: float = 3.0,
-        force_final: bool = False,
-        prunable: MaskPreset = "all_but_norm",
+        settings: Mapping[str, Any] | None = None,
         min_sites: int = 1,
         persistor_id: str = "persistor",
         resume_from: str = "",
     ):
-        self.sparsity, self.initial_sparsity, self.first_round = sparsity, initial_sparsity, first_round
-        self.prune_every, self.exponent, self.force_final, self.prunable = prune_every, exponent, force_final, prunable
-        super().__init__(
-            min_sites, persistor_id, resume_from,
-            sparsity=sparsity, initial_sparsity=initial_sparsity, first_round=first_round, prune_every=prune_every,
-            exponent=exponent, force_final=force_final, prunable=prunable,
-        )  # fmt: skip
+        self.sparsity = sparsity
+        super().__init__(min_sites, persistor_id, resume_from, settings, sparsity=sparsity)

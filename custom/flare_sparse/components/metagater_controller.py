@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.abstract.model import ModelLearnableKey
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.fedavg import FedAvg
 
+from .aggregator import check_aggregator
 from .meta_step import MetaStep
 
 
@@ -19,52 +20,18 @@ class MetaGaterController(FedAvg):
     last model goes to all sites in the task ``adapt_task``, where each may adapt it and send the metrics.
 
     Args:
-        proximity, step, acceleration, momentum_cap, restart_every, lasso, scale_prox, closed_channels, output,
-            resume_from: see :class:`.meta_step.MetaStep`.
-        min_sites: quorum of a round.
+        aggregator: takes the steps; its ``proximity`` is lambda.
         adapt_task: name of the last task; empty: no adaptation.
         args, kwargs: arguments of FedAvg.
     """
 
-    _always_serialize_args = ("proximity", "step", "acceleration", "lasso", "closed_channels", "output", "min_sites")
+    _always_serialize_args = ("adapt_task",)
 
-    def __init__(
-        self,
-        *args: Any,
-        proximity: float = 0.2,
-        step: float = 1.0,
-        acceleration: bool = True,
-        momentum_cap: float = 1.0,
-        restart_every: int | None = None,
-        lasso: float = 1e-4,
-        scale_prox: bool = True,
-        closed_channels: Literal["permanent", "reopenable"] = "permanent",
-        output: Literal["pr", "pr_next", "ag"] = "pr",
-        min_sites: int = 1,
-        resume_from: str = "",
-        adapt_task: str = "",
-        **kwargs: Any,
-    ):
-        super().__init__(*args, **{"ignore_result_error": True, "fedprox_mu": proximity, **kwargs})
-        self.proximity, self.step, self.acceleration, self.momentum_cap = proximity, step, acceleration, momentum_cap
-        self.restart_every, self.lasso, self.scale_prox = restart_every, lasso, scale_prox
-        self.closed_channels, self.output = closed_channels, output
-        self.min_sites, self.resume_from, self.adapt_task = min_sites, resume_from, adapt_task
-        # Refused here, before the job runs.
-        self._build_aggregator()
-
-    def _build_aggregator(self) -> MetaStep:
-        return MetaStep(
-            self.proximity, self.step, self.acceleration, self.momentum_cap, self.restart_every, self.lasso,
-            self.scale_prox, self.closed_channels, self.output, self.min_sites, self._persistor_id, self.resume_from,
-        )  # fmt: skip
-
-    def load_model(self) -> FLModel:
-        """Return the initial model; FedAvg calls it once."""
-        model = super().load_model()
-        self.aggregator = aggregator = self._build_aggregator()
-        aggregator.start(self.fl_ctx, self.num_rounds)
-        return model
+    def __init__(self, *args: Any, aggregator: MetaStep, adapt_task: str = "", **kwargs: Any):
+        check_aggregator(self, aggregator, MetaStep)
+        settings = {"ignore_result_error": True, "fedprox_mu": aggregator.proximity, **kwargs}
+        super().__init__(*args, aggregator=aggregator, **settings)
+        self.adapt_task = adapt_task
 
     def run(self) -> None:
         """Run FedAvg's rounds, then send the result to be adapted."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from nvflare.app_common.abstract.fl_model import FLModel
 from torch import Tensor
 
 from ..core.exchange import Content
 from ..core.mask import Mask
-from ..methods.method import MaskPreset
 from ..methods.neurosfl import NeuroSFL, NeuroSFLState
 from .aggregator import MethodAggregator
 from .arrays import ComponentError
-
-Scores = Literal["snip", "weighted_snip", "shuffled_snip"]
 
 
 class ScoredMask(MethodAggregator[NeuroSFLState]):
@@ -26,30 +24,26 @@ class ScoredMask(MethodAggregator[NeuroSFLState]):
     Args:
         sparsity: p, share of the maskable entries that is off.
         scores: ``"snip"``, ``"weighted_snip"`` (by the sites' numbers) or ``"shuffled_snip"``.
-        min_per_layer: live entries that every maskable tensor keeps.
-        maskable: ``"conv_linear_weights"``, ``"all_but_norm"`` or ``"all_trainable"``.
+        settings: ``min_per_layer``, live entries that every maskable tensor keeps, and ``maskable``; see section 5.2.
         min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
     """
 
     _always_serialize_args = ("sparsity", "scores", "min_sites")
     method_class = NeuroSFL
     state_class = NeuroSFLState
+    rarer = ("min_per_layer", "maskable")
 
     def __init__(
         self,
         sparsity: float = 0.9,
-        scores: Scores = "snip",
-        min_per_layer: int = 1,
-        maskable: MaskPreset = "conv_linear_weights",
+        scores: Literal["snip", "weighted_snip", "shuffled_snip"] = "snip",
+        settings: Mapping[str, Any] | None = None,
         min_sites: int = 1,
         persistor_id: str = "persistor",
         resume_from: str = "",
     ):
-        self.sparsity, self.scores, self.min_per_layer, self.maskable = sparsity, scores, min_per_layer, maskable
-        super().__init__(
-            min_sites, persistor_id, resume_from,
-            sparsity=sparsity, scores=scores, min_per_layer=min_per_layer, maskable=maskable,
-        )  # fmt: skip
+        self.sparsity, self.scores = sparsity, scores
+        super().__init__(min_sites, persistor_id, resume_from, settings, sparsity=sparsity, scores=scores)
 
     def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
         assert self._state is not None, "init_state() comes first"
