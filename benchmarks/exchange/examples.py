@@ -12,14 +12,15 @@ import numpy as np
 from segmentation_bundle import write_bundle
 
 MAX_LINES = 6
-RECIPE = "fedavg_recipe"
+RECIPE, COMPONENTS = "fedavg_recipe", "fedavg_components"
+"""FLARE's recipe, and the same with three lines more: pruning at the server, masks and CSR at the sites."""
 METHODS: dict[str, dict[str, Any]] = {
     "fedsparsify": {"sparsity": 0.9},
     "neurosfl": {"sparsity": 0.9},
     "topk_ef": {"fraction": 0.1},
     "scbf": {"budget": 0.1},
 }
-EXCHANGES = (RECIPE, *METHODS)
+EXCHANGES = (RECIPE, COMPONENTS, *METHODS)
 EXTERNAL = (RECIPE, "fedsparsify")
 """Exchanges that also run with the script as a process of its own."""
 MODES = ("in process", "external process")

@@ -26,18 +26,32 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from examples import EXAMPLES, EXCHANGES, METHODS, MODES, RECIPE, Example, count_lines, list_cells, write_example
+from examples import (
+    COMPONENTS,
+    EXAMPLES,
+    EXCHANGES,
+    METHODS,
+    MODES,
+    RECIPE,
+    Example,
+    count_lines,
+    list_cells,
+    write_example,
+)
 from scripts_report import format_table, write_page
 
 FOLDER = Path(__file__).parent
 SITES = 2
 
 
-def run_recipe(model: str, args: str, rounds: int, *, external: bool) -> None:
-    """Run FLARE's recipe in the working folder."""
+def run_recipe(model: str, args: str, rounds: int, exchange: str, mode: str) -> None:
+    """Run FLARE's recipe in the working folder, with components of this package or without."""
     from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
     from nvflare.recipe import SimEnv
 
+    from flare_sparse.components import FromCSR, KeepMask, MagnitudePruning, ToCSR, add_components
+
+    has_components = exchange == COMPONENTS
     recipe = FedAvgRecipe(
         name="job",
         min_clients=SITES,
@@ -45,8 +59,11 @@ def run_recipe(model: str, args: str, rounds: int, *, external: bool) -> None:
         model={"class_path": model, "args": {}},
         train_script="client.py",
         train_args=args,
-        launch_external_process=external,
+        launch_external_process=mode == MODES[1],
+        aggregator=MagnitudePruning(sparsity=0.9, min_sites=SITES) if has_components else None,
     )
+    if has_components:
+        add_components(recipe, client_output=[KeepMask(), ToCSR()], server_input=[FromCSR()])
     recipe.add_server_config({"server": {"task_request_interval": 0.1}})
     recipe.execute(SimEnv(num_clients=SITES, workspace_root="workspace", log_config="concise"))
 
@@ -79,9 +96,9 @@ def run_cell(example: Example, data: Path, exchange: str, *, external: bool) -> 
     Raises:
         SystemExit: a method of this package ended without a model; the text is the end of the job's output.
     """
-    job = [example.model, example.args.format(data=data), str(example.rounds), *(["external"] if external else [])]
+    job = [example.model, example.args.format(data=data), str(example.rounds), exchange, MODES[external]]
     command = [sys.executable, str(FOLDER / "scripts.py"), "--job", *job]
-    if exchange != RECIPE:
+    if exchange in METHODS:
         write_configuration(example, data, exchange, external=external)
         main_code = "from flare_sparse.cli import app; app()"
         command = [sys.executable, "-c", main_code, "run", "job.yaml", "--out", "out"]
@@ -161,7 +178,7 @@ def measure_cell(options: argparse.Namespace, script: str, exchange: str, mode: 
 
 def main() -> None:
     if sys.argv[1:2] == ["--job"]:
-        run_recipe(sys.argv[2], sys.argv[3], int(sys.argv[4]), external=sys.argv[5:] == ["external"])
+        run_recipe(sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:7])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=Path, default=Path("../shared/flare_examples"))

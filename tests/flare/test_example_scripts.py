@@ -64,7 +64,7 @@ def test_patch_of_more_than_six_lines_or_of_a_missing_line_is_refused(
 
 def test_every_script_runs_with_every_method_and_some_cells_as_a_process(examples: ModuleType) -> None:
     cells = examples.list_cells()
-    assert len(cells) == len(set(cells)) == 3 * (5 + 2)
+    assert len(cells) == len(set(cells)) == 3 * (6 + 2)
     assert {exchange for _, exchange, mode in cells if mode == "external process"} == {"fedavg_recipe", "fedsparsify"}
 
 
@@ -76,7 +76,7 @@ def test_page_names_cells_that_were_not_run(examples: ModuleType, monkeypatch: p
     rows = report.format_table([dense, sparse], "hello-pt").splitlines()
     assert "| fedavg_recipe | in process | 0.520 |  |  | 10,000 |  |" in rows
     assert "| fedsparsify | in process | 0.500 | -0.020 | 1,234 | 5,678 | 0.57 |" in rows
-    assert sum("not run" in row for row in rows) == 5
+    assert sum("not run" in row for row in rows) == 6
     section = report.format_section([dense, sparse], "hello-pt")
     assert "Lines changed: 1.\n\n```diff\n--- client.py\n+++ client.py\n-a\n+b\n```\n\n| exchange" in section
 
