@@ -47,7 +47,7 @@ class Deployment:
 UNSPECIFIED = Deployment()
 
 
-def build_recipe(study: Study, folder: Path, deployment: Deployment, *, tensorboard: bool = False) -> SparseRecipe:
+def build_recipe(study: Study, folder: Path, deployment: Deployment) -> SparseRecipe:
     """Return the job; a user task travels as code, and then the package's source travels, too."""
     from ..flare.recipe import SparseRecipe
 
@@ -55,7 +55,6 @@ def build_recipe(study: Study, folder: Path, deployment: Deployment, *, tensorbo
         study.config,
         packaging="byoc" if study.user_code or deployment.byoc else "installed",
         modules=study.user_code,
-        tensorboard=tensorboard,
         tracker=build_tracker(deployment.mlflow, study, folder),
     )
 

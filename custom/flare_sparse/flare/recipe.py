@@ -72,7 +72,6 @@ class SparseRecipe(Recipe):
             ``"byoc"``: the package's source travels in the app's ``custom/`` folder.
         modules: the user's files and package folders; those of a task or a method travel with ``"byoc"`` only, those of
             a training script always.
-        tensorboard: add FLARE's TensorBoard receiver to the server, which needs the package ``tensorboard``.
         tracker: component that sends the figures to MLflow; the server needs the package ``mlflow``. None: no MLflow.
 
     Raises:
@@ -89,7 +88,6 @@ class SparseRecipe(Recipe):
         *,
         packaging: Packaging = "installed",
         modules: tuple[Path, ...] = (),
-        tensorboard: bool = False,
         tracker: MlflowTracker | None = None,
     ):
         check_packaging(packaging)
@@ -102,7 +100,7 @@ class SparseRecipe(Recipe):
         if config.federation.gpus:
             job.add_resource_spec(PORTABLE_RESOURCE_DEFAULT_KEY, {"num_of_gpus": config.federation.gpus})
         self._config = config
-        self._add_server_components(job, tensorboard, tracker)
+        self._add_server_components(job, tracker)
         self._add_site_components(job, has_sums=config.sum_rules is not None)
         self._add_settings(job, config)
         # Nested under "server", the only place where FLARE reads it.
@@ -176,16 +174,12 @@ class SparseRecipe(Recipe):
         load_task(config, script.parent)
         return cls(config, packaging=packaging, modules=modules)
 
-    def _add_server_components(self, job: FedJob, tensorboard: bool, tracker: MlflowTracker | None) -> None:
+    def _add_server_components(self, job: FedJob, tracker: MlflowTracker | None) -> None:
         job.to_server(FederatedController(**show_settings(self._config, SERVER_SECTIONS)), id="controller")
         job.to_server(ServerSession(), id=SERVER_ID)
         job.to_server(StagingAggregator(), id=AGGREGATOR_ID)
         job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
         self.add_server_input_filter(DecodeUpdate(), tasks=[TASK])
-        if tensorboard:
-            from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
-
-            job.to_server(TBAnalyticsReceiver(events=["analytix_log_stats"]), id="tensorboard")
         if tracker is not None:
             job.to_server(tracker, id="mlflow")
 
