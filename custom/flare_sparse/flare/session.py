@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from nvflare.apis.event_type import EventType
@@ -72,6 +72,8 @@ REQUESTS_FOLDER = "flare_sparse_requests"
 SITE_ID, SERVER_ID, AGGREGATOR_ID = "site", "server_session", "aggregator"
 TASK_ID, METHOD_ID = "task", "method"
 _BASES = {TASK_ID: "flare_sparse.Task", METHOD_ID: "flare_sparse.methods.Method"}
+
+PartT = TypeVar("PartT")
 
 _LOG = logging.getLogger(__name__)
 
@@ -384,24 +386,22 @@ def read_site_policy(fl_ctx: FLContext) -> Policy:
 
 
 def get_site_session(fl_ctx: FLContext) -> SiteSession:
-    """Return the site session of this process.
-
-    Raises:
-        ConfigError: the job has no such component.
-    """
-    session = fl_ctx.get_engine().get_component(SITE_ID)
-    if not isinstance(session, SiteSession):
-        raise ConfigError(f"the client app has no component {SITE_ID!r} (SiteSession); export the job again")
-    return session
+    """Return the site session of this process, see :func:`_get_session`."""
+    return _get_session(fl_ctx, SITE_ID, SiteSession)
 
 
 def get_server_session(fl_ctx: FLContext) -> ServerSession:
-    """Return the server session of this process.
+    """Return the server session of this process, see :func:`_get_session`."""
+    return _get_session(fl_ctx, SERVER_ID, ServerSession)
+
+
+def _get_session(fl_ctx: FLContext, name: str, kind: type[PartT]) -> PartT:
+    """Return a component of this process.
 
     Raises:
         ConfigError: the job has no such component.
     """
-    session = fl_ctx.get_engine().get_component(SERVER_ID)
-    if not isinstance(session, ServerSession):
-        raise ConfigError(f"the server app has no component {SERVER_ID!r} (ServerSession); export the job again")
+    session = fl_ctx.get_engine().get_component(name)
+    if not isinstance(session, kind):
+        raise ConfigError(f"this app of the job has no component {name!r} ({kind.__name__}); export the job again")
     return session
