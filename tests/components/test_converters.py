@@ -14,13 +14,7 @@ from nvflare.fuel.utils import fobs
 from torch import nn
 
 from flare_sparse.components.arrays import MASK, ComponentError
-from flare_sparse.components.converters import (
-    dxo_to_patch,
-    patch_to_dxo,
-    scores_to_dxo,
-    select_adapters,
-    select_gates,
-)
+from flare_sparse.components.converters import dxo_to_patch, patch_to_dxo
 from flare_sparse.components.decomposers import MaskDecomposer, PatchDecomposer
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
@@ -86,14 +80,3 @@ def test_dxo_of_another_kind_is_refused(dxo: DXO, reason: str | None) -> None:
         reason = "the mask has other, which the model has not"
     with pytest.raises(ComponentError, match=f"dxo_to_patch: .*{reason}"):
         dxo_to_patch(dxo, LAYOUT)
-
-
-def test_scores_adapters_and_gates_are_selected_by_name() -> None:
-    scores = scores_to_dxo(torch.arange(LAYOUT.size).float(), LAYOUT)
-    assert scores.data_kind == DataKind.WEIGHT_DIFF
-    assert scores.data["0.weight"].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    names = ("a.lora_A.default.weight", "a.lora_B.default.weight", "a.base.weight", "l.gate.open.weight",
-             "l.gate.open.bias", "l.gate.hidden.weight", "l.body.weight")  # fmt: skip
-    arrays = {name: np.ones((2, 2), np.float32) for name in names}
-    assert list(select_adapters(arrays)) == list(names[:2])
-    assert sorted(select_gates(arrays)) == sorted(names[3:6])

@@ -1,20 +1,16 @@
-"""Patches, scores, adapters and gates as FLARE's DXOs of named arrays, and back."""
+"""Patches as FLARE's DXOs of named arrays, and back: weights, deltas, scores, and the adapters or gates of a mask."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from nvflare.apis.dxo import DXO, DataKind
-from torch import Tensor
 
 from ..core.exchange import Patch
 from ..core.mask import Mask
 from ..core.params import Layout
-from ..methods.scores.ranks import FACTOR_NAME
-from ..methods.support.gates import Gates
-from .arrays import MASK, ComponentError, check_plain, guess_layout, pack_mask, read_mask, to_vector
+from .arrays import MASK, ComponentError, check_plain, pack_mask, read_mask, to_vector
 from .filters import MODELS
 
 
@@ -47,20 +43,3 @@ def dxo_to_patch(dxo: DXO, layout: Layout) -> Patch:
     packed = dxo.get_meta_prop(MASK)
     mask = Mask.full(layout.size) if packed is None else read_mask(packed, layout, "dxo_to_patch")
     return Patch.from_vector(to_vector(dxo.data, layout, "dxo_to_patch"), mask)
-
-
-def scores_to_dxo(scores: Tensor, layout: Layout) -> DXO:
-    """Return scores ``(P,)`` as a WEIGHT_DIFF of named arrays, from which FLARE subtracts no model."""
-    return patch_to_dxo(Patch.from_vector(scores, Mask.full(layout.size)), layout, is_delta=True)
-
-
-def select_adapters(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of LoRA adapters, as peft names them."""
-    return {name: array for name, array in arrays.items() if FACTOR_NAME.fullmatch(name)}
-
-
-def select_gates(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of channel gates (``LAYER.gate.*``); they and no others are MetaGater's phi."""
-    layout = guess_layout(arrays)
-    phi = layout.unflatten(Gates.from_layout(layout).phi.bits)
-    return {name: arrays[name] for name, bits in phi.items() if np.size(arrays[name]) and bool(bits.all())}
