@@ -215,7 +215,7 @@ def list_recipes() -> dict[str, str]:
     """The complete jobs of the page, by name."""
     page = (ROOT / "docs" / "components.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    return {re.search(r'name="(\w+)"', block)[1]: block for block in blocks}  # type: ignore[index]
+    return {match[1] if (match := re.search(r'name="(\w+)"', block)) else "own": block for block in blocks}
 
 
 def describe_chains(config: Any) -> list[Any]:
@@ -264,3 +264,15 @@ def test_recipe_of_the_page_is_the_job_written_by_hand(
                 ours, theirs = map(list_arguments, built)
                 assert ours | {"aggregator": None} == theirs | {"aggregator": None}
     monkeypatch.delitem(sys.modules, "study", raising=False)
+
+
+def test_tracking_of_flare_is_in_the_job_of_either_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(list_recipes()["own"].replace("app_configs/", f"{ROOT}/app_configs/"), {})
+    server = json.loads(
+        (tmp_path / "jobs" / "scbf_mortality" / "app" / "config" / "config_fed_server.json").read_text()
+    )
+    (receiver,) = [component for component in server["components"] if component["id"] == "receiver"]
+    # What sites log in a script, and what the package's controller logs at the server.
+    assert set(build(receiver).events) == {"fed.analytix_log_stats", "analytix_log_stats"}
+    assert list_recipes()["fedsparsify"].count('add_experiment_tracking(recipe, "tensorboard")') == 1
