@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -146,10 +147,16 @@ def test_weights_are_the_model_of_the_receiver_plus_the_delta() -> None:
 
 
 @pytest.mark.parametrize("values", ["float32", "float32_zstd"])
-def test_complete_weights_arrive_with_their_bits(values: Any) -> None:
-    weights = torch.randn(20, generator=torch.Generator().manual_seed(1)).abs()
-    sent = encode_update(weights, REQUEST, None, StreamSettings(values=values), run=RUN, kind="model", is_delta=False)
-    assert torch.equal(decode(sent, is_delta=False), weights)
+def test_weights_arrive_with_their_bits_and_only_changed_ones_travel(values: Any) -> None:
+    update = REQUEST.vector.clone()
+    update[[1, 7]] = torch.tensor([0.0, 3.0])
+    model = replace(REQUEST, vector=torch.where(torch.arange(20) == 1, -0.0, REQUEST.vector))
+    for weights, count in ((update, 2), (update + 1, 20), (model.vector, 20)):
+        sent = encode_update(weights, model, None, StreamSettings(1.0, values), run=RUN, kind="model", is_delta=False)
+        assert sent.residual is None
+        decoded, _, received = decode_update(sent.encoded.data, model, run=RUN, kind="model", is_delta=False)
+        assert decoded.patch.mask.count == count
+        assert torch.equal(received.view(torch.int32), weights.view(torch.int32))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))

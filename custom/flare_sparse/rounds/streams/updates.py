@@ -76,6 +76,9 @@ def encode_update(
     candidates = find_candidates(layout, settings, missing)
     generator = make_generator(int(request.request, 16) >> 1, "stream", kind)
     if settings.is_exact and not is_delta:
+        # By bits: entries that the site has not changed, or a filter has put back, need not travel.
+        changed = candidates & Mask(update.view(torch.int32) != request.vector.view(torch.int32))
+        candidates = changed if changed.count else candidates
         whole = encode(Patch.from_vector(update, candidates), plan, values=settings.values, generator=generator)
         return SentUpdate(whole, plan)
     total = _compute_delta(update, None if is_delta else request.vector, layout, missing)
