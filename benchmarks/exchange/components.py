@@ -1,11 +1,13 @@
 """The stock jobs, and others of the same components, in FLARE's simulator, beside the package's own runs.
 
     python benchmarks/exchange/components.py [--cells scbf swarm ...] [--docs]
+    python benchmarks/exchange/components.py --cells scbf fedsparsify --kit KITS/lead@coordination.org
 
 Accuracy is the mean over the sites of the final model's share of right answers on their test examples; *sent* is what
 left the sites, as their egress logs or ``sparse_exchange.jsonl`` count it, *dense* the same messages as float32. The
 last column is the largest difference of an entry from the final model of the package's own run with the same settings.
-``--docs`` writes the table of docs/components.md.
+``--docs`` writes the table of docs/components.md. ``--kit``, the startup kit of an admin, submits the jobs to a running
+federation of three sites instead, in POC mode or provisioned; what left the sites is then in their own logs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,13 +228,29 @@ def run_stock(job: Path, folder: Path) -> Path:
     return workspace
 
 
+def run_deployed(job: Path, folder: Path, kit: Path) -> Path:
+    """Submit a job, wait until it ends, and return the folder of its downloaded result."""
+
+    def call(*words: str) -> Any:
+        line = [Path(sys.executable).parent / "nvflare", "--format", "json", "job", *words, "--startup-kit", kit]
+        done = subprocess.run(line, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])["data"]
+
+    number = call("submit", "-j", str(job))["job_id"]
+    while not (states := [row["status"] for row in call("list") if row["job_id"] == number])[0].startswith("FINISHED"):
+        time.sleep(5)
+    (folder / "log.txt").write_text(f"{job.name}: {states[0]}")
+    call("download", number, "-o", str(folder))
+    return folder / number
+
+
 def read_stock(workspace: Path) -> dict[str, torch.Tensor]:
     """Return the model that FLARE's persistor saved last.
 
     Raises:
         SystemExit: there is none; the text is the end of the job's output.
     """
-    files = sorted(workspace.glob("*/simulate_job/app_*/FL_global_model.pt"))
+    files = sorted(workspace.rglob("FL_global_model.pt"))
     if not files:
         raise SystemExit((workspace.parent / "log.txt").read_text()[-4000:])
     return {n: torch.as_tensor(v) for n, v in torch.load(files[0], weights_only=False)["model"].items()}
@@ -287,12 +306,13 @@ def compute_accuracy(name: str, model: dict[str, torch.Tensor]) -> float:
     return sum(figures) / len(figures)
 
 
-def measure_cell(name: str) -> str:
-    """Run a cell and return its row of the table."""
+def measure_cell(name: str, kit: Path | None = None) -> str:
+    """Run a cell, in the simulator or by an admin's kit, and return its row of the table."""
     cell = CELLS[name]
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        workspace = run_stock(write_job(name, folder / "jobs"), folder)
+        job = write_job(name, folder / "jobs")
+        workspace = run_stock(job, folder) if kit is None else run_deployed(job, folder, kit)
         model = read_stock(workspace)
         sent, dense = count_bytes(workspace, model)
         worst = find_difference(model, run_own(cell.own, folder)) if cell.own else None
@@ -305,9 +325,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--docs", action="store_true", help="write the rows into docs/components.md")
+    parser.add_argument("--kit", type=Path, help="startup kit of an admin of a running federation")
     options = parser.parse_args()
     for name in options.cells:
-        row = measure_cell(name)
+        row = measure_cell(name, options.kit)
         print(row, flush=True)
         if options.docs:
             page = PAGE.read_text()
