@@ -160,7 +160,7 @@ def swarm(_: Config, client: Config) -> None:
     path = f"{OWN}.sparse_exchange.SparseExchange"
     keep, select = describe(f"{OWN}.keep_mask.KeepMask", source="zeros"), client["selection"]
     chains = [
-        ("swarm_learn", "out", [describe(path, content="model")]),
+        ("swarm_learn", "out", [keep, select, describe(path, content="model")]),
         ("swarm_learn", "in", [describe(path, content="model"), keep, select]),
         ("swarm_report_learn_result", "out", [keep, select, describe(path, content="update")]),
         ("swarm_report_learn_result", "in", [describe(path, content="update")]),

@@ -126,4 +126,4 @@ def test_result_that_cannot_be_held_is_an_error_of_the_site_alone(
     executor = MaskedTraining("in_process", task_script_path="client.py")
     reply = execute(executor, build_task(start), End("site-1", tmp_path))
     assert reply.get_return_code() == ReturnCode.EXECUTION_RESULT_ERROR
-    assert "E_COMPONENT: the result is left out of this round: KeepMask: the result has 'other'" in caplog.text
+    assert "E_COMPONENT: the result is left out of this round: MaskedTraining: the result has 'other'" in caplog.text

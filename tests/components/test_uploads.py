@@ -17,6 +17,8 @@ from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.filter import FilterChainType
 from nvflare.apis.fl_constant import FilterKey
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.ccwf.common import Constant
 from nvflare.app_common.filters.exclude_vars import ExcludeVars
 from nvflare.app_opt.he.model_encryptor import HEModelEncryptor
 from torch import nn
@@ -91,6 +93,21 @@ def test_received_model_is_kept_even_if_the_script_changes_it_in_place(site: End
     result = DXO(DataKind.WEIGHTS, data=start).to_shareable()
     sent = from_shareable(site.apply([item], result, FilterChainType.TASK_RESULT_CHAIN, FilterKey.OUT))
     assert all(np.array_equal(sent.data[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("is_sender", [False, True])
+def test_swarm_is_held_to_the_model_of_the_round_whoever_sends_it(site: End, is_sender: bool) -> None:
+    item, chain = KeepMask("zeros"), FilterChainType.TASK_DATA_CHAIN
+    for first, trained in ((0.0, 5.0), (2.0, 0.0)):
+        task = build_task({"w": np.array([[first, 1]], np.float32)})
+        if is_sender:  # FLARE hands a site its own model without a message
+            task.set_header(Constant.AGGREGATOR, "site-2")
+        site.apply([item], task, chain, FilterKey.OUT if is_sender else FilterKey.IN)
+        # A task of the workflow, which brings no model, may run meanwhile.
+        site.start_task([item], Shareable())
+        update = DXO(DataKind.WEIGHTS, data={"w": np.array([[trained, 3]], np.float32)}).to_shareable()
+        sent = from_shareable(site.apply([item], update, chain, FilterKey.OUT))
+        assert sent.data["w"].tolist() == [[0.0, 3.0]]
 
 
 def test_zeros_of_weights_stay_and_a_bias_at_zero_trains(site: End) -> None:

@@ -43,7 +43,10 @@ class KeepMask(ReceivingFilter):
             self.log_warning(fl_ctx, f"KeepMask: source {self.source!r} has never brought a mask; all entries trained")
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
-        received = self.get_received(dxo, fl_ctx)
+        return self.hold(dxo, self.get_received(dxo, fl_ctx), fl_ctx)
+
+    def hold(self, dxo: DXO, received: Received, fl_ctx: FLContext) -> DXO:
+        """Return a result with the entries outside the mask as they were received."""
         live = self._find_live(received, fl_ctx)
         self._has_kept, self._has_masked = True, self._has_masked or bool(live)
         return keep_mask(dxo, received, live)

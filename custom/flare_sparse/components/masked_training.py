@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
@@ -14,6 +14,7 @@ from ..core.errors import get_failure_code
 from .arrays import check_plain
 from .filters import MODELS
 from .keep_mask import KeepMask
+from .received import check_received
 
 
 class MaskedTraining(ClientAPIExecutor):
@@ -28,13 +29,13 @@ class MaskedTraining(ClientAPIExecutor):
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         super().handle_event(event_type, fl_ctx)
-        self._keep.handle_event(event_type, fl_ctx)
+        if event_type != EventType.BEFORE_TASK_EXECUTION:
+            self._keep.handle_event(event_type, fl_ctx)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Return the script's result with the entries outside the mask as they were received."""
-        # In swarm learning, FLARE calls an executor without the event.
-        fl_ctx.set_prop(FLContextKey.TASK_DATA, shareable, private=True, sticky=False)
-        self._keep.handle_event(EventType.BEFORE_TASK_EXECUTION, fl_ctx)
+        # Not by FLARE's event: in swarm learning there is none.
+        received = self._keep.remember(shareable)
         result = super().execute(task_name, shareable, fl_ctx, abort_signal)
         if result.get_return_code(ReturnCode.OK) != ReturnCode.OK:
             return result
@@ -43,7 +44,7 @@ class MaskedTraining(ClientAPIExecutor):
             return result
         try:
             check_plain(dxo, self)
-            return self._keep.process_dxo(dxo, result, fl_ctx).update_shareable(result)
+            return self._keep.hold(dxo, check_received(received, dxo, self), fl_ctx).update_shareable(result)
         except Exception as error:  # noqa: BLE001 - a RuntimeError of an executor ends the job for all sites
             self.log_error(fl_ctx, f"{get_failure_code(error)}: the result is left out of this round: {error}")
             return make_reply(ReturnCode.EXECUTION_RESULT_ERROR)

@@ -14,12 +14,13 @@ from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.ccwf.common import Constant
 from torch import Tensor
 
 from .arrays import MASK, ComponentError
 from .filters import ModelFilter
 
-_RECEIVED = "flare_sparse.received"
+_TASK, _MESSAGE = "flare_sparse.received_task", "flare_sparse.received_message"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class ReceivingFilter(ModelFilter):
     """A filter of what leaves a site that knows the model which the site has received.
 
     One filter among those of results suffices: it hears FLARE's event before the executor runs. Where sites exchange
-    models between them (swarm), where there is no such event, the filter of the messages that arrive remembers them.
+    models between them (swarm) there is no such event; there the filter remembers the models that arrive, and that
+    which a site sends to all, because it trains this model, too, without a message to itself. FLARE asks the receiver
+    of the model before it sends an update, so that the model is always remembered by then.
     """
 
     is_strict = True
@@ -51,14 +54,14 @@ class ReceivingFilter(ModelFilter):
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             data = fl_ctx.get_prop(FLContextKey.TASK_DATA)
             if isinstance(data, Shareable):
-                fl_ctx.set_prop(_RECEIVED, self._remember(data), private=True, sticky=True)
+                fl_ctx.set_prop(_TASK, self.remember(data), private=True, sticky=True)
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        is_task = self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN
         is_arriving = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.IN
         is_site = fl_ctx.get_process_type() != ProcessType.SERVER_JOB
-        if is_task and is_arriving and is_site:
-            fl_ctx.set_prop(_RECEIVED, self._remember(shareable), private=True, sticky=True)
+        names_aggregator = shareable.get_header(Constant.AGGREGATOR) is not None
+        if self._is_message and is_site and (is_arriving or names_aggregator):
+            fl_ctx.set_prop(_MESSAGE, self.remember(shareable), private=True, sticky=True)
             return shareable
         if not is_site or is_arriving:
             raise ComponentError(
@@ -67,6 +70,10 @@ class ReceivingFilter(ModelFilter):
                 "put it among the task_result_filters of config_fed_client.json",
             )
         return super().process(shareable, fl_ctx)
+
+    @property
+    def _is_message(self) -> bool:
+        return bool(self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN)
 
     def prepare(self, dxo: DXO, t: int) -> None:
         """Change the received model, in place, before the site trains it in round ``t``; by default nothing."""
@@ -77,25 +84,10 @@ class ReceivingFilter(ModelFilter):
         Raises:
             ComponentError: the task brought no model, or one of other tensors.
         """
-        received = fl_ctx.get_prop(_RECEIVED)
-        if not isinstance(received, Received):
-            raise ComponentError(
-                self, "the task brought no model (WEIGHTS)", "name only tasks that carry one, such as train"
-            )
-        if unknown := sorted(set(map(str, dxo.data)) - set(received.arrays)):
-            raise ComponentError(
-                self, f"the result has {unknown[0]!r}, which the received model has not", "send tensors of that model"
-            )
-        for name, array in dxo.data.items():
-            if np.shape(array) != np.shape(received.arrays[name]):
-                raise ComponentError(
-                    self,
-                    f"{name} has the shape {tuple(np.shape(array))}, received was {np.shape(received.arrays[name])}",
-                    "send tensors of the received model",
-                )
-        return received
+        return check_received(fl_ctx.get_prop(_MESSAGE if self._is_message else _TASK), dxo, self)
 
-    def _remember(self, shareable: Shareable) -> Received | None:
+    def remember(self, shareable: Shareable) -> Received | None:
+        """Prepare the model of a task, in place, and return it; None: the task brings none."""
         try:
             dxo = from_shareable(shareable)
         except ValueError:
@@ -106,6 +98,30 @@ class ReceivingFilter(ModelFilter):
         self.prepare(dxo, t)
         dxo.update_shareable(shareable)
         return Received({name: _copy(a) for name, a in dxo.data.items()}, dxo.meta.get(MASK), t)
+
+
+def check_received(received: object, dxo: DXO, component: object) -> Received:
+    """Return what a task brought.
+
+    Raises:
+        ComponentError: it brought no model, or one of other tensors than the result.
+    """
+    if not isinstance(received, Received):
+        raise ComponentError(
+            component, "the task brought no model (WEIGHTS)", "name only tasks that carry one, such as train"
+        )
+    if unknown := sorted(set(map(str, dxo.data)) - set(received.arrays)):
+        raise ComponentError(
+            component, f"the result has {unknown[0]!r}, which the received model has not", "send tensors of that model"
+        )
+    for name, array in dxo.data.items():
+        if np.shape(array) != np.shape(received.arrays[name]):
+            raise ComponentError(
+                component,
+                f"{name} has the shape {tuple(np.shape(array))}, received was {np.shape(received.arrays[name])}",
+                "send tensors of the received model",
+            )
+    return received
 
 
 def _copy(array: Any) -> Any:
