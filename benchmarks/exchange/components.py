@@ -42,7 +42,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "metagater": {
         "name": "metagater", "lasso": 0.02, "local_steps": 3, "training": {**FULL_BATCH, "lr": 0.1}, "adapt_lr": 0.1
     },
-    "fedavg": {"name": "fedavg"},
 }  # fmt: skip
 NETWORKS = {"lora_a2": "AdaptedNet", "metagater": "GatedNet"}
 """Networks of the methods that the package trains by a task of its own; the others train ``Net`` by ``client.py``."""
@@ -97,51 +96,6 @@ def describe(path: str, **args: Any) -> Config:
     return {"path": path, "args": args}
 
 
-def set_results(client: Config, server: Config, leaving: list[Config], arriving: list[Config]) -> None:
-    """Set the filters of results at the sites and at the server."""
-    client["task_result_filters"] = [{"tasks": ["train"], "filters": leaving}] if leaving else []
-    server["task_result_filters"] = [{"tasks": ["train"], "filters": arriving}] if arriving else []
-
-
-def set_aggregator(server: Config, path: str, **args: Any) -> None:
-    """Set the aggregator of FedAvg."""
-    server["workflows"][0]["args"]["aggregator"] = describe(f"{OWN}.{path}", **args, min_sites=3)
-
-
-def keep_mask_alone(server: Config, client: Config) -> None:
-    """Send dense arrays inside the mask."""
-    set_results(client, server, [describe(f"{OWN}.keep_mask.KeepMask")], [])
-
-
-def train_masked(server: Config, client: Config) -> None:
-    """Hold the script to the mask in the executor."""
-    client["executors"][0]["executor"]["path"] = f"{OWN}.masked_training.MaskedTraining"
-    set_results(client, server, [describe(f"{OWN}.csr.ToCSR")], [describe(f"{OWN}.csr.FromCSR")])
-
-
-def average_in_order(server: Config, client: Config) -> None:
-    """Average in the order of names; the filter is there for its record of what leaves."""
-    set_aggregator(server, "ordered_mean.OrderedMean", rule="mean")
-    set_results(client, server, [describe(f"{OWN}.csr.ToCSR")], [describe(f"{OWN}.csr.FromCSR")])
-
-
-def use_flares_mean(server: Config, client: Config) -> None:
-    """Send a tenth of the differences to FLARE's own mean."""
-    del server["workflows"][0]["args"]["aggregator"]
-    exchange = describe(f"{OWN}.sparse_exchange.SparseExchange", keep=0.1)
-    set_results(client, server, [exchange], [exchange])
-    for config in (server, client):
-        config["task_data_filters"] = [{"tasks": ["train"], "filters": [exchange]}]
-
-
-def exclude_output(server: Config, client: Config) -> None:
-    """Keep the output layer at the sites, beside a selection of channels."""
-    set_aggregator(server, "selective_sum.SelectiveSum", aggregation="count")
-    leaving, exchange = client["task_result_filters"][0]["filters"]
-    exclude = describe(f"{FLARE}.filters.exclude_vars.ExcludeVars", exclude_vars=["5.weight", "5.bias"])
-    client["task_result_filters"][0]["filters"] = [leaving, exclude, exchange]
-
-
 def scatter_and_gather(server: Config, _: Config) -> None:
     """Use FLARE's controller of Shareables."""
     aggregator = {"id": "aggregator", **server["workflows"][0]["args"]["aggregator"]}
@@ -173,14 +127,9 @@ CELLS = {
     "fedsparsify": Cell("fedsparsify", "fedsparsify", "MagnitudePruning, KeepMask, ToCSR, FromCSR"),
     "scbf": Cell("scbf", "scbf", "SelectiveSum, ChannelUpload, SparseExchange"),
     "neurosfl": Cell("neurosfl", "neurosfl", "NeuroSFLController, ScoredMask, ScoreExecutor, KeepMask, CSR"),
-    "lora_a2": Cell("lora_a2", "lora_a2", "RankMean, RankUpload"),
+    "lora_a2": Cell("lora_a2", "lora_a2", "RankMean, RankUpload, SparseExchange"),
     "metagater": Cell("metagater", "metagater", "MetaGaterController, MetaStep, KeepMask, CSR"),
-    "no CSR": Cell("fedsparsify", "fedsparsify", "MagnitudePruning, KeepMask", keep_mask_alone),
-    "executor": Cell("fedsparsify", "fedsparsify", "MagnitudePruning, MaskedTraining, CSR", train_masked),
     "ScatterAndGather": Cell("fedsparsify", "fedsparsify", "MagnitudePruning, KeepMask, CSR", scatter_and_gather),
-    "ordered": Cell("fedsparsify", "fedavg", "OrderedMean, CSR (no array gets smaller)", average_in_order),
-    "FLARE's mean": Cell("fedsparsify", "", "SparseExchange(keep=0.1)", use_flares_mean),
-    "ExcludeVars": Cell("scbf", "", "SelectiveSum, ChannelUpload, FLARE's ExcludeVars, SparseExchange", exclude_output),
     "swarm": Cell("scbf", "", "FLARE's swarm, KeepMask, ChannelUpload, SparseExchange", swarm),
 }
 

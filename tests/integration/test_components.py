@@ -30,9 +30,17 @@ def read_row(name: str) -> list[str]:
 @pytest.mark.parametrize("name", [*EXACT, "lora_a2", "metagater", "swarm"])
 def test_job_of_components_ends_as_the_page_says(name: str, cells: ModuleType) -> None:
     row = [cell.strip() for cell in cells.measure_cell(name).strip("|\n ").split("|")][1:]
-    assert row[:4] == read_row(name)[:4]
+    shown = read_row(name)
+    if name == "swarm":
+        # FLARE draws the sites that aggregate, and adds in the order of arrival.
+        sent, dense = (int(cell.replace(",", "")) for cell in row[2:4])
+        assert (row[0], row[3], row[4]) == (shown[0], shown[3], shown[4])
+        assert float(row[1]) == pytest.approx(float(shown[1]), abs=0.02)
+        assert sent < 0.4 * dense
+        return
+    assert row[:4] == shown[:4]
     if name in EXACT:
-        assert row[4] == read_row(name)[4] == "bit-equal"
-    elif name != "swarm":
+        assert row[4] == shown[4] == "bit-equal"
+    else:
         # The package trains on one minibatch of all examples in another order: sums of float32 in another order.
         assert float(row[4]) < 1e-5
