@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from ..config.study import Study
 from ..core.observer import SILENT, Observer
 from ..results.runs.decrypt import decrypt_run
@@ -21,8 +19,6 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
         JobFailed: the job ended without a result.
     """
     # FLARE takes seconds to import; a local run must not wait for it.
-    from nvflare.recipe import add_experiment_tracking
-
     from ..flare.kits import write_kits
     from ..flare.launch.simulator import Workplace, simulate
 
@@ -37,8 +33,6 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     if kits:
         write_kits(kits, sites)
     recipe = build_recipe(study, out, deployment)
-    if importlib.util.find_spec("tensorboard") is not None:
-        add_experiment_tracking(recipe, "tensorboard")
     workplace = Workplace(checkpoints=checkpoints, keys=out / KEYS if contexts else None, kits=kits)
     simulate(recipe, sorted(sites), site_files, out, workplace, observer)
     if contexts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nvflare.recipe import SimEnv
+from nvflare.recipe import SimEnv, add_experiment_tracking
 from nvflare.recipe.spec import Recipe
 
 from ...config.policy.policy import POLICY_FILE
@@ -70,7 +71,7 @@ def simulate(
     workplace: Workplace = PLAIN,
     observer: Observer = SILENT,
 ) -> dict[str, Any]:
-    """Run a recipe in the simulator and collect its record in ``out``.
+    """Run a recipe in the simulator, with TensorBoard if it is installed, and collect its record in ``out``.
 
     Args:
         recipe: the job.
@@ -88,6 +89,8 @@ def simulate(
         JobFailed: the job ended without a result.
     """
     out = _resolve_folder(out)
+    if importlib.util.find_spec("tensorboard") is not None:
+        add_experiment_tracking(recipe, "tensorboard")
     growing = GrowingRecord(out)
     server = _find_server_folder(out, recipe.name)
     record = server / "app_server" / RESULTS
