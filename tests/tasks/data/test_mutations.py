@@ -327,6 +327,10 @@ def mutate_file(rng: random.Random, text: str) -> str:
         lambda: "\n".join([*lines[:row], f"{key}{colon} {rng.choice(VALUES)}", *lines[row + 1 :]]),
         lambda: "\n".join([*lines[:row], f"{key[:-1]}{colon}{value}", *lines[row + 1 :]]),
         lambda: "\n".join([*lines[:row], f"{key.swapcase()}{colon}{value}", *lines[row + 1 :]]),
+        lambda: text.replace("\n", "\r\n"),
+        lambda: "\ufeff" + text,
+        lambda: "\n".join([*lines[:row], f"{lines[row]}  # {letter}", *lines[row + 1 :]]),
+        lambda: "\n".join([*lines[:row], f"{lines[row]}   ", "", *lines[row + 1 :]]),
     )
     return rng.choice(mutations)()
 
