@@ -14,7 +14,10 @@ PACKAGE = Path(__file__).parents[1] / "custom" / "flare_sparse"
 FEATURES = {
     "encryption": (r"cipher|ckks|[Ee]ncrypted\b|[Ee]ncryption", 12),
     "sums": (r"SumRules|sum_rules|ServerSums|SiteSums|secure_aggregation|site_sums|\bmasked\b", 12),
-    "statistics of inputs": (r"\bSTATISTICS\b|statistics_mask|compute_statistics|select_statistics|drop_rests", 9),
+    "statistics of inputs": (
+        r"(?<!DataKind\.)\bSTATISTICS\b|statistics_mask|\bcompute_statistics|select_statistics|drop_rests",
+        3,
+    ),
     "few-bit values": (r"is_quantized|quantized\b", 4),
     "transition of the link": (r"ServerLink|SiteLink", 1),
 }

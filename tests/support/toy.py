@@ -14,6 +14,7 @@ from flare_sparse.config.schema import JobConfig
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.params import compute_digest
 from flare_sparse.core.seeds import seed_torch
+from flare_sparse.methods.pooled_statistics import pool_statistics
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.record import RecordWriter
 from flare_sparse.rounds.federation import Outcome
@@ -143,11 +144,11 @@ class ToyBench:
         """Return sites by name; the first has 24 training examples, each next one 8 more."""
         return {f"site-{i}": self.site(i, 16 + 8 * i) for i in range(1, count + 1)}
 
-    def method(self, name: str, **settings: Any) -> Any:
-        """Return a method of the registry, by default over 3 rounds."""
+    def method(self, name: str, *, short: bool = False, **settings: Any) -> Any:
+        """Return a method of the registry, by default over 3 rounds; ``short``: statistics travel without rests."""
         kind = METHODS[name]
         settings = {"rounds": 3, "personal": self.personal, **settings}
-        return kind(kind.Config.model_validate(settings), self.layout, self.seed)
+        return pool_statistics(kind(kind.Config.model_validate(settings), self.layout, self.seed), short=short)
 
     def run(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> tuple[Outcome, Ledger]:
         """Return outcome and ledger of a local run."""

@@ -16,6 +16,11 @@ from torch.utils.data import Dataset
 
 from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.core.errors import DataError
+from flare_sparse.core.exchange import Patch, Request
+from flare_sparse.inputs.scaling import STATISTICS, build_statistics_mask
+from flare_sparse.methods.method import MethodConfig
+from flare_sparse.methods.pooled_statistics import pool_statistics
+from flare_sparse.methods.registry import METHODS
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import SiteData, Task, iterate_minibatches
@@ -91,7 +96,9 @@ def test_site_sends_the_statistics_of_its_training_voxels(brains: Path) -> None:
     layout, _ = build_initial_model(voxels, seed=0)
     examples = voxels.load(SiteData("site-1", brains), seed=0)
     site = build_site(LocalTask.open("site-1", voxels, examples, layout, seed=0))
-    sent = layout.unflatten(site.trainer.compute_statistics(site.weights))["2.statistics"]
+    method = pool_statistics(METHODS["fedavg"](MethodConfig(), layout))
+    request = Request(STATISTICS, 0, Patch.empty(layout.size), build_statistics_mask(layout))
+    sent = layout.unflatten(method.answer(request, site).patch.to_vector())["2.statistics"]
     volumes = torch.stack([examples.train[i][0] for i in range(8)])
     # 4x5x4 voxels, of which the two halves are averaged.
     halves = ((volumes + volumes.flip(2)) / 2)[:, 0, :2].flatten(1).double()

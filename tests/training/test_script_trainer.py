@@ -379,7 +379,7 @@ def test_prescribed_training_smaller_networks_and_examples_are_refused() -> None
         own_site.narrow(Mask(START > 3))
     assert own_site.narrow(Mask.full(LAYOUT.size)) is own_site
     with pytest.raises(PolicyRefusal, match="withhold_isolated"):
-        own_site.trainer.collect_linear_inputs(START, 4)
+        own_site.trainer.collect_inputs(START, torch.nn.Linear, 4)
 
 
 SERVABLE = sorted(

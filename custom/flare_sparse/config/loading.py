@@ -15,10 +15,12 @@ from pydantic import ValidationError
 from ..core.errors import ConfigError
 from ..core.params import Layout
 from ..methods.method import Method
+from ..methods.pooled_statistics import pool_statistics
 from ..methods.registry import METHODS
 from ..tasks.registry import TASKS
 from ..tasks.script import ScriptTask
 from ..tasks.task import Task, TaskConfig
+from ..wire.formats import is_quantized
 from .bundles import insert_bundle
 from .choice import Registries, find_name, get_settings
 from .plugins import name_plugin_classes
@@ -99,7 +101,7 @@ def dump_config(config: JobConfig) -> str:
 def build_method(config: JobConfig, layout: Layout) -> Method[Any, Any]:
     """Build the method of a job for a model of this layout."""
     method: Method[Any, Any] = config.method.entry(config.method.config, layout, config.seed)
-    return method
+    return pool_statistics(method, short=config.builds_initial and is_quantized(config.wire.values))
 
 
 def _build_registries(

@@ -23,8 +23,6 @@ _PIECE_BYTES = 2**22
 
 EVALUATE = "evaluate"
 """Kind of the request that every site answers for every method: metrics of the model on its test examples."""
-STATISTICS: Final = "statistics"
-"""Kind and content of the exchange before round 1 in which a network with an input scaler receives its statistics."""
 EXACT_CONTENTS: Final[tuple[Content, ...]] = ("scores", "statistics")
 """Contents whose values are float32 in every number format of the job: rounded scores would have ties, and statistics
 are sums that one pooled table would give."""
@@ -148,6 +146,7 @@ class UpdateSpec:
         accepts: whether a site may send a selection, by site name and mask; None: any selection.
         min_entries: fewest entries of an update by site name, where ``mask`` is None; None: the site decides.
         min_value: smallest value that is accepted; None: no bound.
+        is_valid: whether values can be those of a site with so many training examples; None: any can.
         counts_empty: whether an update with an empty selection contributes a delta of zero; if not, its site abstains.
     """
 
@@ -156,6 +155,7 @@ class UpdateSpec:
     accepts: Callable[[str, Mask], bool] | None = None
     min_entries: Callable[[str], int] | None = None
     min_value: float | None = None
+    is_valid: Callable[[Patch, int], bool] | None = None
     counts_empty: bool = False
 
 

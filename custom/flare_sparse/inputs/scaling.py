@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import NormalDist
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from ..core.errors import ConfigError
 from ..core.mask import Mask
 from ..core.params import Layout
 
+STATISTICS: Final = "statistics"
+"""Kind and content of the exchange in which a network receives the statistics of its inputs."""
 OUTER_EDGE = 3.0
 """Standard deviations at which the outer bins of an encoded number end."""
 ROWS = 5
@@ -39,6 +42,10 @@ class StatisticsLayer(nn.Module, ABC):
     @abstractmethod
     def compute_statistics(self, inputs: Tensor) -> Tensor:
         """Return the statistics ``(rows, columns)`` of some inputs ``(n, columns)``."""
+
+    def describe_site(self, inputs: Tensor) -> Tensor:
+        """Return the statistics of a site's own inputs, which stay there."""
+        return self.compute_statistics(inputs)
 
     @abstractmethod
     def pool_statistics(self, parts: Sequence[Tensor]) -> Tensor:
@@ -156,7 +163,7 @@ class TargetScaler(nn.Module):
         scaled: Tensor = center + spread * outputs
         return scaled
 
-    def compute_statistics(self, targets: Tensor) -> Tensor:
+    def measure_targets(self, targets: Tensor) -> Tensor:
         """Return center and spread ``(2,)`` of some targets ``(n, 1)``; a spread of 1 where they do not vary."""
         if not len(targets):
             return torch.tensor([0.0, 1.0])

@@ -37,7 +37,6 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.exchange import (
     EVALUATE,
-    STATISTICS,
     Assignment,
     Content,
     Contribution,
@@ -51,7 +50,6 @@ from ..core.needs import Need, Needs, find_need
 from ..core.params import Layout
 from ..core.seeds import make_generator
 from ..core.settings import Settings
-from ..inputs.scaling import build_statistics_mask
 from ..training import Site, TrainingConfig
 from ..training.personal import Personal
 from ..wire.capabilities import Capabilities
@@ -154,6 +152,8 @@ class Method(ABC, Generic[ConfigT, StateT]):
     """Kinds of the requests of rounds 0 to ``config.rounds``; a site answers no others."""
     final_kinds: ClassVar[frozenset[str]] = frozenset()
     """Kinds of the requests after the last round, besides ``"evaluate"``."""
+    idle_kinds: frozenset[str] = frozenset({EVALUATE})
+    """Kinds of requests that train and score no entries."""
     trains_all_entries: ClassVar[bool] = False
     """Whether every request trains all entries; a site then refuses one for fewer."""
     prunes_for_good: ClassVar[bool] = False
@@ -192,6 +192,10 @@ class Method(ABC, Generic[ConfigT, StateT]):
     @abstractmethod
     def model(self, state: StateT) -> Patch:
         """Return the global model, which is saved and, unless ``ask_final`` is overridden, evaluated."""
+
+    def get_state_class(self, start: StateT) -> type[Any]:
+        """Return the class of the states after the rounds, given the state before the first request."""
+        return type(start)
 
     def finalize(self, state: StateT) -> StateT:
         """Return the state whose model is the result of the run, given that after its last round.
@@ -245,8 +249,6 @@ class Method(ABC, Generic[ConfigT, StateT]):
 
         A site answers no other requests, however the server asks.
         """
-        if kind == STATISTICS:
-            return int(t == 0 and build_statistics_mask(self.layout).count > 0)
         if kind in self.round_kinds:
             return int(0 <= t <= self.config.rounds)
         return int((kind == EVALUATE or kind in self.final_kinds) and t == self.config.rounds + 1)

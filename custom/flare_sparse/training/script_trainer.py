@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.errors import ConfigError, MetricsError, PolicyRefusal
 from ..core.mask import Mask
@@ -138,7 +138,7 @@ class ScriptTrainer(Trainer):
     def narrow(self, live: Mask) -> Trainer:
         raise ConfigError("a training script trains the whole network; it cannot train a smaller one")
 
-    def collect_linear_inputs(self, weights: Tensor, limit: int) -> dict[str, Tensor]:
+    def collect_inputs(self, weights: Tensor, kind: type[nn.Module], limit: int | None = None) -> dict[str, Tensor]:
         raise PolicyRefusal(
             "this site's policy: withhold_isolated needs the inputs of the training examples, which a training script "
             "reads itself"

@@ -16,7 +16,6 @@ from ..compute.structure.observing import ObservedNetwork
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..core.seeds import require_deterministic, seed_torch
-from ..inputs.scaling import StatisticsLayer
 from ..tasks.task import is_metric_name
 from .batches import weigh_batches
 from .config import TrainingConfig
@@ -98,20 +97,23 @@ class TaskTrainer(Trainer):
         self._load_to_observe(weights)
         self._predict(self._local.train_examples, ObservedNetwork(self._model.module, nodes, callback))
 
-    def collect_linear_inputs(self, weights: Tensor, limit: int) -> dict[str, Tensor]:
-        examples = Subset(self.examples.train, range(min(limit, self.num_examples)))
-        inputs = self._collect_inputs(weights, nn.Linear, examples)
+    def collect_inputs(self, weights: Tensor, kind: type[nn.Module], limit: int | None = None) -> dict[str, Tensor]:
+        own = self._local.train_examples
+        examples = own if limit is None else Subset(self.examples.train, range(min(limit, self.num_examples)))
+        inputs: dict[str, list[Tensor]] = {}
+        self._load_to_observe(weights)
+        hooks = [
+            part.register_forward_pre_hook(partial(_append_input, inputs.setdefault(name, [])))
+            for name, part in self._model.module.named_modules()
+            if isinstance(part, kind)
+        ]
+        try:
+            if hooks:
+                self._predict(examples, self._model.module)
+        finally:
+            for hook in hooks:
+                hook.remove()
         return {name: torch.cat(parts) for name, parts in inputs.items() if parts and parts[0].dim() == 2}
-
-    def compute_statistics(self, weights: Tensor) -> Tensor:
-        inputs = self._collect_inputs(weights, StatisticsLayer, self._local.train_examples)
-        vector = torch.zeros(self.layout.size)
-        tensors, scalers = self.layout.unflatten(vector), dict(self._model.module.named_modules())
-        for name, parts in inputs.items():
-            scaler = scalers[name]
-            assert isinstance(scaler, StatisticsLayer)
-            tensors[f"{name}.statistics".lstrip(".")].copy_(scaler.compute_statistics(torch.cat(parts)))
-        return vector
 
     def evaluate(self, weights: Tensor, memory: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the task's metrics on the test examples, and those on the validation examples with their prefix.
@@ -157,23 +159,6 @@ class TaskTrainer(Trainer):
         metrics = self.task.evaluate(self._model.module, dataset)
         self._model.check_parameters()
         return metrics
-
-    def _collect_inputs(self, weights: Tensor, kind: type[nn.Module], examples: Any) -> dict[str, list[Tensor]]:
-        """Return the inputs of each layer of a kind, by the layer's name and batch, in eval mode."""
-        self._load_to_observe(weights)
-        inputs: dict[str, list[Tensor]] = {}
-        hooks = [
-            part.register_forward_pre_hook(partial(_append_input, inputs.setdefault(name, [])))
-            for name, part in self._model.module.named_modules()
-            if isinstance(part, kind)
-        ]
-        try:
-            if hooks:
-                self._predict(examples, self._model.module)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return inputs
 
     def _load_to_observe(self, weights: Tensor) -> None:
         self._model.load(weights)

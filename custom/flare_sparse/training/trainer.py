@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from ..core.exchange import Patch
@@ -222,21 +222,18 @@ class Trainer(ABC):
         """
         raise self._refuse("activations of units")
 
-    def collect_linear_inputs(self, weights: Tensor, limit: int) -> dict[str, Tensor]:
-        """Return the inputs ``(n, features)`` of each linear layer, by the layer's name, in eval mode.
+    def collect_inputs(self, weights: Tensor, kind: type[nn.Module], limit: int | None = None) -> dict[str, Tensor]:
+        """Return the inputs ``(n, features)`` of each layer of a kind, by the layer's name, in eval mode.
 
-        Layers whose inputs are not two-dimensional, such as those of sequences, are skipped. Nothing is added to
-        :attr:`usage`: the examples do not enter an update.
+        Layers whose inputs are not two-dimensional, such as those of sequences, are skipped.
 
         Args:
             weights: ``(P,)``.
-            limit: maximum number of training examples to read.
+            kind: class of the layers.
+            limit: maximum number of training examples to read, which enter no update and are not added to
+                :attr:`usage`; None: all, which are.
         """
         raise self._refuse("inputs of layers")
-
-    def compute_statistics(self, weights: Tensor) -> Tensor:
-        """Return a vector ``(P,)`` with the statistics of the inputs of each scaler of the network, and zeros."""
-        raise self._refuse("statistics of inputs")
 
     def narrow(self, live: Mask) -> Trainer:
         """Return a trainer of the smaller network of the ``live`` entries, which are not all.

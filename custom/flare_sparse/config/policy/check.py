@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from ...core.exchange import STATISTICS
 from ...core.params import Layout
+from ...inputs.scaling import STATISTICS
 from ...privacy.dp.accounting import Charge
 from ...privacy.dp.forecast import Forecast, explain_shortage
 from ...rounds.local.dry_run import DryTrainer, dry_run

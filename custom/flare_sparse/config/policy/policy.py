@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ...cohorts.subgroups import SUBJECTS, split_metric, suppress_small
 from ...core.errors import ConfigError, PolicyRefusal
-from ...core.exchange import EVALUATE, STATISTICS, Content, Patch
+from ...core.exchange import EVALUATE, Content, Patch
 from ...core.mask import Mask
 from ...core.params import Layout, TensorSpec
-from ...inputs.scaling import select_statistics
+from ...inputs.scaling import STATISTICS, select_statistics
 from ...privacy.dp.account import Budget
 from ...privacy.dp.accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
 from ...tasks.task import COUNTS, EPSILON, get_count_name
@@ -240,6 +240,11 @@ class Policy(BaseModel):
         for term in ("encrypted", "masked", "noise", "epsilon"):
             if getattr(self, term):
                 yield f"{term}: statistics would leave without it"
+
+    @staticmethod
+    def is_question(content: str) -> bool:
+        """Return whether an update of a content answers a question of the job's choice, whatever its model."""
+        return content == STATISTICS
 
     def find_case_refusals(self, cases: int) -> Iterator[str]:
         """Yield the reason why statistics of so few cases may not leave; none if they may."""

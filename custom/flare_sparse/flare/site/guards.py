@@ -24,16 +24,14 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
+from torch import nn
 
 from ...config.policy.initial import find_changed_tensor
 from ...config.policy.isolation import MAX_EXAMPLES, withhold_isolated_units
 from ...config.policy.policy import Policy, raise_refusals
 from ...core.errors import FlareSparseError, PolicyRefusal
-from ...core.exchange import STATISTICS, Patch, Request, RequestId, Update
+from ...core.exchange import Patch, Request, RequestId, Update
 from ...core.mask import Mask
-from ...core.params import Layout
-from ...inputs.scaling import InputScaler, join_rows, select_statistics, split_rows
-from ...privacy.release.site import SiteRelease, compute_step
 from ...rounds.endpoints.request_log import RequestLog
 from ...rounds.endpoints.site import SiteEndpoint
 from ...tasks.data.source import read_withdrawn
@@ -107,11 +105,8 @@ class SiteResultPolicy(Filter):
             raise_refusals(policy.find_score_refusals(request.trainable, update.patch.mask, layout))
         if policy.verify_initial_model and endpoint.method.sends_initial_model(request.kind, request.round):
             raise_refusals(_find_initial_refusals(endpoint, session.build_initial_weights(fl_ctx)))
-        if update.content == STATISTICS and endpoint.requests is not None:
-            # Of one run: the model has no part in them.
-            endpoint.requests.admit_question(STATISTICS, endpoint.run, policy.max_lifetime_questions)
-            if endpoint.site.release is not None:
-                update = _coarsen_statistics(update, endpoint.site.release, layout)
+        if policy.is_question(update.content) and endpoint.requests is not None:
+            endpoint.requests.admit_question(update.content, endpoint.run, policy.max_lifetime_questions)
         update = replace(update, metrics=_select_metrics(update.metrics, policy, endpoint, request))
         reference = _get_reference(update, endpoint)
         # Clones, because the patch's values may share memory with the DXO's arrays, which a later filter may change.
@@ -121,7 +116,7 @@ class SiteResultPolicy(Filter):
         mechanism = endpoint.site.trainer.mechanism
         is_bounded = policy.privacy_budget is not None or (mechanism is not None and mechanism.hides_subjects)
         if policy.withhold_isolated and not is_bounded and update.content in ("weights", "delta"):
-            inputs = endpoint.site.trainer.collect_linear_inputs(endpoint.site.weights, MAX_EXAMPLES)
+            inputs = endpoint.site.trainer.collect_inputs(endpoint.site.weights, nn.Linear, MAX_EXAMPLES)
             sanitized, _ = withhold_isolated_units(sanitized, update.patch.mask, layout, inputs)
         # Unchanged values are not recomputed as delta + reference: that would round and change the model's bits.
         values = update.patch.values.clone() if sanitized is delta.values else sanitized + reference
@@ -354,24 +349,6 @@ def _select_metrics(
         return metrics
     people = {name: counts[get_count_name(name)] for name in metrics if name not in (EPSILON, *counts)}
     return release.publish_metrics(metrics, people, endpoint.compute_model_digest())
-
-
-def _coarsen_statistics(update: Update, release: SiteRelease, layout: Layout) -> Update:
-    """Return statistics of inputs whose counts are the released number, and the others on the grid of each input.
-
-    Raises:
-        PolicyRefusal: they say how inputs go together with covariates, which no grid bounds.
-    """
-    vector, people = update.patch.to_vector(), release.numbers.train
-    for layer, statistics in select_statistics(vector, layout):
-        if not isinstance(layer, InputScaler):
-            raise PolicyRefusal("this site's policy: release: statistics with covariates; choose another task.scaling")
-        count, (mean, deviation) = split_rows(statistics)
-        steps = [compute_step(release.rule, value, people) or 1.0 for value in deviation.tolist()]
-        step, is_enough = torch.tensor(steps, dtype=torch.float64), count >= release.rule.minimum
-        coarse = [torch.where(is_enough, (part / step).round() * step, 0.0) for part in (mean, deviation)]
-        statistics.copy_(join_rows(torch.where(is_enough, float(people), 0.0).double(), coarse))
-    return replace(update, patch=Patch.from_vector(vector, update.patch.mask))
 
 
 def _count_usage(endpoint: SiteEndpoint) -> SampleUsage:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from ...config.assemble import Assembly
@@ -177,7 +177,7 @@ class ServerAttacks:
         mechanism = self._site.trainer.mechanism
         is_bounded = mechanism is not None and mechanism.hides_subjects
         if policy.withhold_isolated and message == "update" and not is_bounded:
-            inputs = self._site.trainer.collect_linear_inputs(self._assembly.weights, MAX_EXAMPLES)
+            inputs = self._site.trainer.collect_inputs(self._assembly.weights, nn.Linear, MAX_EXAMPLES)
             vector, _ = withhold_isolated_units(vector, mask, layout, inputs)
         raise_refusals(policy.find_refusals(content, SampleUsage(examples, 1), mask, vector, layout))
         sanitized = layout.unflatten(vector)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import RequestRefused
-from ...core.exchange import EVALUATE, STATISTICS, RequestId, Update
+from ...core.exchange import EVALUATE, RequestId, Update
 from ...core.mask import Mask
 from ...core.params import Layout
 
@@ -61,7 +61,8 @@ class ChangeLimit:
         Raises:
             RequestRefused: the model is too far from the last accepted one, which stays the one to compare with.
         """
-        if request.kind == STATISTICS:
+        # A request without a model, such as that for statistics of inputs.
+        if not live.count:
             return
         t, last = self._accepted or (0, torch.zeros_like(weights))
         if self._norm is not None:

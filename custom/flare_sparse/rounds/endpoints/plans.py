@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ...compute.structure.norms import clip_variances
-from ...core.exchange import EXACT_CONTENTS, STATISTICS, Content, Patch, Request
+from ...core.exchange import EXACT_CONTENTS, Content, Patch, Request
 from ...core.mask import Mask
 from ...core.params import Layout
-from ...inputs.scaling import build_statistics_mask
 from ...wire.formats import ValueType, is_quantized
 from ...wire.plan import CiphertextFormat, Plan
 from ..link import Vector
@@ -31,11 +30,6 @@ class InitialModel:
     layout: Layout
 
     @cached_property
-    def statistics(self) -> Mask:
-        """Its entries that are statistics of inputs, which no seed gives."""
-        return build_statistics_mask(self.layout)
-
-    @cached_property
     def digest(self) -> str:
         """SHA-256 of its values, 64 hex digits."""
         return Patch.from_vector(self.weights, Mask.full(self.layout.size)).digest
@@ -46,22 +40,25 @@ class InitialModel:
         return Vector(self.digest[:16], Mask.full(self.layout.size), self.weights)
 
     def shorten(self, patch: Patch) -> Patch | None:
-        """Return the statistics alone of a patch that is this model with others; None: the patch is another model."""
+        """Return the buffers of a patch that differ, as statistics of inputs do; None: the patch is another model."""
         if patch.base != "zeros" or not patch.mask.is_full or patch.encrypted is not None:
             return None
-        is_same = patch.values == self.weights
-        is_same |= self.statistics.bits
-        return Patch.from_vector(patch.values, self.statistics, "previous") if bool(is_same.all()) else None
+        differs = self.layout.unflatten(patch.values != self.weights)
+        changed = {spec.name: spec.role for spec in self.layout.tensors if differs[spec.name].any()}
+        if set(changed.values()) - {"buffer"}:
+            return None
+        return Patch.from_vector(patch.values, Mask.from_tensors(self.layout, lambda s: s.name in changed), "previous")
 
 
 def choose_values(content: Content, values: ValueType, initial: InitialModel | None) -> ValueType:
     """Return the number format of an update in a job with the format ``values``.
 
-    Statistics travel without their rests and compressed, if each site builds the initial model and values are rounded.
+    Exact contents are compressed where messages are to be short: each site builds the initial model, and values have
+    few bits.
     """
     if content not in EXACT_CONTENTS:
         return values
-    return "float32_zstd" if content == STATISTICS and initial is not None and is_quantized(values) else "float32"
+    return "float32_zstd" if initial is not None and is_quantized(values) else "float32"
 
 
 def correct_variances(patch: Patch, layout: Layout) -> Patch:

@@ -5,14 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.errors import RequestRefused
-from ...core.exchange import EVALUATE, STATISTICS, RequestId
+from ...core.exchange import RequestId
 from ...core.mask import Mask
 from ...methods.method import Method
-
-
-def is_training(kind: str) -> bool:
-    """Return whether a request of this kind reads the entries of a mask; the others read the model alone."""
-    return kind not in (EVALUATE, STATISTICS)
 
 
 def check_kind(method: Method[Any, Any], request: RequestId) -> None:
@@ -37,7 +32,7 @@ def check_trainable(method: Method[Any, Any], request: RequestId, trainable: Mas
     Raises:
         RequestRefused: the entries are zero in the model, or the method's masks have more or fewer.
     """
-    if not is_training(request.kind):
+    if request.kind in method.idle_kinds:
         return
     fewest, most = method.bound_trainable(*request)
     if not trainable <= live:

@@ -14,7 +14,6 @@ from torch import Tensor
 from ...core.errors import RejectedMessage
 from ...core.exchange import (
     EVALUATE,
-    STATISTICS,
     Assignment,
     Contribution,
     Patch,
@@ -163,11 +162,6 @@ class ServerEndpoint:
             self._initial = InitialModel(weights, self.layout)
         is_same = {site for site, digest in declared.items() if self._initial and digest == self._initial.digest}
         self._builders = is_same - self._not_building
-
-    @property
-    def has_short_statistics(self) -> bool:
-        """Whether statistics travel without their rests."""
-        return choose_values(STATISTICS, self.values, self._initial) != "float32"
 
     @property
     def encrypted(self) -> EncryptedModel | None:
@@ -347,14 +341,15 @@ class ServerEndpoint:
         if message.patch.base != "zeros":
             raise RejectedMessage("E_KIND", "base", "zeros, as in an update", message.patch.base, site)
         self._check_values(message, assignment.expected, site)
-        _check_selection(message, assignment.expected, site)
+        num_examples = validate_num_examples(examples, site)
+        _check_selection(message, assignment.expected, num_examples, site)
         is_model = message.content == "weights"
         patch = correct_variances(message.patch, self.layout) if is_model else message.patch
         contribution = Contribution(
             site,
             self.updates.keep(patch, assignment.expected.mask),
             message.content,
-            validate_num_examples(examples, site),
+            num_examples,
             validate_metrics(metrics, site),
             events=parse_events(events, self._sequence),
         )
@@ -380,9 +375,8 @@ class ServerEndpoint:
                 starts the next one from the memory before it.
         """
         round_ = self._round
-        # The request for statistics carries no model: what the sites hold is what they are sent next.
-        has_model = round_.request is not None and round_.request.kind != STATISTICS
-        sent = {site: round_.sent[site].target for site in arrived} if has_model else {}
+        # After a request without a model, such as that for statistics, the sites hold what they are sent next.
+        sent = {site: target for site in arrived if (target := round_.sent[site].target).mask.count}
         answers = {site: round_.answers[site] for site in counted}
         self._link = self._link.add_commit(sent, answers, round_.residuals, round_.models)
         self._round = _OpenRound()
@@ -497,11 +491,11 @@ def _get_residual(encoded: Encoded, sent: Patch) -> Tensor | None:
     return encoded.residual.where(sent.mask.bits, 0.0)
 
 
-def _check_selection(message: Decoded, expected: UpdateSpec, site: str) -> None:
+def _check_selection(message: Decoded, expected: UpdateSpec, examples: int, site: str) -> None:
     """Raise unless the update's mask and values are among those that the method accepts.
 
     Raises:
-        RejectedMessage: the mask is not the required one or not accepted by the method, or a value is too small.
+        RejectedMessage: the mask is not the required one or not accepted by the method, or a value cannot be.
     """
     if message.content != "metrics":
         mask = message.patch.mask
@@ -509,5 +503,7 @@ def _check_selection(message: Decoded, expected: UpdateSpec, site: str) -> None:
             raise RejectedMessage("E_MASK", "selection", expected.mask, mask, site)
         if expected.accepts is not None and not expected.accepts(site, mask):
             raise RejectedMessage("E_MASK", "selection", "one that the method accepts from this site", mask, site)
+        if expected.is_valid is not None and not expected.is_valid(message.patch, examples):
+            raise RejectedMessage("E_RANGE", "values", f"{message.content} of {examples} examples", "others", site)
     if expected.min_value is not None and bool((message.patch.values < expected.min_value).any()):
         raise RejectedMessage("E_RANGE", "values", f"at least {expected.min_value:g}", "a smaller value", site)

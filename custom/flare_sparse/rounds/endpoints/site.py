@@ -19,11 +19,10 @@ from ...core.errors import (
     abbreviate,
     describe_exception,
 )
-from ...core.exchange import EVALUATE, STATISTICS, EncryptedValues, Patch, Request, RequestId, SiteEvent, Update
+from ...core.exchange import EVALUATE, EncryptedValues, Patch, Request, RequestId, SiteEvent, Update
 from ...core.mask import Mask
 from ...core.memory import is_out_of_memory
 from ...core.seeds import make_generator
-from ...inputs.scaling import drop_rests
 from ...methods.method import Method, get_site_limits, is_evaluated
 from ...privacy.encryption import SiteCipher
 from ...tasks.task import EPSILON
@@ -38,7 +37,7 @@ from ..link import Answer, SiteLink, Vector, name_new_start, name_vector
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event
 from .model_change import ChangeLimit, is_standstill
 from .plans import InitialModel, choose_values, correct_variances, plan_request, plan_update
-from .request_checks import check_kind, check_trainable, is_training
+from .request_checks import check_kind, check_trainable
 from .request_log import RequestLog
 from .site_state import SiteMemory, SiteSnapshot
 from .site_sums import SiteSums
@@ -167,11 +166,12 @@ class SiteEndpoint:
         # Refused after the state has changed: the site holds the model that its weights contain.
         check_trainable(self.method, request_id, request.trainable, held.mask)
         # A mask to which removed entries return is that of an earlier round, or one that isolates weights.
-        can_regrow = not (is_training(request.kind) and self.method.prunes_for_good)
+        trains = request.kind not in self.method.idle_kinds
+        can_regrow = not (trains and self.method.prunes_for_good)
         is_regrown = not (can_regrow or previous is None or request.trainable <= previous)
         self._apply_limits(request_id, held.mask, is_regrown=is_regrown)
         self.request = request
-        if is_training(request.kind):
+        if trains:
             self._trainable = request.trainable
         return request
 
@@ -239,11 +239,6 @@ class SiteEndpoint:
         if request.kind == EVALUATE or not self.site.trainer.can_train:
             metrics = self.site.evaluate(self.site.weights) if is_evaluated else {}
             return Update(Patch.empty(self.site.layout.size), "metrics", self.site.num_examples, metrics)
-        if request.kind == STATISTICS:
-            statistics = self.site.trainer.compute_statistics(self.site.weights)
-            if choose_values(STATISTICS, self.values, self.initial) != "float32":
-                statistics = drop_rests(statistics, self.site.layout)
-            return Update(Patch.from_vector(statistics, request.trainable), STATISTICS, self.site.num_examples)
         update = self.method.answer(request, self.site)
         if update.metrics or not is_evaluated:
             return update

@@ -15,7 +15,6 @@ from torch import Tensor
 from ...core.checkpoint.packing import check_state
 from ...core.checkpoint.store import Store
 from ...core.exchange import EVALUATE, Contribution, EncryptedValues
-from ...inputs.scaling import build_statistics_mask, drop_rests
 from ...methods.method import Method
 from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
@@ -38,7 +37,6 @@ from .replies import AttemptResult
 from .rounds import QuorumMissed, RoundResult, RoundRunner
 from .rules import Roster, RoundRules
 from .standstill import describe_constant_metrics, describe_cut_tensors
-from .statistics import build_assignments, learn_statistics
 
 _LOG = logging.getLogger(__name__)
 OnUpdates = Callable[[int, Sequence[Contribution]], None]
@@ -80,7 +78,6 @@ class Federation:
         self._admission = Admission(connections, self.rules)
         self._events = EventLog()
         self._stepped_back: set[int] = set()
-        self._needs_statistics = build_statistics_mask(endpoint.layout).count > 0
         self._rounds = RoundRunner(endpoint, self.rules, self._admission, self._events)
 
     def run(
@@ -111,10 +108,6 @@ class Federation:
         self._events.add_notes(notes)
         while True:
             self.endpoint.note_builders(weights, participants.capabilities)
-            # Also after a step back to the start, which discards the statistics with the first commit.
-            if self._needs_statistics and not progress.records:
-                progress = self._exchange_statistics(weights, progress, participants)
-                participants = self._admission.admit(participants, progress.roster)
             participants, assignments = self._admission.assign(progress.state, participants, progress.roster)
             if self._models.is_stopped(progress):
                 assignments = None
@@ -130,21 +123,6 @@ class Federation:
                 # Its updates would stay in memory beside those of the next round.
                 del result
             participants = self._admission.admit(participants, progress.roster)
-
-    def _exchange_statistics(self, weights: Tensor, progress: Progress, participants: Participants) -> Progress:
-        """Return the progress after the exchange of statistics, with the pooled ones in the model."""
-        method, mask = participants.method, build_statistics_mask(self.endpoint.layout)
-
-        def build_state(statistics: Tensor) -> Any:
-            start = mask.put(statistics, weights.clone())
-            if self.endpoint.has_short_statistics:
-                start = drop_rests(start, self.endpoint.layout)
-            return method.init(start, participants.sites)
-
-        assignments = build_assignments(self.endpoint.layout, participants.sites)
-        learn = partial(learn_statistics, self.endpoint.layout, build_state)
-        result = self._rounds.run(assignments, participants.silent, progress.roster, learn)
-        return self._commit(result, progress, method)
 
     def _step_back(self, failure: QuorumMissed, progress: Progress, start: Progress) -> Progress:
         """Return the progress before the last commit, if most sites diverge from the model of that commit.
@@ -185,7 +163,7 @@ class Federation:
             last.round,
             contributed,
         )
-        checkpoint = self.store.load(Snapshot[type(start.state)])  # type: ignore[misc]
+        checkpoint = self.store.load(Snapshot[self.method.get_state_class(start.state)])  # type: ignore[misc]
         if checkpoint is None:
             self.endpoint.step_back(ServerSnapshot())
             return start
@@ -298,7 +276,7 @@ class Federation:
 
     def _load_progress(self, store: Store, start: Progress) -> Progress:
         """Return the progress of the newest checkpoint, or ``start`` without one; report its rounds again."""
-        checkpoint = store.load(Snapshot[type(start.state)])  # type: ignore[misc]
+        checkpoint = store.load(Snapshot[self.method.get_state_class(start.state)])  # type: ignore[misc]
         if checkpoint is not None:
             self._events.restore(event for record in checkpoint[1].records for event in record.events)
         self._events.add_steps_back(store.list_stepped_back())

@@ -8,14 +8,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...compute.structure import narrow_network
 from ...core.errors import TaskFailed
 from ...core.mask import Mask
 from ...core.params import Layout
 from ...core.seeds import make_generator
-from ...inputs.scaling import build_statistics_mask, select_statistics
 from ...methods.method import Method
 from ...privacy.encryption import KeyContexts
 from ...privacy.secure_aggregation.limits import SumRules
@@ -85,16 +84,14 @@ class DryTrainer(Trainer):
         for weight in islice(weigh_batches(self._count, batch_size, joins_last=False), batches or 1):
             yield self._noise.clone(), weight
 
-    def compute_statistics(self, weights: Tensor) -> Tensor:
+    def collect_inputs(self, weights: Tensor, kind: type[nn.Module], limit: int | None = None) -> dict[str, Tensor]:
+        """Return two rows of noise for each layer that has a buffer with a column for each input."""
         self._count_usage(OBSERVED_BATCH, None)
-        vector, generator = torch.zeros(self.layout.size), make_generator(self._seed, "dry statistics", self._name)
-        # Use noise as data: it shows how well the statistics compress. Two rows have a deviation, and the count is the
-        # site's own.
-        for layer, part in select_statistics(vector, self.layout):
-            rows = torch.rand(min(2, self._count), part.shape[1], generator=generator)
-            part.copy_(layer.compute_statistics(rows))
-            part[0][part[0] > 0] = self._count
-        return vector
+        generator = make_generator(self._seed, "dry inputs", self._name)
+        assert self.layout.skeleton is not None
+        layers = {name: layer for name, layer in self.layout.skeleton.named_modules() if isinstance(layer, kind)}
+        widths = {name: next(layer.buffers()).shape[-1] for name, layer in layers.items()}
+        return {name: torch.rand(min(2, self._count), n, generator=generator) for name, n in widths.items()}
 
     def narrow(self, live: Mask) -> DryTrainer:
         assert self.layout.skeleton is not None
@@ -118,8 +115,10 @@ def _draw_step(layout: Layout, generator: torch.Generator) -> Tensor:
     for tensor, start in zip(layout.tensors, layout.offsets, strict=False):
         if len(tensor.shape) > 1 and tensor.size:
             step[start : start + tensor.size] /= tensor.size // tensor.shape[0]
-    # Training leaves the statistics of inputs as they are.
-    step[build_statistics_mask(layout).bits] = 0
+    # Training moves running statistics and no other buffer.
+    running = ("running_mean", "running_var")
+    fixed = Mask.from_tensors(layout, lambda spec: spec.role == "buffer" and not spec.name.endswith(running))
+    step[fixed.bits] = 0
     return step
 
 

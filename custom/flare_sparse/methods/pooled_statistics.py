@@ -1,0 +1,151 @@
+"""Round 0 of a network that scales its inputs: sites send statistics of these, which the first model holds pooled.
+
+A wrapper of any method, which knows nothing of it: from round 1 on, requests, updates and states are the method's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import PolicyRefusal
+from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.params import Layout
+from ..inputs.scaling import (
+    STATISTICS,
+    InputScaler,
+    StatisticsLayer,
+    build_statistics_mask,
+    drop_rests,
+    join_rows,
+    select_statistics,
+    split_rows,
+)
+from ..privacy.release.site import SiteRelease, compute_step
+from ..training import Site
+from ..wire.capabilities import Capabilities
+from .method import Method, broadcast
+
+
+@dataclass(frozen=True)
+class Unpooled:
+    """State before the statistics are pooled: what the method starts from.
+
+    Attributes:
+        weights: ``(P,)`` initial weights.
+        sites: all sites of the run.
+        round: 0.
+    """
+
+    weights: Tensor
+    sites: tuple[str, ...]
+    round: int = 0
+
+
+if TYPE_CHECKING:
+    _Delegating = Method[Any, Any]
+else:
+    # Not a Method to Python, which would find that class's defaults before it asked for __getattr__.
+    _Delegating = object
+
+
+def pool_statistics(method: Method[Any, Any], *, short: bool = False) -> Method[Any, Any]:
+    """Return a method with the exchange before its rounds, or itself for a network without statistics of inputs.
+
+    Args:
+        method: the method.
+        short: whether statistics travel, and are used, without their rests.
+    """
+    return PooledStatistics(method, short=short) if build_statistics_mask(method.layout).count else method
+
+
+class PooledStatistics(_Delegating):
+    """A method whose sites send the statistics of their inputs first."""
+
+    def __init__(self, inner: Method[Any, Any], *, short: bool = False):
+        self._inner, self._short = inner, short
+        self._mask = build_statistics_mask(inner.layout)
+        self.idle_kinds = inner.idle_kinds | {STATISTICS}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> Any:
+        return Unpooled(weights, tuple(sites))
+
+    def get_state_class(self, start: Any) -> type[Any]:
+        return self._inner.get_state_class(self._begin(start))
+
+    def model(self, state: Any) -> Patch:
+        return self._inner.model(self._begin(state))
+
+    def describe(self, state: Any = None) -> str:
+        return self._inner.describe(None if state is None else self._begin(state))
+
+    def configure_for(self, capabilities: Mapping[str, Capabilities]) -> PooledStatistics:
+        return PooledStatistics(self._inner.configure_for(capabilities), short=self._short)
+
+    def count_requests(self, kind: str, t: int) -> int:
+        return int(t == 0) if kind == STATISTICS else self._inner.count_requests(kind, t)
+
+    def ask(self, state: Any, sites: Sequence[str]) -> dict[str, Assignment]:
+        if not isinstance(state, Unpooled):
+            return self._inner.ask(state, sites)
+        # It carries no model: statistics depend on none.
+        request = Request(STATISTICS, 0, Patch.empty(self._mask.size), self._mask)
+        return broadcast(sites, Assignment(request, UpdateSpec(STATISTICS, self._mask, is_valid=self._can_be)))
+
+    def answer(self, request: Request, site: Site) -> Update:
+        if request.kind != STATISTICS:
+            return self._inner.answer(request, site)
+        vector = torch.zeros(self._mask.size)
+        inputs = list(site.trainer.collect_inputs(site.weights, StatisticsLayer).values())
+        for (layer, statistics), values in zip(select_statistics(vector, self.layout), inputs, strict=True):
+            statistics.copy_(layer.compute_statistics(values))
+        if self._short:
+            vector = drop_rests(vector, self.layout)
+        if site.release is not None:
+            coarsen_statistics(vector, site.release, self.layout)
+        return Update(Patch.from_vector(vector, self._mask), STATISTICS, site.num_examples)
+
+    def learn(self, state: Any, contributions: Sequence[Contribution]) -> Any:
+        if not isinstance(state, Unpooled):
+            return self._inner.learn(state, contributions)
+        # In site-name order, so that the sums have the same bits in every environment.
+        by_site = [select_statistics(contribution.patch.to_vector(), self.layout) for contribution in contributions]
+        pooled = [parts[0][0].pool_statistics([part for _, part in parts]) for parts in zip(*by_site, strict=True)]
+        start = self._mask.put(torch.cat([part.flatten() for part in pooled]), state.weights.clone())
+        return self._inner.init(drop_rests(start, self.layout) if self._short else start, state.sites)
+
+    def _begin(self, state: Any) -> Any:
+        """Return the method's own state, with the initial weights as they are."""
+        return self._inner.init(state.weights, state.sites) if isinstance(state, Unpooled) else state
+
+    def _can_be(self, patch: Patch, examples: int) -> bool:
+        """Return whether values can be the statistics of so many examples."""
+        # A wrong count would move the scale of every site, and no later rule looks at it.
+        parts = select_statistics(patch.to_vector(), self.layout)
+        return all(layer.is_valid(part, examples) for layer, part in parts)
+
+
+def coarsen_statistics(vector: Tensor, release: SiteRelease, layout: Layout) -> None:
+    """Set the counts in a vector ``(P,)`` to the released number, and round the others to the grid of each input.
+
+    Raises:
+        PolicyRefusal: they say how inputs go together with covariates, which no grid bounds.
+    """
+    people = release.numbers.train
+    for layer, statistics in select_statistics(vector, layout):
+        if not isinstance(layer, InputScaler):
+            raise PolicyRefusal("this site's policy: release: statistics with covariates; choose another task.scaling")
+        count, (mean, deviation) = split_rows(statistics)
+        steps = [compute_step(release.rule, value, people) or 1.0 for value in deviation.tolist()]
+        step, is_enough = torch.tensor(steps, dtype=torch.float64), count >= release.rule.minimum
+        coarse = [torch.where(is_enough, (part / step).round() * step, 0.0) for part in (mean, deviation)]
+        statistics.copy_(join_rows(torch.where(is_enough, float(people), 0.0).double(), coarse))
