@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
 from flare_sparse.rounds.federation import Connections, Federation, Reply, RoundRecord
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import LocalTask, TrainingConfig, build_site
-from flare_sparse.wire.formats import ValueType
+from flare_sparse.wire.formats import FORMATS, ValueType
 from flare_sparse.wire.ledger import Ledger
 
 RUN = "0" * 16
@@ -279,9 +279,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, default=3)
     parser.add_argument("--sparsity", type=float, default=0.9)
-    parser.add_argument(
-        "--values", choices=get_args(ValueType), default="float32", help="number format of the messages"
-    )
+    parser.add_argument("--values", choices=list(FORMATS), default="float32", help="number format of the messages")
     parser.add_argument("--lines", action="store_true", help="also print the line of each pass")
     arguments = parser.parse_args()
     for end, counter in count_round(arguments.millions, arguments.sparsity, arguments.values).items():

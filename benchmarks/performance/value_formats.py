@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encoding_choice import compute_selection_entropy
 from flare_sparse.wire.encodings import ENCODINGS
-from flare_sparse.wire.formats import ValueType, is_quantized
+from flare_sparse.wire.formats import FORMATS, ValueType, is_quantized
 from flare_sparse.wire.plan import Plan
 
 DEVIATION = 1 / 30
@@ -52,7 +52,7 @@ def measure_formats(layout: Layout, draw: torch.Generator) -> list[dict[str, Any
         layout, "0" * 16, "b" * 16, mask, held, target="7" * 16, request="9" * 16, sequence=2, round=1, kind="train"
     )
     rows = []
-    for values in get_args(ValueType):
+    for values in list(FORMATS):
 
         def send(values: ValueType = values) -> Any:
             generator = torch.Generator().manual_seed(1)

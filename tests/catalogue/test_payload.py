@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from flare_sparse.core.params import Layout, TensorSpec, compute_digest
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, VERSION
-from flare_sparse.wire.formats import ValueType
+from flare_sparse.wire.formats import FORMATS
 
 # The encodings of version 1, which float32 jobs use; test_coded.py has what version 2 adds.
 every_encoding = pytest.mark.parametrize("encoding", list(ENCODINGS))
@@ -453,7 +453,7 @@ def test_unknown_versions_and_flags_are_rejected(wire: Any, encoding: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", get_args(ValueType))
+@pytest.mark.parametrize("values", list(FORMATS))
 @pytest.mark.row(52)
 def test_running_variance_below_zero_is_read_as_zero(values: Any) -> None:
     """A site that makes them up has the effect of one that sends zeros."""

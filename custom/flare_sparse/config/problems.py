@@ -37,7 +37,8 @@ def format_allowed(field: FieldInfo) -> str:
         for name, sign in _BOUNDS.items()
         if getattr(limit, name, None) is not None
     ]
-    return ", ".join([_describe_type(field.annotation), *bounds])
+    kind = f"one of {', '.join(field.examples)}" if field.examples else _describe_type(field.annotation)
+    return ", ".join([kind, *bounds])
 
 
 def _describe_type(annotation: Any) -> str:

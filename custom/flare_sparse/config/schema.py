@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ..core.errors import ConfigError
 from ..core.settings import Settings
@@ -17,7 +17,7 @@ from ..privacy.secure_aggregation.limits import SumRules
 from ..privacy.secure_aggregation.rings import MAX_BOUND
 from ..tasks.registry import TASKS
 from ..tasks.task import Task, TaskConfig
-from ..wire.formats import ValueType
+from ..wire.formats import FORMATS, ValueType, load_format
 from .choice import Choice, ChoiceSerializer, build_choice_validator, build_error
 from .needs import find_conflicts
 
@@ -35,6 +35,7 @@ class WireConfig(Section):
         "float32",
         description="number format of values in messages; the rounding residual of a short format is added to the next "
         "message; int8, int4 and int2 round the difference to what the receiver holds; _zstd is lossless compression",
+        examples=list(FORMATS),
     )
     encryption: Literal["none", "ckks"] = Field(
         "none", description="ckks: the server aggregates encrypted weights; the keys are part of the startup kits"
@@ -57,6 +58,14 @@ class WireConfig(Section):
         "statistics of inputs alone, with int8, int4 and int2 compressed and to 24 bits; a site whose model has "
         "another digest than the server's receives all of it",
     )
+
+    @field_validator("values")
+    @classmethod
+    def _load_format(cls, name: str) -> str:
+        try:
+            return load_format(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
 
 
 class EarlyStopping(Section):

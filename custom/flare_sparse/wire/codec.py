@@ -21,11 +21,10 @@ from .checks import check_base, check_identity, check_patch, check_sender_plan, 
 from .encoding_choice import choose_encoding, compute_selection_entropy
 from .encodings import Encoding, find_encoding
 from .envelope import HEADER_BYTES, Header, read_header, round_up_to_words, write_header
-from .formats import FORMAT_CODES, FORMATS, ValueFormat, ValueType, is_quantized
+from .formats import FORMAT_CODES, FORMATS, WITHOUT_BASE, ValueFormat, ValueType, is_quantized
 from .messages import Decoded, Encoded
+from .number_format import CodedValues, Coding
 from .plan import NO_NAME, Plan
-from .sections import WITHOUT_BASE, CodedValues, code_values, measure_section, read_section
-from .values import compute_min_value_bytes, write_values
 
 # The position is the code in the header. Spelled out, because the order of the Literal types means nothing elsewhere.
 _CONTENTS_BY_CODE: tuple[Content, ...] = ("weights", "delta", "scores", "metrics", "statistics")
@@ -83,24 +82,31 @@ def encode(
         values = WITHOUT_BASE
     value_format: ValueFormat = values if patch.encrypted is None else "ckks"
     sections = _encode_selections(patch, trainable, plan)
-    coded = code_values(patch, plan, content, values, residual, generator)
+    row, coding = (
+        FORMATS[values],
+        Coding(plan.layout, residual, plan.base_vector if content == "weights" else None, generator),
+    )
+    coded: CodedValues | None = None
+    if patch.encrypted is not None:
+        coded = CodedValues(patch.encrypted.data.numpy(), residual)
+    # Values of one width are written in place, below.
+    elif not row.width:
+        coded = row.seal(patch, coding)
     header = _build_header(patch, plan, sections, content, value_format)
-    section = None if coded is None else coded.section
-    values_bytes = FORMATS[values].width * patch.mask.count if section is None else section.size
+    values_bytes = row.width * patch.mask.count if coded is None else coded.section.size
     start, end = header.values_start, header.values_start + values_bytes
     buffer = np.empty(round_up_to_words(end), np.uint8)
     _write_selections(sections, header, buffer)
     # np.empty returns old memory: the padding is zeroed, so that equal content has equal bytes and no memory leaks out.
     buffer[end:] = 0
+    is_in_place = coded is None
     if coded is None:
-        dtype = FORMATS[values].dtype
-        assert dtype is not None, "quantized values are coded"
-        coded = CodedValues(None, *write_values(patch, dtype, residual, buffer[start:end]))
-    elif section is not None:
-        buffer[start:end] = section
+        coded = row.seal(patch, coding, buffer[start:end])
+    else:
+        buffer[start:end] = coded.section
     if name is not None:
         # Plain values are at hand in the message: they need not be gathered again.
-        is_plain = coded.received is None and section is None
+        is_plain = coded.received is None and is_in_place
         values_read = torch.from_numpy(buffer[start:end].view("<f4")) if is_plain else coded.received
         target, request = name(values_read)
         header = replace(header, target=target, request=request)
@@ -123,7 +129,7 @@ def encode(
 
 def compute_min_message_bytes(scalars: int, values: ValueType) -> int:
     """Return the length of the shortest message with so many values, whose selection needs no bytes."""
-    return HEADER_BYTES + round_up_to_words(compute_min_value_bytes(scalars, values))
+    return HEADER_BYTES + round_up_to_words(FORMATS[values].compute_min_bytes(scalars))
 
 
 def _encode_selections(patch: Patch, trainable: Mask | None, plan: Plan) -> _Sections:
@@ -284,7 +290,7 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
         patch = Patch.from_encrypted(EncryptedValues(torch.from_numpy(values.copy())), mask, base)
     else:
         base_vector = plan.base_vector if is_difference else None
-        patch = Patch(read_section(values, value_format, mask, plan.layout, base_vector), mask, base)
+        patch = Patch(FORMATS[value_format].open(values, mask, plan.layout, base_vector), mask, base)
     return Decoded(
         patch=patch,
         content=content,
@@ -305,6 +311,6 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
 def _measure_values(buffer: np.ndarray, header: Header, value_format: ValueFormat, plan: Plan) -> int:
     """Return the length of the values section, from the receiver's own plan and lengths that have been checked."""
     if value_format != "ckks":
-        return measure_section(buffer[header.values_start :], header.scalars, value_format)
+        return FORMATS[value_format].measure(buffer[header.values_start :], header.scalars, plan.layout)
     assert plan.ciphertext_format is not None, "find_value_format has checked it"
     return ciphertexts.measure_ciphertexts(buffer[header.values_start :], header.scalars, plan.ciphertext_format)

@@ -1,73 +1,77 @@
-"""The number formats of values in messages: one row each, from which every other part reads what it must know."""
+"""The number formats of values in messages by name: those of the package, and those that a job names besides."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from importlib.metadata import entry_points
 
 import torch
 
+from ..core.errors import ConfigError, suggest
 from ..core.needs import Need
+from .number_format import NumberFormat
+from .quantized import Quantized
+from .values import Compressed, Plain
 
-ValueType = Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "float32_zstd", "bfloat16_zstd"]
-"""Number formats of values in the clear."""
-
-ValueFormat = ValueType | Literal["ckks"]
-"""Formats of the values section: a number format, or encrypted."""
-
-
-@dataclass(frozen=True)
-class NumberFormat:
-    """How a number format writes values, and what it asks of the other parts of a job.
-
-    Attributes:
-        code: its number in the header, never reused.
-        dtype: type that the values are rounded to; None: they are quantized in blocks of ``bits`` bits.
-        bits: bits of a quantized value.
-        is_compressed: whether the rounded values are compressed without loss.
-        rounding: largest change of a model's value by rounding, relative to the largest value of its tensor.
-        takes: the need that a job with it cannot meet; None: it takes none away.
-        needs: what it needs itself.
-    """
-
-    code: int
-    dtype: torch.dtype | None = None
-    bits: int = 0
-    is_compressed: bool = False
-    rounding: float = 0.0
-    takes: Need | None = None
-    needs: frozenset[Need] = frozenset({Need.OWN_FORMAT})
-
-    @property
-    def width(self) -> int:
-        """Bytes of a value before compression; 0 if it is quantized."""
-        return self.dtype.itemsize if self.dtype is not None else 0
-
+ValueType = str
+"""Name of a number format of values in the clear."""
+ValueFormat = str
+"""Name of a format of the values section: a number format, or ``ckks``, encrypted."""
+WITHOUT_BASE = "int8"
+"""Format of weights in a message of differences whose receiver holds no vector: fewer bits lose too much of whole
+weights, and the next message sends what this one rounds off."""
+_FIRST_FOREIGN_CODE = 128
 
 # Formats of few bits round no buffers, and statistics of inputs are one; so they take no exact statistics away.
-FORMATS: dict[ValueType, NumberFormat] = {
-    "float32": NumberFormat(1, torch.float32, needs=frozenset()),
-    "float16": NumberFormat(2, torch.float16, rounding=2.0**-10, takes=Need.EXACT_STATISTICS),
-    "bfloat16": NumberFormat(3, torch.bfloat16, rounding=2.0**-7, takes=Need.EXACT_STATISTICS),
-    "int8": NumberFormat(5, bits=8, rounding=2.0**-6, takes=Need.EXACT_MODEL),
-    "int4": NumberFormat(6, bits=4, rounding=2.0**-2, takes=Need.EXACT_MODEL),
-    "int2": NumberFormat(7, bits=2, rounding=1.0, takes=Need.EXACT_MODEL),
-    "float32_zstd": NumberFormat(8, torch.float32, is_compressed=True),
-    "bfloat16_zstd": NumberFormat(9, torch.bfloat16, is_compressed=True, rounding=2.0**-7, takes=Need.EXACT_STATISTICS),
+FORMATS: dict[str, NumberFormat] = {
+    "float32": Plain(code=1, dtype=torch.float32, needs=frozenset()),
+    "float16": Plain(code=2, dtype=torch.float16, rounding=2.0**-10, takes=Need.EXACT_STATISTICS),
+    "bfloat16": Plain(code=3, dtype=torch.bfloat16, rounding=2.0**-7, takes=Need.EXACT_STATISTICS),
+    "int8": Quantized(code=5, bits=8, rounding=2.0**-6),
+    "int4": Quantized(code=6, bits=4, rounding=2.0**-2),
+    "int2": Quantized(code=7, bits=2, rounding=1.0),
+    "float32_zstd": Compressed(code=8, dtype=torch.float32),
+    "bfloat16_zstd": Compressed(code=9, dtype=torch.bfloat16, rounding=2.0**-7, takes=Need.EXACT_STATISTICS),
 }
-"""Every number format. A new one is a row here, its name in :data:`ValueType`, and its golden messages."""
-
-FORMAT_CODES: dict[ValueFormat, int] = {**{name: row.code for name, row in FORMATS.items()}, "ckks": 4}
+"""Every number format. A new one is a row here, and its golden messages."""
+FORMAT_CODES: dict[str, int] = {**{name: row.code for name, row in FORMATS.items()}, "ckks": 4}
 """Code of each format in the header."""
 
 
-def is_quantized(value_format: str) -> bool:
-    """Whether the values have few bits and a scale for each block."""
-    return value_format in FORMATS and FORMATS[value_format].dtype is None
+def load_format(name: str) -> str:
+    """Return the name of a number format, which is then among ``FORMATS``, also if another distribution has it.
+
+    Each end takes the formats that are installed there: no job can bring one.
+
+    Raises:
+        ConfigError: there is none, two distributions have one, or it cannot be used.
+    """
+    if name in FORMATS:
+        return name
+    found = [entry for entry in entry_points(group="flare_sparse.formats") if entry.name == name]
+    if not found:
+        raise ConfigError(f"found {name!r}; expected one of {', '.join(FORMATS)}.{suggest(name, list(FORMATS))}")
+    owners = [f"{entry.dist.name if entry.dist else 'an unknown distribution'} ({entry.value})" for entry in found]
+    if len({entry.value for entry in found}) > 1:
+        raise ConfigError(f"{name!r} is the name of {len(found)} number formats, of {' and '.join(owners)}; remove one")
+    row = found[0].load()
+    if not isinstance(row, NumberFormat):
+        raise ConfigError(f"{name!r} of {owners[0]} is {row!r}; expected an instance of a subclass of NumberFormat")
+    others = {code: other for other, code in FORMAT_CODES.items()}
+    if not _FIRST_FOREIGN_CODE <= row.code < 2 * _FIRST_FOREIGN_CODE or row.code in others:
+        owner = f", the code of {others[row.code]}" if row.code in others else ""
+        raise ConfigError(f"{name!r} of {owners[0]} has the code {row.code}{owner}; expected a free one of 128 to 255")
+    FORMATS[name], FORMAT_CODES[name] = row, row.code
+    return name
 
 
-def uncompress(value_type: ValueType) -> ValueType:
+def is_quantized(name: str) -> bool:
+    """Whether weights in a format are differences to what the receiver holds, because it rounds too far for more."""
+    return name in FORMATS and FORMATS[name].sends_differences
+
+
+def uncompress(name: str) -> str:
     """Return the format of the same values without compression."""
-    row = FORMATS[value_type]
-    plain = (name for name, other in FORMATS.items() if other.dtype == row.dtype and not other.is_compressed)
-    return next(plain) if row.is_compressed else value_type
+    row = FORMATS[name]
+    if not isinstance(row, Compressed):
+        return name
+    return next(other for other, plain in FORMATS.items() if type(plain) is Plain and plain.dtype == row.dtype)

@@ -18,11 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..core.errors import RejectedMessage
+from ..core.exchange import Patch
 from ..core.mask import Mask
+from ..core.needs import Need
 from ..core.params import Layout
-from .formats import FORMATS, ValueType
+from .number_format import CodedValues, Coding, NumberFormat, add_residual, require_finite, take_reference
 
 BLOCK = 64
 """Values with a common scale. A scale costs 2 bytes, a quarter of a bit for each value; the largest of 64 normal values
@@ -40,6 +43,45 @@ _INFINITE_SCALE = 0x7F80
 _SMALLEST_SCALE = np.float32(2.0**-100)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Quantized(NumberFormat):
+    """Values of ``bits`` bits in blocks with a scale."""
+
+    bits: int
+    sends_differences: bool = True
+    takes: Need | None = Need.EXACT_MODEL
+
+    def compute_min_bytes(self, scalars: int) -> int:
+        return compute_quantized_bytes(scalars, self.bits, 0)
+
+    def measure(self, buffer: np.ndarray, scalars: int, layout: Layout) -> int:
+        return measure_quantized(buffer, scalars, self.bits)
+
+    def seal(self, patch: Patch, coding: Coding, out: np.ndarray | None = None) -> CodedValues:
+        if coding.generator is None:
+            raise ValueError("generator: values are rounded at random; give one that every attempt seeds alike")
+        is_exact = find_exact_values(patch.mask, coding.layout)
+        reference = take_reference(patch.mask, coding.base_vector)
+        # Error feedback, as in the plain formats; buffers have no residual, because they are not rounded.
+        new_residual, with_residual = add_residual(patch, coding.residual)
+        target, exact_values = with_residual.detach().numpy(), patch.values.detach().numpy()
+        written = write_quantized(exact_values, target, reference, is_exact, self.bits, coding.generator)
+        received = torch.from_numpy(written.values)
+        with_residual -= received
+        if is_exact.any():
+            with_residual[torch.from_numpy(is_exact)] = 0
+        return CodedValues(written.section, patch.mask.put(with_residual, new_residual), received)
+
+    def open(self, section: np.ndarray, mask: Mask, layout: Layout, base_vector: Tensor | None) -> Tensor:
+        reference = take_reference(mask, base_vector)
+        values = read_quantized(section, reference, find_exact_values(mask, layout), self.bits)
+        require_finite(values, "values")
+        return torch.from_numpy(values)
+
+    def can_hold(self, values: Tensor) -> bool:
+        return bool((values.abs() <= LARGEST).all())
+
+
 @dataclass(frozen=True)
 class QuantizedValues:
     """A section and what its receiver reads.
@@ -53,13 +95,13 @@ class QuantizedValues:
     values: np.ndarray
 
 
-def compute_quantized_bytes(scalars: int, value_type: ValueType, exact: int) -> int:
+def compute_quantized_bytes(scalars: int, bits: int, exact: int) -> int:
     """Return the length of a section with so many values, ``exact`` of them buffers."""
     rounded = scalars - exact
-    return _COUNT_BYTES + 4 * exact + 2 * -(-rounded // BLOCK) + -(-rounded * FORMATS[value_type].bits // 8)
+    return _COUNT_BYTES + 4 * exact + 2 * -(-rounded // BLOCK) + -(-rounded * bits // 8)
 
 
-def measure_quantized(buffer: np.ndarray, scalars: int, value_type: ValueType) -> int:
+def measure_quantized(buffer: np.ndarray, scalars: int, bits: int) -> int:
     """Return the length in bytes of the section at the start of ``buffer``, uint8, which may be longer.
 
     Raises:
@@ -70,7 +112,7 @@ def measure_quantized(buffer: np.ndarray, scalars: int, value_type: ValueType) -
     exact = int.from_bytes(buffer[:_COUNT_BYTES].tobytes(), "little")
     if exact > scalars:
         raise RejectedMessage("E_SIZE", "exact values", f"at most {scalars}", exact)
-    return compute_quantized_bytes(scalars, value_type, exact)
+    return compute_quantized_bytes(scalars, bits, exact)
 
 
 def find_exact_values(mask: Mask, layout: Layout) -> np.ndarray:
@@ -85,7 +127,7 @@ def write_quantized(
     target: np.ndarray,
     reference: np.ndarray,
     is_exact: np.ndarray,
-    value_type: ValueType,
+    bits: int,
     generator: torch.Generator,
 ) -> QuantizedValues:
     """Return the section of values whose differences from ``reference`` are rounded.
@@ -96,7 +138,7 @@ def write_quantized(
         reference: float32 ``(k,)``, what it adds the differences to; overwritten with the values that it gets, because
             memory that is written for the first time costs more than the arithmetic.
         is_exact: bool ``(k,)``, values that are not rounded.
-        value_type: a quantized format.
+        bits: bits of a value.
         generator: source of the rounding; a retry needs one in the same state.
 
     Raises:
@@ -104,10 +146,9 @@ def write_quantized(
     """
     exact = exact_values[is_exact].astype("<f4")
     if not np.isfinite(exact).all():
-        raise _refuse_values(value_type)
+        raise _refuse_values(bits)
     rounded, sums = (target, reference) if not exact.size else (target[~is_exact], reference[~is_exact])
-    bits = FORMATS[value_type].bits
-    section = np.empty(compute_quantized_bytes(is_exact.size, value_type, exact.size), np.uint8)
+    section = np.empty(compute_quantized_bytes(is_exact.size, bits, exact.size), np.uint8)
     exact_end = _COUNT_BYTES + exact.nbytes
     scales_end = exact_end + 2 * -(-rounded.size // BLOCK)
     section[:_COUNT_BYTES] = np.frombuffer(exact.size.to_bytes(_COUNT_BYTES, "little"), np.uint8)
@@ -119,7 +160,7 @@ def write_quantized(
         # The maximum of a block with NaN is NaN, which compares as false. numpy takes five times as long along rows.
         largest = torch.from_numpy(blocks).abs().amax(1).numpy()
         if not (largest <= LARGEST).all():
-            raise _refuse_values(value_type)
+            raise _refuse_values(bits)
         scales[part.blocks], codes = _round_blocks(blocks, largest, bits, _draw_noise(noise, sums[part.values].size))
         codes_out = packed[part.bytes(bits)]
         codes_out[:] = _pack_codes(codes, bits)[: codes_out.size]
@@ -128,22 +169,20 @@ def write_quantized(
     return QuantizedValues(section, _merge_values(sums, exact, is_exact))
 
 
-def read_quantized(
-    section: np.ndarray, reference: np.ndarray, is_exact: np.ndarray, value_type: ValueType
-) -> np.ndarray:
+def read_quantized(section: np.ndarray, reference: np.ndarray, is_exact: np.ndarray, bits: int) -> np.ndarray:
     """Return the values, float32 ``(k,)``, of a section whose length :func:`measure_quantized` has checked.
 
     Args:
         section: uint8 ``(n,)``, not trusted.
         reference: float32 ``(k,)``, what the rounded values are added to; overwritten with the values.
         is_exact: bool ``(k,)``, from the receiver's own layout.
-        value_type: a quantized format.
+        bits: bits of a value.
 
     Raises:
         RejectedMessage: a scale is negative or not finite, the section is not in canonical form, or the number of exact
             values is not that of the selected buffers.
     """
-    bits, count = FORMATS[value_type].bits, int(np.count_nonzero(is_exact))
+    count = int(np.count_nonzero(is_exact))
     rounded = is_exact.size - count
     stated = int.from_bytes(section[:_COUNT_BYTES].tobytes(), "little")
     # The length was checked with the stated number: padding to whole words can hide a difference of one.
@@ -201,8 +240,8 @@ def _draw_noise(source: np.random.SFC64, count: int) -> np.ndarray:
     return noise
 
 
-def _refuse_values(value_type: ValueType) -> RejectedMessage:
-    return RejectedMessage("E_FINITE", f"values as {value_type}", f"numbers up to {LARGEST:g}", "others")
+def _refuse_values(bits: int) -> RejectedMessage:
+    return RejectedMessage("E_FINITE", f"values as int{bits}", f"numbers up to {LARGEST:g}", "others")
 
 
 def _merge_values(sums: np.ndarray, exact: np.ndarray, is_exact: np.ndarray) -> np.ndarray:

@@ -1,108 +1,92 @@
-"""Values in plain formats: one flat little-endian buffer, in float32 or rounded with error feedback."""
+"""Values in plain formats: one flat little-endian buffer, in float32 or rounded with error feedback, or compressed."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import RejectedMessage
 from ..core.exchange import Patch
-from .formats import FORMATS, ValueType, is_quantized
-from .quantized import LARGEST, compute_quantized_bytes
-from .shuffled import LENGTH_BYTES
+from ..core.mask import Mask
+from ..core.params import Layout
+from .number_format import CodedValues, Coding, NumberFormat, add_residual, is_finite, require_finite
+from .shuffled import LENGTH_BYTES, measure_shuffled, pack_shuffled, unpack_shuffled
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 """Type of the bits of a rounded value, by its bytes."""
 
 
-def compute_min_value_bytes(scalars: int, value_type: ValueType) -> int:
-    """Return the length of the shortest section with so many values; the values may make it longer."""
-    if is_quantized(value_type):
-        return compute_quantized_bytes(scalars, value_type, 0)
-    width = FORMATS[value_type].width
-    return LENGTH_BYTES * width if FORMATS[value_type].is_compressed else width * scalars
+@dataclass(frozen=True, kw_only=True)
+class Plain(NumberFormat):
+    """Values rounded to a type ``dtype``, one after the other."""
 
+    dtype: torch.dtype
 
-def write_values(
-    patch: Patch, dtype: torch.dtype, residual: Tensor | None, out: np.ndarray
-) -> tuple[Tensor | None, Tensor | None]:
-    """Write a patch's ``k`` values to ``out``.
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "width", self.dtype.itemsize)
 
-    Args:
-        patch: the patch; its source may be strided.
-        dtype: type that the values are rounded to.
-        residual: ``(P,)`` what earlier messages lost to rounding; None: nothing.
-        out: uint8 ``(k * dtype.itemsize,)``, the values section of the message.
+    def compute_min_bytes(self, scalars: int) -> int:
+        return self.dtype.itemsize * scalars
 
-    Returns:
-        The new residual ``(P,)``, unchanged outside ``patch.mask``, and the values ``(k,)`` that a receiver reads.
-        float32 does not round: ``residual`` stays, and the receiver reads the values of the patch (None).
+    def measure(self, buffer: np.ndarray, scalars: int, layout: Layout) -> int:
+        return self.dtype.itemsize * scalars
 
-    Raises:
-        RejectedMessage: a value is NaN, infinite, or out of the format's range; the message must not be sent.
-    """
-    if dtype == torch.float32:
-        target, source = out.view("<f4"), patch.source.detach().numpy()
-        if source.size == target.size:
-            np.copyto(target, source)
+    def seal(self, patch: Patch, coding: Coding, out: np.ndarray | None = None) -> CodedValues:
+        """Return the section; the residual of float32, which does not round, stays."""
+        if out is None:
+            out = np.empty(self.dtype.itemsize * patch.mask.count, np.uint8)
+        if self.dtype == torch.float32:
+            target, source = out.view("<f4"), patch.source.detach().numpy()
+            if source.size == target.size:
+                np.copyto(target, source)
+            else:
+                # mode="clip" skips numpy's bounds check: indices of a mask are in range.
+                np.take(source, patch.mask.indices.numpy(), out=target, mode="clip")
+            require_finite(target, "values")
+            return CodedValues(out, coding.residual)
+        # Error feedback: without it, an update below half a unit in the last place would be rounded away in every round
+        # and never reach the receiver. The residual carries it over until it is large enough to be represented.
+        new_residual, exact = add_residual(patch, coding.residual)
+        rounded = exact.to(self.dtype)
+        widened = rounded.float()
+        require_finite(widened.numpy(), f"values as {str(self.dtype).removeprefix('torch.')}")
+        # numpy has no bfloat16: the bits travel as integers, in the byte order that "<i" fixes.
+        integers = rounded.contiguous().view(_INTEGERS[self.dtype.itemsize]).numpy()
+        np.copyto(out.view(f"<i{self.dtype.itemsize}"), integers)
+        return CodedValues(out, patch.mask.put(exact - widened, new_residual), widened)
+
+    def open(self, section: np.ndarray, mask: Mask, layout: Layout, base_vector: Tensor | None) -> Tensor:
+        """Return the values; a float32 section that is aligned and writeable is not copied."""
+        if self.dtype == torch.float32:
+            values = torch.from_numpy(np.require(section.view("<f4"), requirements=["ALIGNED", "WRITEABLE"]))
         else:
-            # mode="clip" skips numpy's bounds check: indices of a mask are in range.
-            np.take(source, patch.mask.indices.numpy(), out=target, mode="clip")
-        require_finite(target, "values")
-        return residual, None
-    # Error feedback: without it, an update below half a unit in the last place would be rounded away in every round and
-    # never reach the receiver. The residual carries it over until it is large enough to be represented.
-    new_residual, exact = add_residual(patch, residual)
-    rounded = exact.to(dtype)
-    widened = rounded.float()
-    require_finite(widened.numpy(), f"values as {str(dtype).removeprefix('torch.')}")
-    # numpy has no bfloat16: the bits travel as integers, in the byte order that "<i" fixes.
-    np.copyto(out.view(f"<i{dtype.itemsize}"), rounded.contiguous().view(_INTEGERS[dtype.itemsize]).numpy())
-    return patch.mask.put(exact - widened, new_residual), widened
+            integers = section.view(f"<i{self.dtype.itemsize}").copy()
+            values = torch.from_numpy(integers).view(self.dtype).float()
+        require_finite(values.numpy(), "values")
+        return values
+
+    def can_hold(self, values: Tensor) -> bool:
+        return is_finite(values.to(self.dtype).float().detach().numpy())
 
 
-def add_residual(patch: Patch, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a vector ``(P,)`` for the next residual, which holds the last one, and the values with it ``(k,)``."""
-    if residual is None:
-        # torch would write every entry; numpy takes memory that the system clears where it is first written.
-        return torch.from_numpy(np.zeros(patch.mask.size, np.float32)), patch.values + 0.0
-    return residual.clone(), patch.values + patch.mask.take(residual)
+@dataclass(frozen=True, kw_only=True)
+class Compressed(Plain):
+    """The same bytes, compressed without loss."""
 
+    def __post_init__(self) -> None:
+        """The length of the section depends on the values."""
 
-def read_values(section: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """Return the values as float32 ``(k,)``; a float32 section that is aligned and writeable is not copied.
+    def compute_min_bytes(self, scalars: int) -> int:
+        return LENGTH_BYTES * self.dtype.itemsize
 
-    Raises:
-        RejectedMessage: a value is NaN or infinite.
-    """
-    if dtype == torch.float32:
-        values = torch.from_numpy(np.require(section.view("<f4"), requirements=["ALIGNED", "WRITEABLE"]))
-    else:
-        values = torch.from_numpy(section.view(f"<i{dtype.itemsize}").copy()).view(dtype).float()
-    require_finite(values.numpy(), "values")
-    return values
+    def measure(self, buffer: np.ndarray, scalars: int, layout: Layout) -> int:
+        return measure_shuffled(buffer, scalars, self.dtype.itemsize)
 
+    def seal(self, patch: Patch, coding: Coding, out: np.ndarray | None = None) -> CodedValues:
+        plain = super().seal(patch, coding)
+        return CodedValues(pack_shuffled(plain.section, self.dtype.itemsize), plain.residual, plain.received)
 
-def is_representable(values: Tensor, value_type: ValueType) -> bool:
-    """Whether every value is finite in this format."""
-    dtype = FORMATS[value_type].dtype
-    if dtype is None:
-        return bool((values.abs() <= LARGEST).all())
-    return _is_finite(values.to(dtype).float().detach().numpy())
-
-
-def require_finite(values: np.ndarray, field: str) -> None:
-    """Raise RejectedMessage unless every value of float32 ``(k,)`` is finite."""
-    if not _is_finite(values):
-        count = int(np.count_nonzero(~np.isfinite(values)))
-        raise RejectedMessage("E_FINITE", field, "finite numbers", f"{count} NaN or infinite")
-
-
-def _is_finite(values: np.ndarray) -> bool:
-    """Return whether every value of float32 ``(k,)`` is finite."""
-    # One dot product is several times faster than a test of each value. A finite sum of squares proves that all values
-    # are finite; large finite values may overflow it, so only then is each one tested.
-    with np.errstate(over="ignore", invalid="ignore"):
-        sum_of_squares = np.dot(values, values)
-    return bool(np.isfinite(sum_of_squares) or np.isfinite(values).all())
+    def open(self, section: np.ndarray, mask: Mask, layout: Layout, base_vector: Tensor | None) -> Tensor:
+        return super().open(unpack_shuffled(section, mask.count, self.dtype.itemsize), mask, layout, base_vector)

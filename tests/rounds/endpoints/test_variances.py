@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.rounds.endpoints.plans import correct_variances
 from flare_sparse.wire.codec import decode, encode
-from flare_sparse.wire.formats import ValueType
+from flare_sparse.wire.formats import FORMATS
 from flare_sparse.wire.plan import Plan
 
 LAYOUT = Layout((TensorSpec("1.weight", (4,), "norm"), TensorSpec("1.running_var", (4,), "buffer")))
 PLAN = Plan(LAYOUT, "0" * 16, target="7" * 16, request="9" * 16, sequence=7, round=3, kind="train")
-FORMATS = get_args(ValueType)
+
 VARIANCES = ToyBench(Toy()).layout.select(lambda spec: spec.name.endswith("running_var"))
 
 

@@ -25,7 +25,7 @@ from ...training import Site
 from ...wire.encoding_choice import choose_encoding
 from ...wire.encodings import ENCODINGS
 from ...wire.formats import FORMATS, ValueType
-from ...wire.sections import measure_section, read_section, write_section
+from ...wire.number_format import Coding
 
 FORMAT = "flare-sparse model 1"
 """Format and version in the metadata of a file with the live entries alone."""
@@ -58,12 +58,16 @@ def save_model(
         return
     # By their bits: -0.0 is not the zero that a reader puts in the place of an entry that is off.
     stored = live if not weights.view(torch.int32)[~live.bits].any() else Mask.full(layout.size)
-    patch, sections = Patch.from_vector(weights, stored), {}
+    patch, coding, sections = (
+        Patch.from_vector(weights, stored),
+        Coding(layout, generator=make_generator(0, "model file")),
+        {},
+    )
     for name in _EXACT if values is None else (values,):
-        sections[name] = write_section(patch, layout, name, make_generator(0, "model file"))
+        sections[name] = FORMATS[name].seal(patch, coding).section
     name = min(sections, key=lambda name: sections[name].size)
     if values is not None:
-        rounded = read_section(sections[name], name, stored, layout, None)
+        rounded = FORMATS[name].open(sections[name], stored, layout, None)
         metadata["sha256"] = compute_digest(Patch(rounded, stored).to_vector())
     _write_live(path, layout, live, sections[name], {**metadata, "values": name, "scalars": str(stored.count)})
 
@@ -273,6 +277,6 @@ def _read_live_values(path: Path, file: Any, layout: Layout) -> Tensor:
         raise ConfigError(f"{path}: scalars: expected {live.count} or {layout.size}, found {scalars!r}")
     stored = live if scalars == str(live.count) else Mask.full(layout.size)
     section = _read_bytes(path, file, "values").numpy()
-    if (expected := measure_section(section, stored.count, name)) != section.size:
+    if (expected := FORMATS[name].measure(section, stored.count, layout)) != section.size:
         raise ConfigError(f"{path}: values: expected {expected} bytes, found {section.size}")
-    return Patch(read_section(section, name, stored, layout, None), stored).to_vector()
+    return Patch(FORMATS[name].open(section, stored, layout, None), stored).to_vector()

@@ -29,7 +29,6 @@ from ...wire.codec import compute_min_message_bytes, decode, encode
 from ...wire.formats import FORMATS, ValueType, is_quantized
 from ...wire.ledger import Ledger
 from ...wire.messages import Decoded, Encoded
-from ...wire.values import is_representable
 from ..link import ServerLink, Vector, name_new_start, name_request
 from .encrypted import EncryptedModel, aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
 from .events import parse_events
@@ -391,7 +390,7 @@ class ServerEndpoint:
 
     def is_encodable(self, model: Patch) -> bool:
         """Whether all values of a model are finite in the wire's number format; an encrypted model always passes."""
-        return self.cipher is not None or is_representable(model.values, self.values)
+        return self.cipher is not None or FORMATS[self.values].can_hold(model.values)
 
     def aggregate_encrypted(self, contributions: Sequence[Contribution]) -> None:
         """Replace the model with the mean of a round's encrypted updates; without such updates, do nothing.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import get_args
 
 from torch import Tensor
 
 from ...core.errors import ConfigError, suggest
 from ...core.mask import Mask, floor_fraction, top_k
 from ...core.params import Layout
-from ...wire.formats import ValueType
+from ...wire.formats import FORMATS, ValueType
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,9 @@ class StreamSettings:
     def __post_init__(self) -> None:
         if isinstance(self.keep, bool) or not isinstance(self.keep, (int, float)) or not 0 < self.keep <= 1:
             raise ConfigError(f"keep: expected a number above 0 and at most 1, found {self.keep!r}")
-        formats = get_args(ValueType)
-        if self.values not in formats:
-            hint = suggest(str(self.values), formats)
-            raise ConfigError(f"values: expected one of {', '.join(formats)}, found {self.values!r}.{hint}")
+        if self.values not in FORMATS:
+            hint = suggest(str(self.values), list(FORMATS))
+            raise ConfigError(f"values: expected one of {', '.join(FORMATS)}, found {self.values!r}.{hint}")
         # A text such as "no" counts as true.
         if not isinstance(self.error_feedback, bool):
             raise ConfigError(f"error_feedback: expected true or false, found {self.error_feedback!r}")
