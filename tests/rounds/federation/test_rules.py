@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.methods.aggregation.weighted import normalize_capped
 from flare_sparse.rounds.federation import Evaluation
-from flare_sparse.rounds.federation.rules import MAX_QUARANTINE_ROUNDS, Roster, RoundRules, cap_contributions
+from flare_sparse.rounds.federation.rules import MAX_QUARANTINE_ROUNDS, RoundRules, SiteHistory, cap_contributions
 
 SITES = ["a", "b", "c", "d"]
 
@@ -59,35 +59,35 @@ def test_max_share_of_one_changes_no_weight() -> None:
     ("examples", "is_accepted"), [(100, True), (109, True), (91, True), (112, False), (80, False), (0, False)]
 )
 def test_number_of_examples_must_stay_near_the_registered_one(examples: int, is_accepted: bool) -> None:
-    assert Roster().find_violation(update("a", 100), RoundRules()) is None
-    roster = Roster().register(update("a", 100))
-    assert roster.find_violation(update("a", examples), RoundRules()) == (None if is_accepted else "E_WEIGHT")
+    assert SiteHistory().find_violation(update("a", 100), RoundRules()) is None
+    history = SiteHistory().register(update("a", 100))
+    assert history.find_violation(update("a", examples), RoundRules()) == (None if is_accepted else "E_WEIGHT")
 
 
 def test_number_of_test_examples_must_stay_near_the_registered_one() -> None:
-    roster, violations = Roster(), []
+    history, violations = SiteHistory(), []
     reported = [replace(update("a", 100), metrics={"mse": 1.0, "test_examples": n}) for n in (20.0, 21.0, 2.0**52)]
-    assert roster.find_violation(update("a", 100), RoundRules()) is None, "scores come without metrics"
-    roster = roster.register(update("a", 100))
-    assert roster.tested == {}
+    assert history.find_violation(update("a", 100), RoundRules()) is None, "scores come without metrics"
+    history = history.register(update("a", 100))
+    assert history.tested == {}
     for contribution in reported:
-        violations.append(roster.find_violation(contribution, RoundRules()))
+        violations.append(history.find_violation(contribution, RoundRules()))
         if violations[-1] is None:
-            roster = roster.register(contribution)
+            history = history.register(contribution)
     assert violations == [None, None, "E_METRICS"]
-    assert roster == Roster(registered={"a": 100}, tested={"a": 20.0})
+    assert history == SiteHistory(registered={"a": 100}, tested={"a": 20.0})
 
 
 def test_number_of_examples_must_not_exceed_the_known_one() -> None:
-    roster, rules = Roster(), RoundRules(examples={"a": 100}, examples_tolerance=0.0)
-    assert [roster.find_violation(update("a", n), rules) for n in (2**52, 101, 100)] == ["E_WEIGHT", "E_WEIGHT", None]
-    assert roster.find_violation(update("b", 2**52), rules) is None, "no number is known of this site"
+    history, rules = SiteHistory(), RoundRules(examples={"a": 100}, examples_tolerance=0.0)
+    assert [history.find_violation(update("a", n), rules) for n in (2**52, 101, 100)] == ["E_WEIGHT", "E_WEIGHT", None]
+    assert history.find_violation(update("b", 2**52), rules) is None, "no number is known of this site"
 
 
 def test_registered_examples_are_capped_before_a_share_is_computed() -> None:
-    roster = Roster(registered={"a": 100, "b": 100, "c": 2**52})
-    assert roster.compute_share(["a", "b"], ["a", "b", "c"]) < 1e-9
-    assert roster.compute_share(["a", "b"], ["a", "b", "c"], 0.5) == 0.5
+    history = SiteHistory(registered={"a": 100, "b": 100, "c": 2**52})
+    assert history.compute_share(["a", "b"], ["a", "b", "c"]) < 1e-9
+    assert history.compute_share(["a", "b"], ["a", "b", "c"], 0.5) == 0.5
 
 
 def evaluate(site: str, mse: float, tests: float) -> Contribution:
@@ -125,27 +125,27 @@ def test_normalized_weights_sum_to_one_and_keep_the_cap(numbers: list[float], ma
 
 
 def test_quarantine_doubles_with_each_miss_and_ends_with_one_update() -> None:
-    roster, rules = Roster(), RoundRules(quarantine_after=3)
+    history, rules = SiteHistory(), RoundRules(quarantine_after=3)
     asked = []
     for _ in range(60):
-        present = roster.select_available(SITES, rules)
+        present = history.select_available(SITES, rules)
         asked.append("d" in present)
-        roster = roster.record_round([s for s in present if s != "d"], present, rules)
+        history = history.record_round([s for s in present if s != "d"], present, rules)
     quarantines = [len(run) for run in "".join("x" if is_asked else "." for is_asked in asked).split("x") if run]
     assert asked[:3] == [True] * 3
     assert quarantines[:5] == [1, 2, 4, 8, MAX_QUARANTINE_ROUNDS]
-    roster = replace(roster, quarantined={}).record_round(SITES, SITES, rules)
-    assert roster.missed == roster.quarantined == {}
+    history = replace(history, quarantined={}).record_round(SITES, SITES, rules)
+    assert history.missed == history.quarantined == {}
 
 
 def test_quarantined_sites_are_asked_when_too_few_others_are_left() -> None:
-    roster = Roster(quarantined={"a": 4, "b": 4, "c": 4})
-    assert roster.select_available(SITES, RoundRules(min_sites=2)) == SITES
-    assert roster.select_available(SITES, RoundRules(min_sites=1)) == ["d"]
+    history = SiteHistory(quarantined={"a": 4, "b": 4, "c": 4})
+    assert history.select_available(SITES, RoundRules(min_sites=2)) == SITES
+    assert history.select_available(SITES, RoundRules(min_sites=1)) == ["d"]
 
 
 def test_unregistered_site_counts_with_the_mean_of_the_others() -> None:
-    roster = Roster(registered={"a": 100, "b": 300})
-    assert roster.compute_share(["a"], ["a", "b"]) == 0.25
-    assert roster.compute_share(["a", "b"], ["a", "b", "c"]) == pytest.approx(400 / 600)
-    assert Roster().compute_share(["a"], ["a", "b"]) == 0.5
+    history = SiteHistory(registered={"a": 100, "b": 300})
+    assert history.compute_share(["a"], ["a", "b"]) == 0.25
+    assert history.compute_share(["a", "b"], ["a", "b", "c"]) == pytest.approx(400 / 600)
+    assert SiteHistory().compute_share(["a"], ["a", "b"]) == 0.5

@@ -1,13 +1,12 @@
 """The rounds of a run. Local runs and FLARE's controller both use this loop."""
 
-from .census import Handshake
 from .evaluation import BestModel, Evaluation
 from .events import Event
 from .loop import Federation, OnUpdates
-from .participants import Connections
 from .progress import Snapshot
 from .records import Outcome, RoundRecord
 from .replies import Reply, SumQuestions, SumReply, SumTransport, Transport
+from .roster import Connections, Handshake
 from .rules import RoundRules
 
 __all__ = [

@@ -30,12 +30,12 @@ from .events import (
 from .learning import HasQuorum, LearnResult, learn_from
 from .model_comparison import ModelComparison
 from .outliers import OPPOSED, find_opposed
-from .participants import Admission, Connections, Participants
 from .progress import Progress, Snapshot
 from .records import Outcome, RoundRecord
 from .replies import AttemptResult
-from .rounds import QuorumMissed, RoundResult, RoundRunner
-from .rules import Roster, RoundRules
+from .roster import Connections, Roster
+from .rounds import QuorumMissed, Round, RoundRunner
+from .rules import RoundRules, SiteHistory
 from .standstill import describe_constant_metrics, describe_cut_tensors
 
 _LOG = logging.getLogger(__name__)
@@ -75,10 +75,10 @@ class Federation:
         self._models = ModelComparison(
             metric, self.rules.max_share, self.rules.patience, is_sampled=method.config.participation < 1
         )
-        self._admission = Admission(connections, self.rules)
+        self._roster = Roster(method, connections, self.rules)
         self._events = EventLog()
         self._stepped_back: set[int] = set()
-        self._rounds = RoundRunner(endpoint, self.rules, self._admission, self._events)
+        self._rounds = RoundRunner(endpoint, self.rules, self._roster, self._events)
 
     def run(
         self, weights: Tensor, *, resume: bool = False, notes: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -95,34 +95,35 @@ class Federation:
                 commit is intact.
             CheckpointError: a checkpoint could not be written, or belongs to another run.
         """
-        participants = self._admission.admit(Participants(self.method), Roster())
-        start = progress = Progress(participants.method.init(weights, participants.sites))
+        roster = self._roster
+        roster.admit(SiteHistory())
+        start = progress = Progress(roster.method.init(weights, roster.sites))
         check_state(start.state, f"method {self.method.name}")
         if self.store is not None:
             if resume:
                 progress = self._load_progress(self.store, progress)
             else:
                 self.store.delete()
-            # The first admission used an empty roster; that of the checkpoint may quarantine sites.
-            participants = participants.select_available(progress.roster, self.rules)
+            # The first admission used an empty history; that of the checkpoint may quarantine sites.
+            roster.leave_out_quarantined(progress.history)
         self._events.add_notes(notes)
         while True:
-            self.endpoint.note_builders(weights, participants.capabilities)
-            participants, assignments = self._admission.assign(progress.state, participants, progress.roster)
+            self.endpoint.note_builders(weights, roster.capabilities)
+            assignments = roster.assign(progress.state, progress.history)
             if self._models.is_stopped(progress):
                 assignments = None
-            learn = partial(self._learn, participants.method, progress.state)
+            learn = partial(self._learn, roster.method, progress.state)
             try:
                 if assignments is None:
-                    return self._finish(progress, participants)
-                result = self._rounds.run(assignments, participants.silent, progress.roster, learn)
+                    return self._finish(progress)
+                result = self._rounds.run(assignments, progress.history, learn)
             except QuorumMissed as failure:
                 progress = self._step_back(failure, progress, start)
             else:
-                progress = self._commit(result, progress, participants.method)
+                progress = self._commit(result, progress, roster.method)
                 # Its updates would stay in memory beside those of the next round.
                 del result
-            participants = self._admission.admit(participants, progress.roster)
+            roster.admit(progress.history)
 
     def _step_back(self, failure: QuorumMissed, progress: Progress, start: Progress) -> Progress:
         """Return the progress before the last commit, if most sites diverge from the model of that commit.
@@ -170,9 +171,9 @@ class Federation:
         self.endpoint.step_back(checkpoint[1].endpoint)
         return Progress.from_snapshot(checkpoint[1])
 
-    def _finish(self, progress: Progress, participants: Participants) -> Outcome:
+    def _finish(self, progress: Progress) -> Outcome:
         """Evaluate the last model and return the outcome."""
-        method = participants.method
+        method = self._roster.method
         # Asked before the final evaluation, which may find that the last model is the best one.
         is_early = self._models.is_stopped(progress) and progress.committed < method.config.rounds
         if is_early and (shortfall := method.describe(progress.state)):
@@ -181,8 +182,8 @@ class Federation:
         # The request after the last round, also where early stopping leaves rounds out: a site answers it in that round
         # alone.
         last = replace(progress.state, round=method.config.rounds + 1)
-        assignments = method.ask_final(last, participants.sites)
-        result = self._rounds.run(assignments, participants.silent, progress.roster)
+        assignments = method.ask_final(last, self._roster.sites)
+        result = self._rounds.run(assignments, progress.history)
         evaluation = self._evaluate(result)
         model = method.model(progress.state)
         # A request of another kind evaluates the sites' personal models, which are not candidates for the best model.
@@ -199,12 +200,12 @@ class Federation:
             progress.best,
             [*progress.records, record],
             self._get_encrypted_values(),
-            sorted({*self._admission.seen, *self.rules.examples}),
+            sorted({*self._roster.seen, *self.rules.examples}),
             progress.committed if is_early else None,
-            dict(sorted(result.roster.registered.items())),
+            dict(sorted(result.history.registered.items())),
         )
 
-    def _commit(self, result: RoundResult, progress: Progress, method: Method[Any, Any]) -> Progress:
+    def _commit(self, result: Round, progress: Progress, method: Method[Any, Any]) -> Progress:
         """Write the checkpoint of a round and return the progress after it."""
         assert result.learned is not None, "a training round computes a next state"
         evaluation = self._evaluate(result)
@@ -226,7 +227,7 @@ class Federation:
             )
             self._events.add(site, UPDATE_OPPOSED, detail)
         record = self._build_record(result, evaluation, progress, state, method)
-        progress = Progress(state, record.round, best, result.roster, (*progress.records, record))
+        progress = Progress(state, record.round, best, result.history, (*progress.records, record))
         # The checkpoint is the commit: a round is reported only after it, so that no reported round can be lost.
         if self.store is not None:
             snapshot = progress.to_snapshot(self.endpoint.snapshot(), self.endpoint.ledger.lines)
@@ -240,7 +241,7 @@ class Federation:
     ) -> tuple[AttemptResult, LearnResult | None]:
         return learn_from(result, state, method, self.endpoint, self.rules, has_quorum)
 
-    def _evaluate(self, result: RoundResult) -> Evaluation:
+    def _evaluate(self, result: Round) -> Evaluation:
         return Evaluation.from_contributions(result.last.accepted, self.rules.max_share)
 
     def _select_best(
@@ -256,7 +257,7 @@ class Federation:
         return BestModel(progress.committed, evaluation, model.values, model.mask, encrypted)
 
     def _build_record(
-        self, result: RoundResult, evaluation: Evaluation, previous: Progress, state: Any, method: Method[Any, Any]
+        self, result: Round, evaluation: Evaluation, previous: Progress, state: Any, method: Method[Any, Any]
     ) -> RoundRecord:
         evaluations = [*(record.evaluation for record in previous.records), evaluation]
         if detail := describe_constant_metrics(evaluations):

@@ -10,7 +10,7 @@ from ...wire.ledger import LedgerLine
 from ..endpoints.server import ServerSnapshot
 from .evaluation import BestModel
 from .records import RoundRecord
-from .rules import Roster
+from .rules import SiteHistory
 
 S = TypeVar("S")
 
@@ -23,7 +23,7 @@ class Snapshot(Generic[S]):
         state: the method's state.
         committed: last committed round.
         best: best model so far.
-        roster: history of the sites.
+        history: history of the sites.
         endpoint: snapshot of the server's endpoint.
         records: records of all rounds.
         messages: lines of the ledger.
@@ -32,7 +32,7 @@ class Snapshot(Generic[S]):
     state: S
     committed: int
     best: BestModel
-    roster: Roster
+    history: SiteHistory
     endpoint: ServerSnapshot
     records: list[RoundRecord]
     messages: list[LedgerLine]
@@ -46,14 +46,14 @@ class Progress:
         state: the method's state.
         committed: last committed round; 0: none.
         best: best model so far.
-        roster: history of the sites.
+        history: history of the sites.
         records: records of all rounds.
     """
 
     state: Any
     committed: int = 0
     best: BestModel = field(default_factory=BestModel)
-    roster: Roster = field(default_factory=Roster)
+    history: SiteHistory = field(default_factory=SiteHistory)
     records: tuple[RoundRecord, ...] = ()
 
     def to_snapshot(self, endpoint: ServerSnapshot, messages: Sequence[LedgerLine]) -> Snapshot[Any]:
@@ -64,10 +64,10 @@ class Progress:
             messages: lines of the ledger.
         """
         return Snapshot(
-            self.state, self.committed, self.best, self.roster, endpoint, list(self.records), list(messages)
+            self.state, self.committed, self.best, self.history, endpoint, list(self.records), list(messages)
         )
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot[Any]) -> Progress:
         """Return the progress saved in a checkpoint."""
-        return cls(snapshot.state, snapshot.committed, snapshot.best, snapshot.roster, tuple(snapshot.records))
+        return cls(snapshot.state, snapshot.committed, snapshot.best, snapshot.history, tuple(snapshot.records))

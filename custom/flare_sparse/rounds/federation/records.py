@@ -15,7 +15,7 @@ from ...core.mask import Mask
 from ...tasks.task import EPSILON
 from .evaluation import BestModel, Evaluation
 from .events import Event
-from .rounds import RoundResult
+from .rounds import Round
 
 CONTRIBUTED = "contributed"
 
@@ -80,7 +80,7 @@ class RoundRecord:
     @classmethod
     def from_result(
         cls,
-        result: RoundResult,
+        result: Round,
         evaluation: Evaluation,
         *,
         evaluated_round: int,

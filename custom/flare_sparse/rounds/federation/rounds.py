@@ -12,9 +12,9 @@ from ...wire.ledger import LedgerLine
 from ..endpoints.server import Attempt, ServerEndpoint
 from .events import BASE_LOST, EventLog
 from .learning import HasQuorum, LearnResult
-from .participants import Admission
 from .replies import AttemptResult, Reply, get_reason_code
-from .rules import Roster, RoundRules
+from .roster import Roster
+from .rules import RoundRules, SiteHistory
 from .sums import sum_replies
 
 Learn = Callable[[AttemptResult, HasQuorum], tuple[AttemptResult, LearnResult | None]]
@@ -22,15 +22,15 @@ Learn = Callable[[AttemptResult, HasQuorum], tuple[AttemptResult, LearnResult | 
 
 
 @dataclass(frozen=True)
-class RoundResult:
-    """Result of a round that met its quorum.
+class Round:
+    """A round that met its quorum: who was asked, what came back, and what was learned from it.
 
     Attributes:
         last: replies of the last attempt.
         asked: sites that received a request.
         contributed: sites with a contribution that counts.
         learned: the next state; None if the round only evaluates.
-        roster: roster after the round.
+        history: history after the round.
         attempts: number of attempts.
         quarantined: sites in quarantine during the round.
         excluded: reason by site, for the sites that could not take part.
@@ -42,7 +42,7 @@ class RoundResult:
     asked: list[str]
     contributed: list[str]
     learned: LearnResult | None
-    roster: Roster
+    history: SiteHistory
     attempts: int
     quarantined: list[str]
     excluded: dict[str, str]
@@ -86,28 +86,25 @@ class QuorumMissed(RoundFailed):
 
 
 class RoundRunner:
-    """Runs rounds over the connections of an admission.
+    """Runs rounds over the sites of a roster.
 
     Args:
         endpoint: encodes requests and validates updates.
         rules: quorum, retries and limits of a round.
-        admission: excludes sites with an upload cap that is too small, and knows how to reach the others.
+        roster: excludes sites with an upload cap that is too small, and knows how to reach the others.
         events: receives what sites report and which of them lost their base.
     """
 
-    def __init__(self, endpoint: ServerEndpoint, rules: RoundRules, admission: Admission, events: EventLog):
-        self.endpoint, self.rules, self.admission, self.events = endpoint, rules, admission, events
-        self.connections = admission.connections
+    def __init__(self, endpoint: ServerEndpoint, rules: RoundRules, roster: Roster, events: EventLog):
+        self.endpoint, self.rules, self.roster, self.events = endpoint, rules, roster, events
+        self.connections = roster.connections
 
-    def run(
-        self, assignments: Mapping[str, Assignment], silent: list[str], roster: Roster, learn: Learn | None = None
-    ) -> RoundResult:
+    def run(self, assignments: Mapping[str, Assignment], history: SiteHistory, learn: Learn | None = None) -> Round:
         """Send requests until enough sites contribute. Every update is validated before any is aggregated.
 
         Args:
             assignments: by site.
-            silent: sites that did not reply to the handshake.
-            roster: roster before the round.
+            history: history before the round.
             learn: computes the next state; None: the round only evaluates, and every accepted update counts.
 
         Raises:
@@ -125,17 +122,15 @@ class RoundRunner:
         _require_enough_asked(assignments, rules)
         # Upload caps are checked before anything is sent: a site must not train for an update that it may not upload.
         start, first_message = time.monotonic(), len(self.endpoint.ledger.lines)
-        assignments, over_cap = self.admission.exclude_over_cap(assignments, self.endpoint)
-        excluded = {
-            site: str(reason) for site, reason in sorted({**self.admission.census.excluded, **over_cap}.items())
-        }
+        assignments, over_cap = self.roster.exclude_over_cap(assignments, self.endpoint)
+        excluded = {site: str(reason) for site, reason in sorted({**self.roster.excluded, **over_cap}.items())}
         # A quarantined site is asked after another hello, or if too few others remain.
-        quarantined = sorted(site for site in roster.quarantined if site not in assignments)
+        quarantined = sorted(site for site in history.quarantined if site not in assignments)
         for attempt_number in range(1, self.rules.retries + 2):
-            result, roster = self._collect(assignments, roster)
+            result, history = self._collect(assignments, history)
             # Measured before aggregation: the record gives the time of sites and network, without that of the server.
             seconds = time.monotonic() - start
-            has_quorum = _build_quorum(roster, assignments, rules)
+            has_quorum = _build_quorum(history, assignments, rules)
             result, learned = learn(result, has_quorum) if learn else (result, None)
             contributions = result.contributed if learn else result.accepted
             # The quorum is checked again: learning rejects contributions that make the next state unusable.
@@ -145,14 +140,14 @@ class RoundRunner:
                 for site in [*result.rejected, *result.timed_out]:
                     self.endpoint.forget_base(site)
                 # A quarantined site is contacted only if too few others remain: its silence is not another miss.
-                silent_active = [site for site in silent if site not in quarantined]
+                silent_active = [site for site in self.roster.silent if site not in quarantined]
                 accepted = [contribution.site for contribution in result.accepted]
-                return RoundResult(
+                return Round(
                     last=result,
                     asked=sorted(assignments),
                     contributed=[contribution.site for contribution in contributions],
                     learned=learned,
-                    roster=roster.record_round(accepted, [*assignments, *silent_active], self.rules),
+                    history=history.record_round(accepted, [*assignments, *silent_active], self.rules),
                     attempts=attempt_number,
                     quarantined=quarantined,
                     excluded=excluded,
@@ -165,8 +160,10 @@ class RoundRunner:
             del contributions
         raise QuorumMissed(self._describe_failure(result, contributed, len(assignments)), result)
 
-    def _collect(self, assignments: Mapping[str, Assignment], roster: Roster) -> tuple[AttemptResult, Roster]:
-        """Make one attempt and return its replies, and the roster with newly registered numbers of examples."""
+    def _collect(
+        self, assignments: Mapping[str, Assignment], history: SiteHistory
+    ) -> tuple[AttemptResult, SiteHistory]:
+        """Make one attempt and return its replies, and the history with newly registered numbers of examples."""
         deadline = None if self.rules.round_s is None else time.monotonic() + self.rules.round_s
         attempt = self.endpoint.encode_requests(assignments)
         replies = self._send(attempt, deadline, assignments)
@@ -188,11 +185,11 @@ class RoundRunner:
             if not isinstance(reply, Contribution):
                 continue
             # Registered now and not at the commit: a site must not change its number of examples in a retry.
-            violation = roster.find_violation(reply, self.rules)
+            violation = history.find_violation(reply, self.rules)
             if violation:
                 replies[site] = violation
             else:
-                roster = roster.register(reply)
+                history = history.register(reply)
         accepted = [reply for reply in replies.values() if isinstance(reply, Contribution)]
         self.events.add_reports(sorted(accepted, key=lambda contribution: contribution.site))
         for site in self.endpoint.find_sites_with_wrong_key(accepted):
@@ -203,7 +200,7 @@ class RoundRunner:
             if exchange is not None:
                 replies, total = sum_replies(exchange, replies, self.connections.exchange_sum, deadline)
                 failure = exchange.failure
-        return replace(_group_replies(attempt, assignments, replies), total=total, sum_failure=failure), roster
+        return replace(_group_replies(attempt, assignments, replies), total=total, sum_failure=failure), history
 
     def _send(
         self, attempt: Attempt, deadline: float | None, assignments: Mapping[str, Assignment]
@@ -249,8 +246,10 @@ def _require_enough_asked(assignments: Mapping[str, Assignment], rules: RoundRul
         )
 
 
-def _build_quorum(roster: Roster, assignments: Mapping[str, Assignment], rules: RoundRules) -> HasQuorum:
-    return lambda counted: roster.has_quorum([contribution.site for contribution in counted], assignments.keys(), rules)
+def _build_quorum(history: SiteHistory, assignments: Mapping[str, Assignment], rules: RoundRules) -> HasQuorum:
+    return lambda counted: history.has_quorum(
+        [contribution.site for contribution in counted], assignments.keys(), rules
+    )
 
 
 def _group_replies(

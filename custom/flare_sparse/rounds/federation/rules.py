@@ -47,7 +47,7 @@ class RoundRules:
 
 
 @dataclass(frozen=True)
-class Roster:
+class SiteHistory:
     """History of each site's examples and misses.
 
     A site registers its number of training examples with its first accepted update, and its numbers of test and
@@ -98,8 +98,8 @@ class Roster:
         """Registered numbers of examples that metrics are computed from, by name of the number and by site."""
         return {TEST_EXAMPLES: self.tested, VALIDATION_EXAMPLES: self.validated}
 
-    def register(self, contribution: Contribution) -> Roster:
-        """Return the roster with a site's numbers of examples; numbers registered earlier are kept."""
+    def register(self, contribution: Contribution) -> SiteHistory:
+        """Return the history with a site's numbers of examples; numbers registered earlier are kept."""
         site, metrics = contribution.site, contribution.metrics
         tested = {site: metrics[TEST_EXAMPLES]} if TEST_EXAMPLES in metrics else {}
         validated = {site: metrics[VALIDATION_EXAMPLES]} if VALIDATION_EXAMPLES in metrics else {}
@@ -110,8 +110,8 @@ class Roster:
             validated=validated | self.validated,
         )
 
-    def record_round(self, accepted: Collection[str], asked: Collection[str], rules: RoundRules) -> Roster:
-        """Return the roster after a committed round.
+    def record_round(self, accepted: Collection[str], asked: Collection[str], rules: RoundRules) -> SiteHistory:
+        """Return the history after a committed round.
 
         Args:
             accepted: sites with an accepted update.
