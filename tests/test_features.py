@@ -12,8 +12,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "custom" / "flare_sparse"
 FEATURES = {
-    "encryption": (r"cipher|ckks|[Ee]ncrypted\b|[Ee]ncryption", 12),
-    "sums": (r"SumRules|sum_rules|ServerSums|SiteSums|secure_aggregation|site_sums|\bmasked\b", 12),
+    "encryption": (r"cipher|ckks|[Ee]ncrypted\b|[Ee]ncryption", 9),
+    # Not the word masked alone, which elsewhere is about the mask of a model.
+    "sums": (
+        r"SumRules|sum_rules|ServerSums|SiteSums|secure_aggregation|site_sums|is_masked|aggregation.*masked|[.]masked\b",
+        6,
+    ),
     "statistics of inputs": (
         r"(?<!DataKind\.)\bSTATISTICS\b|statistics_mask|\bcompute_statistics|select_statistics|drop_rests",
         3,

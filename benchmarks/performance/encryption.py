@@ -152,8 +152,8 @@ def format_table(runs: dict[tuple[str, str], Run], values: dict[str, int]) -> st
 def check_runs(runs: dict[tuple[str, str], Run], live: int, rounds: int, contexts: KeyContexts) -> bool:
     """Print the differences between the models; return whether all bounds hold."""
     plain, encrypted = (runs["sparse", sums].outcome for sums in ("plain", "ckks"))
-    assert encrypted.encrypted is not None
-    values = SiteCipher(contexts.client).decrypt(encrypted.encrypted, encrypted.mask.count)
+    assert encrypted.sealed is not None
+    values = SiteCipher(contexts.client).decrypt(encrypted.sealed, encrypted.mask.count)
     largest_value = float(plain.weights.abs().max())
     models = {
         "masked": (runs["sparse", "masked"].outcome.weights, Ring(32, BOUND).compute_error(len(SITES))),

@@ -138,7 +138,8 @@ def serve_sites(connection: Connection, model: str, sums: Mapping[str, SiteSums]
             update = endpoint.answer(request)
             if sums:
                 request_id = RequestId(request.kind, request.round)
-                update = sums[name].withhold(update, request_id, site.weights, endpoint.compute_model_digest())
+                sums[name].withhold(update, request_id, site.weights, endpoint.compute_model_digest())
+                update = sums[name].seal(update, "")
             message = endpoint.encode_message(request, update).data
             connection.send((name, message, update.num_examples))
         # The state moves on once, as that of a site that has answered.
@@ -184,9 +185,7 @@ def measure(row: Row) -> Figures:
     sites.start()
     site_sums.clear()
     window = row.window_mib * MIB or 2**60
-    server = ServerEndpoint(
-        method.layout, RUN, "float32", ledger, seed=SEED, sums=server_sums, updates=UpdateStore(window)
-    )
+    server = ServerEndpoint(method.layout, RUN, "float32", ledger, server_sums, SEED, updates=UpdateStore(window))
     times: dict[int, list[float]] = {}
 
     def exchange(attempt: Attempt) -> dict[str, Reply]:

@@ -14,9 +14,10 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import FlareSparseError, SiteExcluded, WireError
 from flare_sparse.core.exchange import Contribution, Patch, Request, Update
 from flare_sparse.methods.method import Method
-from flare_sparse.privacy.encryption import KeyContexts, ServerCipher, SiteCipher
+from flare_sparse.privacy.encryption import KeyContexts, SiteCipher
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, unpack_message
+from flare_sparse.rounds.endpoints.encrypted import SiteEncryption
 from flare_sparse.rounds.endpoints.events import pack_events
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
@@ -30,7 +31,7 @@ from flare_sparse.rounds.federation import (
     RoundRules,
     SumQuestions,
 )
-from flare_sparse.rounds.local.run import build_sums
+from flare_sparse.rounds.local.run import Transport
 from flare_sparse.training import Site
 from flare_sparse.wire.codec import Encoded
 from flare_sparse.wire.formats import ValueType
@@ -125,12 +126,13 @@ class LocalFederation:
             {} if contexts is None else dict.fromkeys(self._names(sites), contexts) | dict(site_contexts or {})
         )
         self.ledger = Ledger()
-        cipher = ServerCipher(contexts.server) if contexts else None
         names = self._names(sites)
-        sums, self.sums = (
-            build_sums(self.method, RUN, sum_rules, names, self.ledger) if sum_rules is not None else (None, {})
+        protection, self.stages = Transport(values, contexts, sum_rules).open_stages(
+            self.method, RUN, names, self.ledger
         )
-        self.server = ServerEndpoint(self.method.layout, RUN, values, self.ledger, cipher, self.method.seed, sums)
+        if contexts is not None:
+            self.stages = {name: SiteEncryption(SiteCipher(self.contexts[name].client)) for name in names}
+        self.server = ServerEndpoint(self.method.layout, RUN, values, self.ledger, protection, self.method.seed)
         self.sites = self.bench.sites(sites) if isinstance(sites, int) else dict(sites)
         self.endpoints = {name: self._build_endpoint(name) for name in self.sites}
 
@@ -154,8 +156,7 @@ class LocalFederation:
         return [f"site-{i}" for i in range(1, sites + 1)] if isinstance(sites, int) else list(sites)
 
     def _build_endpoint(self, name: str) -> SiteEndpoint:
-        protection = SiteCipher(self.contexts[name].client) if self.contexts else self.sums.get(name)
-        return SiteEndpoint(self.sites[name], self.method, RUN, self.values, self.stores(name), protection)
+        return SiteEndpoint(self.sites[name], self.method, RUN, self.values, self.stores(name), self.stages.get(name))
 
     def restart_site(self, name: str) -> None:
         """Replace a site by a new process: what it knows is what its checkpoints hold."""
@@ -210,7 +211,7 @@ class LocalFederation:
             if self.is_sum_lost(name, step):
                 continue
             try:
-                reply = self.sums[name].answer(self.change_question(name, questions[name]))
+                reply = self.stages[name].answer(self.change_question(name, questions[name]))
                 replies[name] = reply
                 self.sum_messages.append((name, step, reply))
             except FlareSparseError as error:

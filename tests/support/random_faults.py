@@ -87,9 +87,9 @@ def open_federation(
 
 def read_weights(outcome: Outcome) -> torch.Tensor:
     """Return the final model, decrypted."""
-    if outcome.encrypted is None:
+    if outcome.sealed is None:
         return outcome.weights
-    return SiteCipher(generate_contexts().client).decrypt(outcome.encrypted, outcome.mask.count)
+    return SiteCipher(generate_contexts().client).decrypt(outcome.sealed, outcome.mask.count)
 
 
 @cache

@@ -19,7 +19,7 @@ from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.record import RecordWriter
 from flare_sparse.rounds.federation import Outcome
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import LocalTask, Site, build_site
@@ -173,4 +173,6 @@ class ToyBench:
 def estimate_traffic(method: Any, weights: torch.Tensor, sites: int, values: Any) -> tuple[Outcome, Ledger]:
     """Return the outcome and the ledger of a dry run of sites ``site-1``, ``site-2``, ...; every message is encoded."""
     names = (f"site-{i}" for i in range(1, sites + 1))
-    return dry_run(method, weights, {name: Site(name, DryTrainer(name, method.layout)) for name in names}, values)
+    return dry_run(
+        method, weights, {name: Site(name, DryTrainer(name, method.layout)) for name in names}, Transport(values)
+    )

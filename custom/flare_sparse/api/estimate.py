@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..config.assemble import Assembly, plan_sampling, validate_site_settings
+from ..config.assemble import Assembly, build_transport, plan_sampling, validate_site_settings
 from ..config.schema import RunConfig
 from ..config.study import Study
 from ..core.errors import ConfigError
@@ -29,15 +29,7 @@ def compute_figures(study: Study) -> dict[str, Any]:
     """
     config, assembly = study.config, study.assembly
     sites = build_dry_sites(config, assembly)
-    outcome, ledger = dry_run(
-        assembly.method,
-        assembly.weights,
-        sites,
-        config.wire.values,
-        encrypted=config.encrypted,
-        sum_rules=config.sum_rules,
-        builds_initial=config.builds_initial,
-    )
+    outcome, ledger = dry_run(assembly.method, assembly.weights, sites, build_transport(config))
     rounds = [
         {
             "round": record.round,

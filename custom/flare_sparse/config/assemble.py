@@ -30,7 +30,9 @@ from ..privacy.dp.config import PrivacyConfig
 from ..privacy.dp.mechanism import SiteMechanism
 from ..privacy.dp.metrics import MetricRelease
 from ..privacy.dp.scripts import ScriptBudget
+from ..privacy.encryption import KeyContexts
 from ..rounds.federation import RoundRules
+from ..rounds.local.run import Transport
 from ..tasks.task import Examples, SiteData, Task, load_examples
 from ..training import LocalTask, Site, SitePrivacy, build_site
 from ..training.compute import can_use_kernels
@@ -147,6 +149,13 @@ def build_rules(job: JobConfig) -> RoundRules:
         examples=settings.examples,
         patience=settings.early_stopping.patience if settings.early_stopping else None,
     )
+
+
+def build_transport(job: JobConfig, contexts: KeyContexts | None = None) -> Transport:
+    """Return how the messages of a job travel within one process; keys of an encrypted run are new by default."""
+    if job.encrypted and contexts is None:
+        contexts = KeyContexts.generate()
+    return Transport(job.wire.values, contexts, job.sum_rules, job.builds_initial)
 
 
 def open_checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -> Store:

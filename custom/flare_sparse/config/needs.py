@@ -92,7 +92,7 @@ _FEATURES = (
             }
         ),
         needs=_require(
-            Need.CIPHERTEXTS.because("values are encrypted"),
+            Need.SEALED_VALUES.because("values are encrypted"),
             Need.QUORUM.because("a sum of one is that site's model", amount=2),
         ),
         example={"wire": {"encryption": "ckks"}, "federation": {"min_sites": 2}},
@@ -109,7 +109,7 @@ _FEATURES = (
                 Need.OWN_ENTRIES,
                 Need.LATE_WEIGHTS,
                 Need.OWN_FORMAT,
-                Need.CIPHERTEXTS,
+                Need.SEALED_VALUES,
                 Need.EXACT_STATISTICS,
             }
         ),

@@ -29,8 +29,8 @@ are sums that one pooled table would give."""
 
 
 @dataclass(frozen=True)
-class EncryptedValues:
-    """Ciphertext of values, as it travels (docs/wire-format.md).
+class SealedValues:
+    """Values that the server must not read, as they travel (docs/wire-format.md).
 
     Attributes:
         data: uint8 ``(n,)``.
@@ -48,8 +48,8 @@ class Patch:
             they are entries of. The vector must not change while the patch is in use: messages gather from it directly.
         mask: entries in the patch.
         base: ``"zeros"``, or ``"previous"``: the vector that the receiver holds since the last message.
-        encrypted: ciphertext of the values. Where it cannot be decrypted, ``source`` is NaN, and so is every
-            result computed from it; NaN is never sent.
+        sealed: the values as they travel where the server must not read them. Where they cannot be opened, ``source``
+            is NaN, and so is every result computed from it; NaN is never sent.
 
     Examples:
         >>> patch = Patch.from_vector(torch.tensor([1.0, 2.0, 3.0]), Mask(torch.tensor([True, False, True])))
@@ -60,7 +60,7 @@ class Patch:
     source: Tensor
     mask: Mask
     base: Base = "zeros"
-    encrypted: EncryptedValues | None = None
+    sealed: SealedValues | None = None
 
     @classmethod
     def from_vector(cls, vector: Tensor, mask: Mask, base: Base = "zeros") -> Patch:
@@ -68,9 +68,9 @@ class Patch:
         return cls(vector, mask, base)
 
     @classmethod
-    def from_encrypted(cls, encrypted: EncryptedValues, mask: Mask, base: Base = "zeros") -> Patch:
-        """Return a patch of encrypted values without their plaintext."""
-        return cls(torch.full((mask.count,), math.nan), mask, base, encrypted)
+    def from_sealed(cls, sealed: SealedValues, mask: Mask, base: Base = "zeros") -> Patch:
+        """Return a patch of sealed values that this end cannot read."""
+        return cls(torch.full((mask.count,), math.nan), mask, base, sealed)
 
     @cached_property
     def values(self) -> Tensor:
@@ -79,12 +79,12 @@ class Patch:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the selected entries and their values, or the ciphertext of encrypted ones; 64 hex digits.
+        """Digest of the selected entries and their values, or the bytes of sealed ones; 64 hex digits.
 
         SHA-256 of the mask's fingerprint and of the SHA-256 of every 4 MiB of the values.
         """
-        if self.encrypted is not None:
-            data = self.encrypted.data.contiguous().numpy().data
+        if self.sealed is not None:
+            data = self.sealed.data.contiguous().numpy().data
         else:
             data = self.values.detach().contiguous().numpy().astype("<f4", copy=False).data.cast("B")
         pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]

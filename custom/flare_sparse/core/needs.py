@@ -22,7 +22,7 @@ class Need(Enum):
     EXACT_MODEL = "the next model contains the rounding error of the last one more than once"
     EXACT_STATISTICS = "statistics of the inputs travel in the clear as float32, without noise"
     OWN_FORMAT = "values have a number format of their own"
-    CIPHERTEXTS = "values are encrypted"
+    SEALED_VALUES = "the values of each site are sealed by themselves"
     MORE_READS = "a site may read its training examples beyond the one training of a round"
     JOINT_SUBJECTS = "one subject changes the inputs or the loss of another"
     PLAIN_STEPS = "a training step has no noise"

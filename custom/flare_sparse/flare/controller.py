@@ -189,7 +189,7 @@ class FederatedController(Controller):
             app_dir / "artifact_manifest.json",
             {
                 "schema_version": "1",
-                "artifacts": {"global_model": f"{RESULTS}/{ENCRYPTED if outcome.encrypted else ''}model.safetensors"},
+                "artifacts": {"global_model": f"{RESULTS}/{ENCRYPTED if outcome.sealed else ''}model.safetensors"},
             },
         )
         # The mark comes last, because it promises that the complete result is on disk.

@@ -12,7 +12,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from ..core.errors import FlareSparseError, MissingBase, RequestRefused, get_failure_code
+from ..core.errors import FlareSparseError, MissingBase, get_failure_code
 from ..core.exchange import Request
 from ..wire.capabilities import local_capabilities
 from .job_settings import SITE_SECTIONS, check_shown_settings
@@ -88,10 +88,8 @@ class SparseExecutor(Executor):
 
     def _answer_sum(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         try:
-            sums = get_site_session(fl_ctx).get_endpoint(fl_ctx).sums
-            if sums is None:
-                raise RequestRefused("a step of a sum, but wire.aggregation of this site's copy of the job is plain")
-            return sum_to_shareable(sums.answer(extract_sum(shareable)))
+            endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
+            return sum_to_shareable(endpoint.protection.answer(extract_sum(shareable)))
         except Exception as error:  # noqa: BLE001 - as in execute
             return self._refuse(error, get_failure_code(error), fl_ctx)
 

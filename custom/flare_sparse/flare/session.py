@@ -41,6 +41,7 @@ from ..privacy.dp.scripts import PRIVACY_VARIABLE
 from ..privacy.release.record import Rule
 from ..privacy.release.site import RELEASE_FOLDER
 from ..results.runs.model_files import save_site_model
+from ..rounds.endpoints.encrypted import ServerEncryption, SiteEncryption
 from ..rounds.endpoints.model_change import ChangeLimit
 from ..rounds.endpoints.plans import InitialModel
 from ..rounds.endpoints.request_log import RequestLog
@@ -48,6 +49,7 @@ from ..rounds.endpoints.server import SERVER, ServerEndpoint
 from ..rounds.endpoints.server_sums import ServerSums
 from ..rounds.endpoints.site import RequestLimits, SiteEndpoint
 from ..rounds.endpoints.site_sums import SiteSums
+from ..rounds.endpoints.stages import ServerStage, SiteStage
 from ..rounds.endpoints.update_store import UpdateStore
 from ..tasks.bundles.task import BundleTask
 from ..tasks.data.source import find_site_data, has_site_data, read_withdrawn
@@ -188,14 +190,15 @@ class ServerSession(FLComponent):
             self.store.claim()
             self.unarchived = self.store.get_result_folder()
             self.store.unmark_finished()
-        cipher = load_server_cipher(fl_ctx) if self.job.encrypted else None
         layout, run_id, method = self.assembly.layout, self.assembly.run_id, self.assembly.method
-        rules, sums = self.job.sum_rules, None
-        if rules is not None:
-            sums = ServerSums(layout, run_id, rules, method.get_sum_weights, load_root(fl_ctx), self.ledger)
+        protection: ServerStage | None = None
+        if self.job.encrypted:
+            protection = ServerEncryption(load_server_cipher(fl_ctx))
+        elif (rules := self.job.sum_rules) is not None:
+            protection = ServerSums(layout, run_id, rules, method.get_sum_weights, load_root(fl_ctx), self.ledger)
         updates = UpdateStore(folder=Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())))
         self.endpoint = ServerEndpoint(
-            layout, run_id, self.job.wire.values, self.ledger, cipher, self.job.seed, sums, updates
+            layout, run_id, self.job.wire.values, self.ledger, protection, self.job.seed, updates
         )
 
 
@@ -262,9 +265,7 @@ class SiteSession(FLComponent):
                 store.claim()
                 store.unmark_finished()
                 delete_ended(root, name, days=KEPT_DAYS if policy.checkpoint_days is None else policy.checkpoint_days)
-            cipher = load_site_cipher(fl_ctx) if job.encrypted else None
             requests = _open_request_log(fl_ctx, job, assembly)
-            sums = _open_sums(fl_ctx, job, assembly, requests)
             factor = read_site_policy(fl_ctx).max_model_change
             changes = None if factor is None else ChangeLimit(factor, assembly.layout)
             self._endpoint = SiteEndpoint(
@@ -273,7 +274,7 @@ class SiteSession(FLComponent):
                 assembly.run_id,
                 job.wire.values,
                 store,
-                cipher or sums,
+                _open_protection(fl_ctx, job, assembly, requests),
                 RequestLimits(requests, changes),
                 initial,
             )
@@ -364,8 +365,10 @@ def open_gate(fl_ctx: FLContext) -> ReleaseGate | None:
     return ReleaseGate(local, folder, Rule(policy.min_cell), policy.approved_rows)
 
 
-def _open_sums(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: RequestLog) -> SiteSums | None:
-    """Build the site's end of the sums of a job; None if its updates carry their values."""
+def _open_protection(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: RequestLog) -> SiteStage | None:
+    """Return what keeps the values of this site's updates from the server; None: they travel in the clear."""
+    if job.encrypted:
+        return SiteEncryption(load_site_cipher(fl_ctx))
     rules = job.sum_rules
     if rules is None:
         return None

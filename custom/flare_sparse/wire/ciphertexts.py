@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..core.errors import RejectedMessage
-from ..core.exchange import EncryptedValues
+from ..core.exchange import SealedValues
 from .plan import CiphertextFormat
 
 _PARAMETERS, _KEY_ID = slice(0, 8), slice(8, 24)
@@ -20,7 +20,7 @@ _LENGTHS_START = 24
 _LENGTH_BYTES = 4
 
 
-def join_ciphertexts(parameters: bytes, key_id: bytes, ciphertexts: Sequence[bytes]) -> EncryptedValues:
+def join_ciphertexts(parameters: bytes, key_id: bytes, ciphertexts: Sequence[bytes]) -> SealedValues:
     """Return the values section of a message with encrypted values.
 
     Args:
@@ -30,17 +30,17 @@ def join_ciphertexts(parameters: bytes, key_id: bytes, ciphertexts: Sequence[byt
     """
     lengths = np.array([len(ciphertext) for ciphertext in ciphertexts], "<u4").tobytes()
     section = bytearray(b"".join([parameters, key_id, lengths, *ciphertexts]))
-    return EncryptedValues(torch.frombuffer(section, dtype=torch.uint8))
+    return SealedValues(torch.frombuffer(section, dtype=torch.uint8))
 
 
-def split_ciphertexts(encrypted: EncryptedValues, ciphertext_format: CiphertextFormat, scalars: int) -> list[bytes]:
+def split_ciphertexts(encrypted: SealedValues, ciphertext_format: CiphertextFormat, scalars: int) -> list[bytes]:
     """Return the ciphertexts of a section that :func:`measure_ciphertexts` accepts."""
     section, count = encrypted.data.numpy(), ciphertext_format.count_ciphertexts(scalars)
     bounds = np.cumsum([_LENGTHS_START + _LENGTH_BYTES * count, *_read_lengths(section, count).tolist()])
     return [section[start:end].tobytes() for start, end in pairwise(bounds)]
 
 
-def get_key_id(encrypted: EncryptedValues) -> bytes:
+def get_key_id(encrypted: SealedValues) -> bytes:
     """Return the 16 bytes that identify the key."""
     return encrypted.data.numpy()[_KEY_ID].tobytes()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import RejectedMessage, WireError
-from ..core.exchange import Base, Content, EncryptedValues, Patch
+from ..core.exchange import Base, Content, Patch, SealedValues
 from ..core.mask import Mask
 from . import ciphertexts
 from .checks import check_base, check_identity, check_patch, check_sender_plan, find_by_code, find_value_format
@@ -80,15 +80,15 @@ def encode(
     check_patch(patch, plan)
     if is_quantized(values) and content == "weights" and plan.base_vector is None:
         values = WITHOUT_BASE
-    value_format: ValueFormat = values if patch.encrypted is None else "ckks"
+    value_format: ValueFormat = values if patch.sealed is None else "ckks"
     sections = _encode_selections(patch, trainable, plan)
     row, coding = (
         FORMATS[values],
         Coding(plan.layout, residual, plan.base_vector if content == "weights" else None, generator),
     )
     coded: CodedValues | None = None
-    if patch.encrypted is not None:
-        coded = CodedValues(patch.encrypted.data.numpy(), residual)
+    if patch.sealed is not None:
+        coded = CodedValues(patch.sealed.data.numpy(), residual)
     # Values of one width are written in place, below.
     elif not row.width:
         coded = row.seal(patch, coding)
@@ -287,7 +287,7 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     values = buffer[start:end]
     if value_format == "ckks":
         # Copied, because the transport delivers read-only bytes and torch cannot share their memory.
-        patch = Patch.from_encrypted(EncryptedValues(torch.from_numpy(values.copy())), mask, base)
+        patch = Patch.from_sealed(SealedValues(torch.from_numpy(values.copy())), mask, base)
     else:
         base_vector = plan.base_vector if is_difference else None
         patch = Patch(FORMATS[value_format].open(values, mask, plan.layout, base_vector), mask, base)

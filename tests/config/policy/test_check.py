@@ -41,7 +41,7 @@ def test_minima_are_checked_on_the_examples_that_the_settings_would_read() -> No
             name: Site(name, DryTrainer(name, LAYOUT, examples=count))
             for name, count in {"site-1": 200, "site-2": 10}.items()
         }
-        _, ledger = dry_run(method, torch.ones(LAYOUT.size), sites, "float32")
+        _, ledger = dry_run(method, torch.ones(LAYOUT.size), sites)
         used = {name: site.trainer.usages for name, site in sites.items()}
         return [reason.split(";")[0] for reason in iterate_conflicts(policy, "neurosfl", ledger.lines, used, LAYOUT)]
 
@@ -113,7 +113,7 @@ def test_unencrypted_full_model_conflicts_with_terms_that_forbid_it(
 ) -> None:
     method = METHODS["fedavg"](METHODS["fedavg"].Config(rounds=2), LAYOUT, 1)
     sites = {"site-1": Site("site-1", DryTrainer("site-1", LAYOUT, examples=200))}
-    _, ledger = dry_run(method, torch.ones(LAYOUT.size), sites, "float32")
+    _, ledger = dry_run(method, torch.ones(LAYOUT.size), sites)
     reasons = [
         reason.split(";")[0] for reason in iterate_conflicts(Policy(**terms), "fedavg", ledger.lines, {}, LAYOUT)
     ]

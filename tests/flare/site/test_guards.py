@@ -60,6 +60,7 @@ from flare_sparse.privacy.secure_aggregation.identities import generate_identity
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
 from flare_sparse.privacy.secure_aggregation.pads import SumId
+from flare_sparse.rounds.endpoints.encrypted import ServerEncryption, SiteEncryption
 from flare_sparse.rounds.endpoints.request_log import read_record
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
@@ -102,9 +103,11 @@ class Hospital:
         data = Examples(TensorDataset(x[8:], x[8:, :1]), TensorDataset(x[:8], x[:8, :1]))
         settings = {"rounds": 2, **({"sparsity": 0.5} if method == "neurosfl" else {})}
         self.method = METHODS[method](METHODS[method].Config.model_validate(settings), layout, 1)
-        self.server = ServerEndpoint(layout, RUN, values, Ledger(), ServerCipher(keys.server) if keys else None, 1)
+        self.server = ServerEndpoint(
+            layout, RUN, values, Ledger(), ServerEncryption(ServerCipher(keys.server)) if keys else None, 1
+        )
         session = SiteSession()
-        cipher = SiteCipher(keys.client) if keys else None
+        cipher = SiteEncryption(SiteCipher(keys.client)) if keys else None
         site = build_site(LocalTask.open("site-1", task, data, layout, 1), privacy=privacy)
         session._endpoint = SiteEndpoint(site, self.method, RUN, values, protection=cipher)
         self.endpoint, self.folder, self.layout, self.session = session._endpoint, folder, layout, session
@@ -306,8 +309,8 @@ def test_encrypted_update_leaves_and_decrypts_to_the_approved_values(tmp_path: P
     dxo = from_shareable(hospital.run_task())
     update = hospital.server.decode("site-1", dxo.data["message"], dxo.meta["examples"], dxo.meta["metrics"])
     assert bool(update.patch.values.isnan().all())
-    assert update.patch.encrypted is not None
-    values = SiteCipher(keys.client).decrypt(update.patch.encrypted, update.patch.mask.count)
+    assert update.patch.sealed is not None
+    values = SiteCipher(keys.client).decrypt(update.patch.sealed, update.patch.mask.count)
     moved = values - update.patch.mask.take(hospital.endpoint.site.weights)
     assert float(moved.norm()) == pytest.approx(0.001, abs=10 * PRECISION)
 
@@ -355,7 +358,7 @@ def build_masked_hospital(folder: Path, policy: dict[str, Any] | None = None) ->
     hospital = Hospital(folder, policy=policy)
     weights = hospital.method.get_sum_weights
     sums = SiteSums(generate_identity("site-1"), hospital.layout, RUN, SumRules(64.0), weights)
-    hospital.endpoint.sums = sums
+    hospital.endpoint.protection = sums
     return hospital, sums
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from thoroughness import count_cases
 
 from flare_sparse.core.errors import ConfigError, RejectedMessage
-from flare_sparse.core.exchange import EncryptedValues
+from flare_sparse.core.exchange import SealedValues
 from flare_sparse.privacy.encryption import PRECISION, KeyContexts, ServerCipher, SiteCipher
 from flare_sparse.wire.ciphertexts import get_key_id, join_ciphertexts, measure_ciphertexts, split_ciphertexts
 
@@ -206,7 +206,7 @@ def test_changed_ciphertext_is_refused_or_decrypts_without_another_error(data: s
 
 
 @cache
-def encrypt_ones() -> EncryptedValues:
+def encrypt_ones() -> SealedValues:
     return get_site().encrypt(torch.ones(4))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.core.exchange import EncryptedValues
+from flare_sparse.core.exchange import SealedValues
 from flare_sparse.core.mask import Mask, top_k
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.results.runs.model_files import (
@@ -99,7 +99,7 @@ def test_equal_models_make_equal_files(tmp_path: Path) -> None:
 
 def test_ciphertext_and_its_live_entries_are_read_back(tmp_path: Path) -> None:
     _, live = draw_model(0.1)
-    save_encrypted(tmp_path / "encrypted_m", LAYOUT, EncryptedValues(torch.arange(100, dtype=torch.uint8)), live)
+    save_encrypted(tmp_path / "encrypted_m", LAYOUT, SealedValues(torch.arange(100, dtype=torch.uint8)), live)
     assert torch.equal(read_encrypted(tmp_path / "encrypted_m", LAYOUT).data, torch.arange(100, dtype=torch.uint8))
     assert read_mask(tmp_path / "encrypted_m", LAYOUT) == live
     with pytest.raises(ConfigError, match=r"flare-sparse save .* --context"):

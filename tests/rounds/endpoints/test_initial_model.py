@@ -66,7 +66,7 @@ def test_estimate_has_the_bytes_of_the_first_request(values: Any) -> None:
     _, ledger = run(bench, "fedavg", values, built=True)
     method = bench.method("fedavg", rounds=3)
     dry_sites = {name: Site(name, DryTrainer(name, bench.layout)) for name in bench.sites()}
-    _, dry = dry_run(method, bench.weights, dry_sites, values, builds_initial=True)
+    _, dry = dry_run(method, bench.weights, dry_sites, Transport(values, builds_initial=True))
     estimated = {(line.kind, line.round, line.direction, line.site): line.payload_bytes for line in dry.lines}
     assert len(estimated) == len(ledger.lines)
     for line in ledger.lines:

@@ -15,7 +15,7 @@ from local_federation import LocalFederation
 from skips import require
 from torch import Tensor
 
-from flare_sparse.core.exchange import EncryptedValues, Patch
+from flare_sparse.core.exchange import Patch, SealedValues
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.aggregation.robust import AggregationRule
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
@@ -154,14 +154,14 @@ def test_selection_of_an_update_is_the_same_in_a_file() -> None:
 
 def test_ciphertext_of_an_update_is_the_same_in_a_file() -> None:
     data, mask = torch.arange(200, dtype=torch.uint8), Mask.full(3)
-    stored = UpdateStore(199).keep(Patch.from_encrypted(EncryptedValues(data), mask), mask)
-    assert stored.encrypted is not None
-    assert torch.equal(stored.encrypted.data, data)
-    assert is_in_file(stored.encrypted.data)
+    stored = UpdateStore(199).keep(Patch.from_sealed(SealedValues(data), mask), mask)
+    assert stored.sealed is not None
+    assert torch.equal(stored.sealed.data, data)
+    assert is_in_file(stored.sealed.data)
     assert stored.values.isnan().tolist() == [True] * 3
-    kept = UpdateStore(200).keep(Patch.from_encrypted(EncryptedValues(data), mask), mask)
-    assert kept.encrypted is not None
-    assert kept.encrypted.data is data
+    kept = UpdateStore(200).keep(Patch.from_sealed(SealedValues(data), mask), mask)
+    assert kept.sealed is not None
+    assert kept.sealed.data is data
 
 
 def test_update_stays_in_memory_if_it_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,7 +187,7 @@ def test_server_holds_one_padded_message_at_a_time() -> None:
     def deliver(questions: SumQuestions) -> Iterator[tuple[str, Any]]:
         references = []
         for site, question in questions.messages.items():
-            answer = federation.sums[site].answer(question).copy()
+            answer = federation.stages[site].answer(question).copy()
             references.append(weakref.ref(answer))
             if unpack_message(question, "server")[0] == Step.VALUES:
                 gc.collect()

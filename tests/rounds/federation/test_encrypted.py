@@ -16,8 +16,10 @@ from local_federation import RUN, LocalFederation, Upload
 from flare_sparse.config.needs import FEATURES, list_compatible_methods
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import RoundFailed
-from flare_sparse.core.exchange import EncryptedValues, Patch
+from flare_sparse.core.exchange import Patch, SealedValues
 from flare_sparse.privacy.encryption import PRECISION, KeyContexts, SiteCipher
+from flare_sparse.rounds.endpoints.encrypted import SiteEncryption
+from flare_sparse.rounds.endpoints.stages import SiteStage
 from flare_sparse.rounds.local.run import FROM_START, Course, Transport, Watcher, run_locally
 
 SUMMABLE = list_compatible_methods(FEATURES["wire.encryption: ckks"])
@@ -49,7 +51,7 @@ def run(name: str, *, encrypted: bool, settings: Any = None, course: Any = FROM_
 def decrypt(outcome: Any) -> torch.Tensor:
     """Return the final model, decrypted."""
     cipher = SiteCipher(contexts().client)
-    return Patch(cipher.decrypt(outcome.encrypted, outcome.mask.count), outcome.mask).to_vector()
+    return Patch(cipher.decrypt(outcome.sealed, outcome.mask.count), outcome.mask).to_vector()
 
 
 def test_methods_whose_server_only_sums_can_be_encrypted() -> None:
@@ -131,7 +133,7 @@ def test_ledger_counts_the_bytes_of_ciphertexts() -> None:
 
 
 def send_in_the_clear(upload: Upload) -> Upload:
-    upload.endpoint.cipher = None
+    upload.endpoint.protection = SiteStage()
     return upload
 
 
@@ -148,14 +150,14 @@ def send_too_large_values(upload: Upload) -> Upload:
 class DamagingCipher(SiteCipher):
     """Cipher that damages every ciphertext."""
 
-    def encrypt(self, values: torch.Tensor) -> EncryptedValues:
+    def encrypt(self, values: torch.Tensor) -> SealedValues:
         data = super().encrypt(values).data.clone()
         data[-200:-100] = 0
-        return EncryptedValues(data)
+        return SealedValues(data)
 
 
 def send_damaged_ciphertext(upload: Upload) -> Upload:
-    upload.endpoint.cipher = DamagingCipher(contexts().client)
+    upload.endpoint.protection = SiteEncryption(DamagingCipher(contexts().client))
     return upload
 
 
@@ -204,10 +206,10 @@ def test_run_resumes_from_an_encrypted_checkpoint(tmp_path: Path) -> None:
     killed.on_round = stop_after_round_2
     with pytest.raises(KeyboardInterrupt):
         killed.run()
-    assert killed.server.encrypted is not None
+    assert killed.server.protection.model is not None
     uploads = record_exchanges(resumed)
     outcome = resumed.run(resume=True)
-    saved = SiteCipher(contexts().client).decrypt(killed.server.encrypted.values, outcome.mask.count)
+    saved = SiteCipher(contexts().client).decrypt(killed.server.protection.model.values, outcome.mask.count)
     assert sorted(uploads) == [3]
     assert [upload.site for upload in uploads[3]] == ["site-1", "site-2", "site-3"]
     assert all(torch.equal(upload.request.model.values, saved) for upload in uploads[3])

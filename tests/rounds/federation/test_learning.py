@@ -30,7 +30,13 @@ class FakeEndpoint:
     largest: float = 2.0**60
     underweight: frozenset[str] = frozenset()
 
-    def is_encodable(self, model: Patch) -> bool:
+    values: str = "float32"
+
+    @property
+    def protection(self) -> FakeEndpoint:
+        return self
+
+    def can_send(self, model: Patch, values: str) -> bool:
         return bool((model.values.abs() <= self.largest).all())
 
     def find_underweight_sites(self, contributions: list[Contribution]) -> set[str]:

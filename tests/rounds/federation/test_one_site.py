@@ -106,7 +106,7 @@ def test_model_beyond_the_range_of_the_number_format_is_not_encodable(values: Va
     server = ServerEndpoint(bench.layout, RUN, values, Ledger())
     for value, is_encodable in ((largest, True), (1.1 * largest, False)):
         model = Patch(torch.tensor([1.0, -value]), Mask(torch.tensor([True, True])))
-        assert server.is_encodable(model) is is_encodable
+        assert server.protection.can_send(model, values) is is_encodable
 
 
 def test_round_without_a_finite_sum_is_retried_and_the_last_model_stays(tmp_path: Path) -> None:

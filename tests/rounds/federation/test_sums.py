@@ -31,8 +31,9 @@ from flare_sparse.privacy.secure_aggregation.pads import get_public_key, read_su
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
-from flare_sparse.rounds.endpoints.server_sums import RequestSums
+from flare_sparse.rounds.endpoints.server_sums import RequestSums, ServerSums
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.endpoints.stages import SiteStage
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.federation.sums import sum_replies
 from flare_sparse.rounds.local.run import Transport, run_locally
@@ -150,18 +151,17 @@ def test_no_object_of_the_server_holds_a_value_of_a_site() -> None:
     """What learning received: one contribution with the sum, and NaN for every site."""
     federation = build_federation(settings={"rounds": 1})
     exchanges = []
-    assert federation.server.sums is not None
-    start = type(federation.server.sums).start
+    start = type(federation.server.protection).start_sum
 
     def record(*arguments: Any) -> Any:
         exchanges.append(start(*arguments))
         return exchanges[-1]
 
-    type(federation.server.sums).start = record  # type: ignore[method-assign]
+    type(federation.server.protection).start_sum = record  # type: ignore[method-assign]
     try:
         federation.run()
     finally:
-        type(federation.server.sums).start = start  # type: ignore[method-assign]
+        type(federation.server.protection).start_sum = start  # type: ignore[method-assign]
     exchange = exchanges[0]
     replies = {site: _contribution(site) for site in federation.sites}
     total, summed = exchange.finish(replies)
@@ -271,9 +271,9 @@ def test_server_that_asks_for_three_sums_of_one_request_reads_the_first() -> Non
     for members in ((0, 1, 2, 3), (0, 3, 4), (1, 2, 4)):
         assignments = dict.fromkeys([names[i] for i in members], Assignment(request, UpdateSpec("weights", full)))
         attempt = federation.server.encode_requests(assignments)
-        assert federation.server.sums is not None
-        federation.server.sums.current = RequestSums()
-        exchange = federation.server.sums.start(assignments, attempt.sequence)
+        assert isinstance(federation.server.protection, ServerSums)
+        federation.server.protection.current = RequestSums()
+        exchange = federation.server.protection.start_sum(assignments, attempt.sequence)
         assert exchange is not None
         _, total = sum_replies(exchange, federation.deliver(attempt), federation.yield_sum_replies, None)
         read.append(total is not None)
@@ -289,7 +289,7 @@ def test_second_job_of_one_model_has_the_same_members(tmp_path: Path, monkeypatc
         federation = build_federation(
             sites, bench=bench, settings={"rounds": 1}, rules=RoundRules(min_sites=3, retries=0)
         )
-        for site, sums in federation.sums.items():
+        for site, sums in federation.stages.items():
             sums.requests = RequestLog(run, lambda kind, t: 1, attempts=1, file=tmp_path / site / f"{run}.json")
         federation.run()
         return federation
@@ -384,7 +384,7 @@ def test_values_in_the_clear_are_rejected() -> None:
             raise
 
     federation.server.decode = record  # type: ignore[method-assign]
-    federation.endpoints["site-1"].sums = None
+    federation.endpoints["site-1"].protection = SiteStage()
     federation.run()
     assert federation.records[0].rejected == {"site-1": "E_SEALED"}
     assert len(errors) == 1
@@ -417,7 +417,7 @@ def test_run_resumes_after_a_kill_and_ends_as_without_one(tmp_path: Path) -> Non
 
         def build(open_store: Any = open_store, folder: Path = folder) -> LocalFederation:
             federation = build_federation(4, name="neurosfl", stores=open_store, settings={"rounds": 3})
-            for site, sums in federation.sums.items():
+            for site, sums in federation.stages.items():
                 sums.requests = RequestLog(RUN, lambda kind, t: 1, attempts=3, file=folder / site / "requests.json")
             return federation
 

@@ -134,4 +134,4 @@ def test_dry_run_raises_the_error_of_a_site() -> None:
     bench = ToyBench()
     sites = {"site-1": Site("site-1", Broken("site-1", bench.layout))}
     with pytest.raises(ValueError, match="no such layer"):
-        dry_run(bench.method("fedavg"), bench.weights, sites, "float32")
+        dry_run(bench.method("fedavg"), bench.weights, sites)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from ...core.params import Layout
@@ -12,7 +13,7 @@ from ...privacy.dp.forecast import Forecast, explain_shortage
 from ...rounds.local.dry_run import DryTrainer, dry_run
 from ...training import SampleUsage, Site
 from ...wire.ledger import LedgerLine
-from ..assemble import Assembly, plan_sampling
+from ..assemble import Assembly, build_transport, plan_sampling
 from ..schema import JobConfig
 from .policy import Policy
 
@@ -43,9 +44,8 @@ def find_policy_conflicts(
     trainers = {name: DryTrainer(name, layout, examples=count) for name, count in examples.items() if count}
     sites = {name: Site(name, trainer) for name, trainer in trainers.items()}
     sites = sites or {"site-1": Site("site-1", DryTrainer("site-1", layout))}
-    _, ledger = dry_run(
-        method, assembly.weights, sites, job.wire.values, encrypted=job.encrypted, builds_initial=job.builds_initial
-    )
+    # In a sum, too: what a site would send without one is what its policy bounds.
+    _, ledger = dry_run(method, assembly.weights, sites, replace(build_transport(job), sum_rules=None))
     usages = {name: trainer.usages for name, trainer in trainers.items()}
     conflicts = list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))
     has_values = any(line.direction == "up" and line.content != "metrics" for line in ledger.lines)

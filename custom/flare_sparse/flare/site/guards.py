@@ -201,11 +201,10 @@ class SiteLastGate(FLComponent):
         Raises:
             PolicyRefusal: the site has made none.
         """
-        sums = get_site_session(fl_ctx).get_endpoint(fl_ctx).sums
-        if sums is None or sums.reply is None:
-            raise PolicyRefusal("this site's policy: a message of a sum that this site has not made")
         # Used once: a job must not send the same reply again.
-        reply, sums.reply = sums.reply, None
+        reply = get_site_session(fl_ctx).get_endpoint(fl_ctx).protection.take_reply()
+        if reply is None:
+            raise PolicyRefusal("this site's policy: a message of a sum that this site has not made")
         return sum_to_shareable(reply)
 
     def _rebuild_approved(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
@@ -233,9 +232,10 @@ class SiteLastGate(FLComponent):
             )
         _check_approved(message, meta, approved, expected)
         # Checked again on the encoded message: only now is its size known, and rounding may have changed the norm.
-        values = approved.patch.values if expected.received is None or endpoint.sums else expected.received
+        rounded = None if endpoint.protection.is_summed else expected.received
+        values = approved.patch.values if rounded is None else rounded
         values = values - (_get_reference(approved, endpoint) if approved.content == "weights" else 0)
-        size = max(len(message), endpoint.sums.message_bytes if endpoint.sums else 0)
+        size = max(len(message), endpoint.protection.message_bytes)
         mask, layout = approved.patch.mask, endpoint.site.layout
         raise_refusals(policy.find_refusals(approved.content, _count_usage(endpoint), mask, values, layout, size))
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
@@ -279,9 +279,7 @@ def _discard_withheld(fl_ctx: FLContext) -> None:
     """Drop the update that waits for a sum: values of a result that did not leave must not leave in a sum."""
     # A site whose endpoint cannot be built has no such update.
     with suppress(Exception):
-        sums = get_site_session(fl_ctx).get_endpoint(fl_ctx).sums
-        if sums is not None:
-            sums.discard()
+        get_site_session(fl_ctx).get_endpoint(fl_ctx).protection.discard()
 
 
 def _encode_approved(approved: Update, endpoint: SiteEndpoint, policy: Policy) -> Encoded:
@@ -291,18 +289,15 @@ def _encode_approved(approved: Update, endpoint: SiteEndpoint, policy: Policy) -
         PolicyRefusal: the values that wait are not the approved ones, or values of a single site would be readable.
     """
     assert endpoint.request is not None, "an update answers a request"
-    sums, sent = endpoint.sums, approved
     if approved.content != "metrics":
-        if policy.masked and sums is None:
+        if policy.masked and not endpoint.protection.is_summed:
             raise PolicyRefusal(
                 f"this site's policy: masked: the server could read the {approved.content}; set wire.aggregation: "
                 "masked"
             )
-        if sums is not None and not sums.is_withheld(approved.patch):
+        if not endpoint.protection.is_withheld(approved.patch):
             raise PolicyRefusal("this site's policy: a filter of the job changed the values that wait for the sum")
-        if sums is not None:
-            sent = sums.drop_values(approved)
-    return endpoint.encode_message(endpoint.request, sent)
+    return endpoint.encode_message(endpoint.request, approved)
 
 
 def _get_code(error: Exception) -> str:

@@ -37,7 +37,7 @@ class AggregationRule(Settings):
 
     @property
     def needs_single_updates(self) -> bool:
-        """Whether the server must read each site's own values, which encryption rules out."""
+        """Whether the server must read each site's own values."""
         return self.rule != "mean"
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ConfigError, RejectedMessage
-from ...core.exchange import EncryptedValues
+from ...core.exchange import SealedValues
 from ...wire.ciphertexts import get_key_id, join_ciphertexts, split_ciphertexts
 from .ckks import Scheme
 
@@ -46,7 +46,7 @@ class ServerCipher:
         # product with 0, because it would be a ciphertext that anyone can read.
         self.min_weight = 1 / self._scheme.scale
 
-    def check(self, encrypted: EncryptedValues, count: int, site: str) -> None:
+    def check(self, encrypted: SealedValues, count: int, site: str) -> None:
         """Check that an update contains ``count`` values, freshly encrypted with these parameters.
 
         Raises:
@@ -60,7 +60,7 @@ class ServerCipher:
         except RejectedMessage as error:
             raise error.attach_site(site) from error
 
-    def weighted_sum(self, updates: Sequence[EncryptedValues], weights: Sequence[float], count: int) -> EncryptedValues:
+    def weighted_sum(self, updates: Sequence[SealedValues], weights: Sequence[float], count: int) -> SealedValues:
         """Return ``sum_k weights[k] * updates[k]``, still encrypted.
 
         The sum is about half as long as an update, because the multiplication consumes one of the two primes.
@@ -111,7 +111,7 @@ class SiteCipher:
         product = ts.ckks_vector(scheme.context, [_CALIBRATION] * self.ciphertext_format.slots) * 1.0
         return float(np.mean(product.decrypt())) / _CALIBRATION
 
-    def encrypt(self, values: Tensor) -> EncryptedValues:
+    def encrypt(self, values: Tensor) -> SealedValues:
         """Encrypt values ``(n,)``.
 
         Raises:
@@ -128,7 +128,7 @@ class SiteCipher:
         ciphertexts = [scheme.serialize_vector(scheme.ts.ckks_vector(scheme.context, chunk)) for chunk in chunks]
         return join_ciphertexts(self.ciphertext_format.parameters, self.key_id, ciphertexts)
 
-    def decrypt(self, encrypted: EncryptedValues, count: int) -> Tensor:
+    def decrypt(self, encrypted: SealedValues, count: int) -> Tensor:
         """Return the ``count`` values of an update or of a sum of updates, as float32.
 
         Raises:
@@ -149,7 +149,7 @@ class SiteCipher:
         return np.asarray(vector.decrypt()) / (self._rescaling_factor if is_sum else 1.0)
 
 
-def _parse_vectors(scheme: Scheme, encrypted: EncryptedValues, count: int) -> list[Any]:
+def _parse_vectors(scheme: Scheme, encrypted: SealedValues, count: int) -> list[Any]:
     """Return the CKKS vectors of ``count`` values whose lengths the wire has checked."""
     slots = scheme.ciphertext_format.slots
     sizes = [min(slots, count - start) for start in range(0, count, slots)]

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...compute.kernels.threads import limit_kernel_threads
-from ...config.assemble import Assembly, build_rules
+from ...config.assemble import Assembly, build_rules, build_transport
 from ...config.schema import RunConfig
 from ...core.seeds import limit_threads
 from ...privacy.encryption import KeyContexts
 from ...rounds.federation import Outcome
-from ...rounds.local.run import FROM_START, UNWATCHED, Course, Transport, Watcher, run_locally
+from ...rounds.local.run import FROM_START, UNWATCHED, Course, Watcher, run_locally
 from ...training import Site
 from ...wire.ledger import Ledger
 
@@ -31,7 +31,7 @@ def run_assembly(
     Arguments and returned values are those of :func:`flare_sparse.rounds.local.run.run_locally`; run id, rules and
     threads of ``course`` are those of the configuration.
     """
-    transport = Transport(config.wire.values, contexts, config.sum_rules, config.builds_initial)
+    transport = build_transport(config, contexts)
     course = replace(course, run=assembly.run_id, rules=build_rules(config), threads=config.torch_threads)
     # First what other threads of the process wait for.
     with limit_threads(config.torch_threads), limit_kernel_threads(config.federation.threads):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.checkpoint.writing import replace_atomically
 from ...core.errors import ConfigError, WireError
-from ...core.exchange import EncryptedValues, Patch
+from ...core.exchange import Patch, SealedValues
 from ...core.mask import Mask
 from ...core.params import Layout, compute_digest
 from ...core.seeds import make_generator
@@ -58,12 +58,9 @@ def save_model(
         return
     # By their bits: -0.0 is not the zero that a reader puts in the place of an entry that is off.
     stored = live if not weights.view(torch.int32)[~live.bits].any() else Mask.full(layout.size)
-    patch, coding, sections = (
-        Patch.from_vector(weights, stored),
-        Coding(layout, generator=make_generator(0, "model file")),
-        {},
-    )
+    patch, sections = Patch.from_vector(weights, stored), {}
     for name in _EXACT if values is None else (values,):
+        coding = Coding(layout, generator=make_generator(0, "model file"))
         sections[name] = FORMATS[name].seal(patch, coding).section
     name = min(sections, key=lambda name: sections[name].size)
     if values is not None:
@@ -100,13 +97,13 @@ def read_mask(path: Path, layout: Layout) -> Mask:
         return _read_selection(path, file, layout) if "format" in file.metadata() else Mask.full(layout.size)
 
 
-def save_encrypted(path: Path, layout: Layout, values: EncryptedValues, live: Mask) -> None:
+def save_encrypted(path: Path, layout: Layout, values: SealedValues, live: Mask) -> None:
     """Write the encrypted values of a model and its live entries; :func:`read_encrypted` reads the values back."""
     metadata = {"layout": layout.fingerprint, "values": "ckks", "scalars": str(live.count)}
     _write_live(path, layout, live, values.data.numpy(), metadata)
 
 
-def read_encrypted(path: Path, layout: Layout) -> EncryptedValues:
+def read_encrypted(path: Path, layout: Layout) -> SealedValues:
     """Read the encrypted values from a file of :func:`save_encrypted`.
 
     Raises:
@@ -115,7 +112,7 @@ def read_encrypted(path: Path, layout: Layout) -> EncryptedValues:
     with _open(path, layout) as file:
         if file.metadata().get("values") != "ckks":
             raise ConfigError(f"{path}: expected values of the format ckks, found {file.metadata().get('values')!r}")
-        return EncryptedValues(_read_bytes(path, file, "values"))
+        return SealedValues(_read_bytes(path, file, "values"))
 
 
 def describe_model(layout: Layout, live: Mask) -> dict[str, Any]:

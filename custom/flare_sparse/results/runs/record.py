@@ -18,7 +18,7 @@ from ...config.assemble import Assembly
 from ...config.loading import dump_config
 from ...config.schema import JobConfig
 from ...core.checkpoint.writing import replace_atomically, sync_to_disk, write_json
-from ...core.exchange import Contribution, EncryptedValues
+from ...core.exchange import Contribution, SealedValues
 from ...core.mask import Mask
 from ...core.params import compute_digest
 from ...core.version import VERSION
@@ -109,10 +109,10 @@ class RecordWriter:
         # A finished run is recognized by its summary, so the summary is written last: a crash before that leaves a
         # folder that counts as unfinished.
         delete_models(self.path)
-        file = self._save("", outcome.weights, outcome.mask, outcome.encrypted)
+        file = self._save("", outcome.weights, outcome.mask, outcome.sealed)
         best = outcome.best
         if best.model is not None:
-            self._save("best_", best.model.to_vector(), best.model.mask, best.encrypted)
+            self._save("best_", best.model.to_vector(), best.model.mask, best.sealed)
         size = {"bytes": file.stat().st_size, **describe_model(self.assembly.layout, outcome.mask)}
         summary = {**self._build_summary(outcome), "model": size}
         for name in APPENDED_FILES:
@@ -120,7 +120,7 @@ class RecordWriter:
         write_json(self.path / SUMMARY, summary)
         return summary
 
-    def _save(self, prefix: str, weights: Tensor, mask: Mask, encrypted: EncryptedValues | None) -> Path:
+    def _save(self, prefix: str, weights: Tensor, mask: Mask, encrypted: SealedValues | None) -> Path:
         file = self.path / f"{ENCRYPTED if encrypted else ''}{prefix}model.safetensors"
         if encrypted is None:
             save_model(file, self.assembly.layout, weights, mask)
@@ -152,7 +152,7 @@ class RecordWriter:
             "seconds": time.monotonic() - self._start_time,
             "threads": torch.get_num_threads(),
             "versions": list_versions(),
-            "model_sha256": None if outcome.encrypted else compute_digest(outcome.weights),
+            "model_sha256": None if outcome.sealed else compute_digest(outcome.weights),
             **({} if config.privacy is None else {"privacy": _describe_privacy(config.privacy, outcome)}),
         }
 

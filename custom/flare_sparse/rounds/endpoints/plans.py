@@ -41,7 +41,7 @@ class InitialModel:
 
     def shorten(self, patch: Patch) -> Patch | None:
         """Return the buffers of a patch that differ, as statistics of inputs do; None: the patch is another model."""
-        if patch.base != "zeros" or not patch.mask.is_full or patch.encrypted is not None:
+        if patch.base != "zeros" or not patch.mask.is_full or patch.sealed is not None:
             return None
         differs = self.layout.unflatten(patch.values != self.weights)
         changed = {spec.name: spec.role for spec in self.layout.tensors if differs[spec.name].any()}
@@ -54,11 +54,12 @@ def choose_values(content: Content, values: ValueType, initial: InitialModel | N
     """Return the number format of an update in a job with the format ``values``.
 
     Exact contents are compressed where messages are to be short: each site builds the initial model, and values have
-    few bits.
+    few bits. Scores are not, which are close to random numbers.
     """
     if content not in EXACT_CONTENTS:
         return values
-    return "float32_zstd" if initial is not None and is_quantized(values) else "float32"
+    is_short = content != "scores" and initial is not None and is_quantized(values)
+    return "float32_zstd" if is_short else "float32"
 
 
 def correct_variances(patch: Patch, layout: Layout) -> Patch:
@@ -80,7 +81,7 @@ def find_target(read: Patch, base: Vector | None, layout: Layout, *, keeps_value
         layout: layout of the model.
         keeps_values: whether the vector is to have its values.
     """
-    patch = read if read.encrypted is not None else correct_variances(read, layout)
+    patch = read if read.sealed is not None else correct_variances(read, layout)
     if patch.base == "zeros":
         return Vector.of(patch, keeps_values=keeps_values)
     assert base is not None, "a patch over the previous model is for a site with a base"

@@ -23,18 +23,16 @@ from ...core.exchange import (
 )
 from ...core.params import Layout
 from ...core.seeds import make_generator
-from ...privacy.encryption import ServerCipher
 from ...wire.capabilities import Capabilities
 from ...wire.codec import compute_min_message_bytes, decode, encode
 from ...wire.formats import FORMATS, ValueType, is_quantized
 from ...wire.ledger import Ledger
 from ...wire.messages import Decoded, Encoded
 from ..link import ServerLink, Vector, name_new_start, name_request
-from .encrypted import EncryptedModel, aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
 from .events import parse_events
 from .plans import InitialModel, choose_values, correct_variances, find_target, plan_request, plan_update
 from .reported import validate_metrics, validate_num_examples
-from .server_sums import ServerSums
+from .stages import SealedModel, ServerStage
 from .update_store import UpdateStore
 
 SERVER = "server"
@@ -69,12 +67,12 @@ class ServerSnapshot:
     Attributes:
         sequence: number of the last attempt.
         link: what it knows of its sites after the commit.
-        encrypted: the encrypted model; None: the model is in the method's state.
+        sealed: the model that the server cannot read; None: the model is in the method's state.
     """
 
     sequence: int = 0
     link: ServerLink = field(default_factory=ServerLink)
-    encrypted: EncryptedModel | None = None
+    sealed: SealedModel | None = None
 
 
 @dataclass(frozen=True)
@@ -126,9 +124,8 @@ class ServerEndpoint:
         run: id of the run, 16 hex digits.
         values: number format on the wire.
         ledger: receives one line per message.
-        cipher: aggregates encrypted weights without decrypting them; None: all values travel in the clear.
+        protection: opens sealed updates; None: all values travel in the clear.
         seed: seed of the run, for the rounding of quantized values.
-        sums: sums of padded values, which updates then do not carry; None: the server reads each update.
         updates: memory for the updates of a round; None: the default.
     """
 
@@ -138,15 +135,13 @@ class ServerEndpoint:
         run: str,
         values: ValueType,
         ledger: Ledger,
-        cipher: ServerCipher | None = None,
+        protection: ServerStage | None = None,
         seed: int = 0,
-        sums: ServerSums | None = None,
         updates: UpdateStore | None = None,
     ):
-        self.layout, self.run, self.values, self.ledger, self.cipher = layout, run, values, ledger, cipher
-        self.seed, self.sums, self.updates = seed, sums, updates or UpdateStore()
+        self.layout, self.run, self.values, self.ledger = layout, run, values, ledger
+        self.protection, self.seed, self.updates = protection or ServerStage(), seed, updates or UpdateStore()
         self._sequence, self._link, self._round = 0, ServerLink(), _OpenRound()
-        self._encrypted: EncryptedModel | None = None
         self._initial: InitialModel | None = None
         self._builders: set[str] = set()
         self._not_building: set[str] = set()
@@ -161,11 +156,6 @@ class ServerEndpoint:
             self._initial = InitialModel(weights, self.layout)
         is_same = {site for site, digest in declared.items() if self._initial and digest == self._initial.digest}
         self._builders = is_same - self._not_building
-
-    @property
-    def encrypted(self) -> EncryptedModel | None:
-        """The model since the first encrypted sum; None: the server can read the model."""
-        return self._encrypted
 
     def encode_requests(self, assignments: Mapping[str, Assignment]) -> Attempt:
         """Encode one request per site; equal requests to sites that hold the same vector are encoded once.
@@ -278,10 +268,11 @@ class ServerEndpoint:
         # Of statistics alone nothing is rounded.
         is_exact |= self._sends_differences and sent is not patch and sent.mask.count > 0
         # The whole model, which the site then holds if nothing is rounded.
-        whole = patch if patch.base == "zeros" else self._attach_ciphertext(assignment.full_model or patch)
+        whole = patch if patch.base == "zeros" else self.protection.attach(assignment.full_model or patch)
         rounds = bool(self._sends_differences or FORMATS[self.values].rounding)
-        # Models of single sites are not the run's model, and the server reads no encrypted one.
-        keeps_copy = rounds and self._round.models == 1 and self.cipher is None and request.kind != STATISTICS
+        # Models of single sites are not the run's model, the server reads no sealed one, and a request may have none.
+        is_readable = self.protection.ciphertext_format is None and patch.mask.count > 0
+        keeps_copy = rounds and self._round.models == 1 and is_readable
 
         def name(received: Tensor | None) -> tuple[str, str]:
             """Return the names of the vector that the site then holds, and of the request."""
@@ -329,7 +320,7 @@ class ServerEndpoint:
             self.run,
             assignment.request,
             sent.target if self._sends_differences else replace(sent.target, values=None),
-            ciphertext_format=self.cipher.ciphertext_format if self.cipher else None,
+            ciphertext_format=self.protection.ciphertext_format,
             sequence=self._sequence,
         )
         message = decode(data, plan, site)
@@ -388,36 +379,14 @@ class ServerEndpoint:
             entries = 0
         return entries, compute_min_message_bytes(entries, choose_values(expected.content, self.values, self._initial))
 
-    def is_encodable(self, model: Patch) -> bool:
-        """Whether all values of a model are finite in the wire's number format; an encrypted model always passes."""
-        return self.cipher is not None or FORMATS[self.values].can_hold(model.values)
-
-    def aggregate_encrypted(self, contributions: Sequence[Contribution]) -> None:
-        """Replace the model with the mean of a round's encrypted updates; without such updates, do nothing.
-
-        Raises:
-            ValueError: the updates have different masks, or some are encrypted and some are not.
-        """
-        model = aggregate_ciphertexts(self.cipher, contributions) if self.cipher else None
-        if model is not None:
-            self._encrypted = model
-
-    def find_underweight_sites(self, contributions: Sequence[Contribution]) -> list[str]:
-        """Return the sites whose share of an encrypted sum is below the smallest factor that the cipher can apply."""
-        return find_underweight_sites(self.cipher, contributions) if self.cipher else []
-
-    def find_sites_with_wrong_key(self, contributions: Sequence[Contribution]) -> list[str]:
-        """Return the sites whose update is encrypted with another key than the model or than most updates."""
-        return find_sites_with_wrong_key(contributions, self._encrypted)
-
     def snapshot(self) -> ServerSnapshot:
         """Return the part of a checkpoint that belongs to this endpoint."""
-        return ServerSnapshot(self._sequence, self._link, self._encrypted)
+        return ServerSnapshot(self._sequence, self._link, self.protection.model)
 
     def restore(self, snapshot: ServerSnapshot) -> None:
         """Continue from :meth:`snapshot`. A site that holds another vector replies MissingBase."""
         self._sequence, self._link, self._round = snapshot.sequence, snapshot.link, _OpenRound()
-        self._encrypted = snapshot.encrypted
+        self.protection.model = snapshot.sealed
 
     def step_back(self, snapshot: ServerSnapshot) -> None:
         """Continue from an older snapshot while the sites' processes run on; every site receives the full model."""
@@ -435,45 +404,18 @@ class ServerEndpoint:
         if patch.base == "previous" and is_unknown:
             assert assignment.full_model is not None, "a patch over the previous model needs Assignment.full_model"
             patch = assignment.full_model
-        return self._attach_ciphertext(patch)
-
-    def _attach_ciphertext(self, patch: Patch) -> Patch:
-        """Return a patch of the encrypted model with its ciphertext.
-
-        The method's state contains NaN where the server cannot read a value. A patch with another mask keeps the NaNs:
-        it has no ciphertext, and the codec refuses to send NaN.
-        """
-        model = self._encrypted
-        if model is None or patch.mask != model.mask:
-            return patch
-        return Patch.from_encrypted(model.values, patch.mask, patch.base)
+        return self.protection.attach(patch)
 
     def _check_values(self, message: Decoded, expected: UpdateSpec, site: str) -> None:
-        """Raise unless content, encryption and number format are those that the job requires.
+        """Raise unless content, protection and number format are those that the job requires.
 
         Raises:
-            RejectedMessage: unexpected content, weights in the clear where they must be encrypted, the reverse, values
-                that must be withheld for a sum, or another number format than the job's.
+            RejectedMessage: unexpected content, values that are not sealed as they must be, or another number format.
         """
-        if self.sums is not None and message.content != "metrics":
-            raise RejectedMessage("E_SEALED", f"values of {message.content}", "masked", message.values, site)
         # A site without training examples answers every request with metrics only.
         if message.content not in (expected.content, "metrics"):
             raise RejectedMessage("E_KIND", "content", expected.content, message.content, site)
-        ciphertext = message.patch.encrypted
-        must_be_encrypted = self.cipher is not None and message.content in ("weights", "delta")
-        if must_be_encrypted != (ciphertext is not None):
-            raise RejectedMessage(
-                "E_SEALED",
-                f"values of {message.content}",
-                "ckks" if must_be_encrypted else "numbers",
-                message.values,
-                site,
-            )
-        if self.cipher is not None and ciphertext is not None:
-            self.cipher.check(ciphertext, message.patch.mask.count, site)
-        elif message.values != (values := choose_values(message.content, self.values, self._initial)):
-            raise RejectedMessage("E_DTYPE", "values", values, message.values, site)
+        self.protection.check(message, choose_values(message.content, self.values, self._initial), site)
 
 
 def _find_common(sent: Sequence[_Sent]) -> _Sent | None:

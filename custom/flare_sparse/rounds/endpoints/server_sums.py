@@ -32,7 +32,10 @@ from ...privacy.secure_aggregation.messages import (
 from ...privacy.secure_aggregation.pads import SumId
 from ...privacy.secure_aggregation.party import BOX_BYTES
 from ...privacy.secure_aggregation.shamir import SHARE_BYTES
+from ...wire.formats import ValueType
 from ...wire.ledger import Ledger, LedgerLine
+from ...wire.messages import Decoded
+from .stages import ServerStage
 from .sums import build_ring, compute_reference, compute_weights
 
 SUM_SITE = "sum"
@@ -67,8 +70,8 @@ class RequestSums:
         return self.survivors if self.members == set(members) else frozenset(members)
 
 
-@dataclass
-class ServerSums:
+@dataclass(eq=False)
+class ServerSums(ServerStage):
     """What the server knows of the sums of a job.
 
     Attributes:
@@ -89,7 +92,12 @@ class ServerSums:
     ledger: Ledger
     current: RequestSums = field(default_factory=RequestSums)
 
-    def start(self, assignments: Mapping[str, Assignment], sequence: int) -> SumExchange | None:
+    def check(self, message: Decoded, values: ValueType, site: str) -> None:
+        if message.content != "metrics":
+            raise RejectedMessage("E_SEALED", f"values of {message.content}", "masked", message.values, site)
+        super().check(message, values, site)
+
+    def start_sum(self, assignments: Mapping[str, Assignment], sequence: int) -> SumExchange | None:
         """Return the sum over the updates of an attempt; None if its requests ask for metrics only.
 
         Raises:

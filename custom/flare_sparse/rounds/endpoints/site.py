@@ -19,12 +19,11 @@ from ...core.errors import (
     abbreviate,
     describe_exception,
 )
-from ...core.exchange import EVALUATE, EncryptedValues, Patch, Request, RequestId, SiteEvent, Update
+from ...core.exchange import EVALUATE, Patch, Request, RequestId, SiteEvent, Update
 from ...core.mask import Mask
 from ...core.memory import is_out_of_memory
 from ...core.seeds import make_generator
 from ...methods.method import Method, get_site_limits, is_evaluated
-from ...privacy.encryption import SiteCipher
 from ...tasks.task import EPSILON
 from ...training import Site
 from ...wire.capabilities import local_capabilities
@@ -40,7 +39,7 @@ from .plans import InitialModel, choose_values, correct_variances, plan_request,
 from .request_checks import check_kind, check_trainable
 from .request_log import RequestLog
 from .site_state import SiteMemory, SiteSnapshot
-from .site_sums import SiteSums
+from .stages import SiteStage
 
 _LOG = logging.getLogger(__name__)
 
@@ -92,8 +91,7 @@ class SiteEndpoint:
         values: number format on the wire.
         store: receives a checkpoint before each update is sent. None: after a crash the site needs the full model, and
             the tensors that the method keeps at the site are lost.
-        protection: encrypts weights and decrypts models, or withholds the values of updates and pads them for a sum;
-            None: all values travel in the clear.
+        protection: seals updates and opens models; None: all values travel in the clear.
         limits: what this site refuses beside requests that its copy of the job does not have.
         initial: the model of the job's seed, which the first request then need not carry; None: it does.
 
@@ -110,19 +108,17 @@ class SiteEndpoint:
         run: str,
         values: ValueType,
         store: Store | None = None,
-        protection: SiteCipher | SiteSums | None = None,
+        protection: SiteStage | None = None,
         limits: RequestLimits = NO_LIMITS,
         initial: InitialModel | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
-        self.cipher = protection if isinstance(protection, SiteCipher) else None
-        self.sums = protection if isinstance(protection, SiteSums) else None
+        self.protection = protection or SiteStage()
         self.requests, self.changes, self.initial = limits.requests, limits.changes, initial
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._link: SiteLink[SiteMemory] = SiteLink()
         self._received: _Received | None = None
-        self._encrypted: tuple[str, EncryptedValues] | None = None
         self._is_started = False
         self._trainable: Mask | None = None
 
@@ -219,7 +215,7 @@ class SiteEndpoint:
             update = replace(update, metrics={**update.metrics, **subgroups})
         notices = list(self.site.trainer.notices)
         # Of a sum the server must not learn that one of its terms is zero.
-        if self.sums is None and is_standstill(update, self.site.weights, self.site.layout):
+        if not self.protection.is_summed and is_standstill(update, self.site.weights, self.site.layout):
             notices.append(MODEL_UNCHANGED)
         # Reported once, with the number of the first attempt, so that the server knows a repeated report.
         reported = {event.event for event in self.events}
@@ -260,12 +256,13 @@ class SiteEndpoint:
             CheckpointError: the checkpoint could not be written; nothing may be sent.
         """
         residual = self._current.memory.residual
-        if self.sums is not None:
+        is_summed = self.protection.is_summed
+        if is_summed:
             request_id = RequestId(request.kind, request.round)
-            update = self.sums.withhold(update, request_id, self.site.weights, self.compute_model_digest())
+            self.protection.withhold(update, request_id, self.site.weights, self.compute_model_digest())
         encoded = self.encode_message(request, update)
         # Error feedback applies to model values only: an update of scores or metrics leaves the residual unchanged.
-        if update.content in ("weights", "delta"):
+        if update.content in ("weights", "delta") and not is_summed:
             residual = encoded.residual
             # An entry that is switched off keeps no residual: it would arrive with it when it is regrown.
             if update.is_complete and residual is not None:
@@ -279,11 +276,12 @@ class SiteEndpoint:
         Raises:
             RejectedMessage: as in :meth:`encode`.
         """
+        sealed = self.protection.seal(update, self._current.answer)
         return encode(
-            self._encrypt(update),
+            sealed.patch,
             self.plan_update(request),
-            content=update.content,
-            values=choose_values(update.content, self.values, self.initial),
+            content=sealed.content,
+            values=choose_values(sealed.content, self.values, self.initial),
             residual=self._current.memory.residual,
             generator=make_generator(self.method.seed, "rounding", self.site.name, request.kind, request.round),
         )
@@ -311,26 +309,6 @@ class SiteEndpoint:
         digest = self.initial.digest if self.initial else None
         return local_capabilities(**get_site_limits(self.site), initial_model=digest, **limits).to_message()
 
-    def decrypt(self, patch: Patch) -> Patch:
-        """Return the patch with readable values.
-
-        Raises:
-            RejectedMessage: the values were not encrypted with this site's key.
-        """
-        if patch.encrypted is None or self.cipher is None:
-            return patch
-        return Patch(self.cipher.decrypt(patch.encrypted, patch.mask.count), patch.mask, patch.base)
-
-    def _encrypt(self, update: Update) -> Patch:
-        """Return the patch to send: weights and deltas encrypted if the job asks for it, scores and metrics never."""
-        if self.cipher is None or update.content not in ("weights", "delta"):
-            return update.patch
-        # Encryption is random: it is done once for each update, so that a message is a function of what it carries.
-        key = f"{self._current.answer} {update.patch.digest}"
-        if self._encrypted is None or self._encrypted[0] != key:
-            self._encrypted = key, self.cipher.encrypt(update.patch.values)
-        return replace(update.patch, encrypted=self._encrypted[1])
-
     def _find_retried(self, header: Header) -> Request | None:
         """Return the last request if a message is another attempt at it, whose model this site then holds already."""
         last, held = self._received, self._link.held
@@ -346,14 +324,12 @@ class SiteEndpoint:
             RejectedMessage: as in :meth:`receive`.
             RequestRefused: as in :meth:`receive`.
         """
-        ciphertext_format = self.cipher.ciphertext_format if self.cipher else None
-        plan = plan_request(
-            self.site.layout, self.run, self._find_base(header.base), ciphertext_format=ciphertext_format
-        )
+        accepted = self.protection.ciphertext_format
+        plan = plan_request(self.site.layout, self.run, self._find_base(header.base), ciphertext_format=accepted)
         message = decode(data, plan, "server")
         assert message.trainable is not None, "decode() has checked it"
         check_kind(self.method, RequestId(message.kind, message.round))
-        patch = correct_variances(self.decrypt(message.patch), self.site.layout)
+        patch = correct_variances(self.protection.open(message.patch), self.site.layout)
         self._apply_patch(patch, message)
         return Request(message.kind, message.round, patch, message.trainable)
 
@@ -392,7 +368,7 @@ class SiteEndpoint:
         patch.write_into(self.site.weights)
         # The values of a whole model are at hand: the digest, the training and the checkpoint need not gather them.
         self.site.live_patch = Patch(patch.values, mask) if is_whole else Patch.from_vector(self.site.weights, mask)
-        if message.patch.encrypted is not None:
+        if message.patch.sealed is not None:
             name = name_vector(message.patch)
         elif not is_whole and not patch.mask.count and held is not None:
             name = held.name

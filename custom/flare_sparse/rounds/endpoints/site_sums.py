@@ -31,6 +31,7 @@ from ...privacy.secure_aggregation.pads import SumId, read_sum_id
 from ...privacy.secure_aggregation.party import SumParty
 from ...privacy.secure_aggregation.rings import RingFormat
 from .request_log import RequestLog
+from .stages import SiteStage
 from .sums import build_ring, compute_reference, compute_shares
 
 
@@ -53,7 +54,7 @@ class Withheld:
     model_digest: str
 
 
-class SiteSums:
+class SiteSums(SiteStage):
     """Answers the steps of the sums of a job. Nothing is kept on disk but the records of the revealed sums.
 
     Args:
@@ -64,9 +65,9 @@ class SiteSums:
         get_weights: weights of the method's aggregation, by kind of request.
         requests: records of the revealed sums; None: they are remembered as long as this process runs.
 
-    Attributes:
-        reply: the last reply; a process that lets only this site's own messages leave compares with it.
     """
+
+    is_summed = True
 
     def __init__(
         self,
@@ -81,45 +82,36 @@ class SiteSums:
         self.get_weights = get_weights
         # Records of sums do not depend on the number of attempts.
         self.requests = requests or RequestLog(run, lambda kind, t: 1, attempts=1)
-        self.reply: np.ndarray | None = None
+        self._reply: np.ndarray | None = None
         self._withheld: Withheld | None = None
         self._party: SumParty | None = None
         self._sum: RevealedSum | None = None
         self._newest = 0
 
-    def withhold(self, update: Update, request: RequestId, model: Tensor, model_digest: str = "") -> Update:
-        """Keep the values of an update for its sum, and return the update without them.
-
-        Args:
-            update: the update.
-            request: id of the request that it answers.
-            model: ``(P,)`` the model of the request.
-            model_digest: its digest; a sum has values of one model only.
+    def withhold(self, update: Update, request: RequestId, model: Tensor, model_digest: str = "") -> None:
+        """Keep the values of an update for its sum.
 
         Raises:
             RejectedMessage: a value is not finite, or above the bound of the ring. Nothing may be sent.
         """
         self._withheld = self._party = None
         if update.content == "metrics":
-            return update
+            return
         mask = update.patch.mask
         ring = build_ring(update.content, mask, self.layout, self.rules)
         values = update.patch.values.double().numpy() - compute_reference(update.content, mask, model)
         # Refused now and not in the sum, where it would cost the other sites an attempt.
         ring.encode(values, 1.0)
         self._withheld = Withheld(request, update, values, ring, model_digest)
-        return self.drop_values(update)
 
-    def drop_values(self, update: Update) -> Update:
+    def seal(self, update: Update, answer: str) -> Update:
         """Return an update as its message has it, without values."""
         return Update(Patch.empty(self.layout.size), "metrics", update.num_examples, update.metrics)
 
     def discard(self) -> None:
-        """Drop the update that waits for its sum: it may not leave."""
         self._withheld = self._party = None
 
     def is_withheld(self, patch: Patch) -> bool:
-        """Whether the update that waits for its sum has exactly these entries and values."""
         if self._withheld is None:
             return False
         own = self._withheld.update.patch
@@ -127,16 +119,9 @@ class SiteSums:
 
     @property
     def message_bytes(self) -> int:
-        """Length of the message with the padded values of the update that waits; 0: none waits."""
         return HEADER_BYTES + FINGERPRINT_BYTES + self._withheld.ring.section_bytes if self._withheld else 0
 
     def answer(self, data: Any) -> np.ndarray:
-        """Return the reply to a question of the server, which is not trusted.
-
-        Raises:
-            RejectedMessage: the message is malformed, or holds keys or shares that are not those of their sites.
-            RequestRefused: this site does not take part in such a sum, or a step is out of order.
-        """
         step, raw_id, payload = unpack_message(data, "server")
         sum_id = read_sum_id(raw_id)
         if step == Step.KEYS:
@@ -146,8 +131,12 @@ class SiteSums:
                 raise RequestRefused("this site has no part in the sum of the message, or has restarted since")
             steps = {Step.SHARES: self._share, Step.VALUES: self._pad, Step.REVEAL: self._reveal}
             answer = steps[step](self._party, payload)
-        self.reply = pack_message(step, sum_id, answer)
-        return self.reply
+        self._reply = pack_message(step, sum_id, answer)
+        return self._reply
+
+    def take_reply(self) -> np.ndarray | None:
+        reply, self._reply = self._reply, None
+        return reply
 
     def _publish_keys(self, sum_id: SumId, payload: bytes) -> bytes:
         """Return this site's keys; nothing if no update waits, as at a site without training examples."""

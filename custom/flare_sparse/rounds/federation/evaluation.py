@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ...cohorts.subgroups import split_metric
-from ...core.exchange import Contribution, EncryptedValues, Patch
+from ...core.exchange import Contribution, Patch, SealedValues
 from ...core.mask import Mask
 from ...methods.aggregation.weighted import cap
 from ...tasks.task import COUNTS, EPSILON, TEST_EXAMPLES, get_count_name
@@ -92,14 +92,14 @@ class BestModel:
         evaluation: metrics of the model.
         values: ``(mask.count,)``; NaN where the server cannot read them.
         mask: live entries; all others are zero.
-        encrypted: the values, if the server cannot read them.
+        sealed: the values, if the server cannot read them.
     """
 
     round: int = -1
     evaluation: Evaluation = field(default_factory=lambda: Evaluation({}, {}))
     values: Tensor | None = None
     mask: Mask | None = None
-    encrypted: EncryptedValues | None = None
+    sealed: SealedValues | None = None
 
     @property
     def metrics(self) -> dict[str, float]:

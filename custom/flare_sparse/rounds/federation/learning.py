@@ -88,7 +88,7 @@ def _cap_weights(
 ) -> tuple[list[Contribution], dict[str, int]]:
     """Return the contributions with capped weights, and the weight of each one that counts less than reported."""
     capped, examples = cap_contributions(contributions, rules.max_share)
-    underweight = endpoint.find_underweight_sites(capped)
+    underweight = endpoint.protection.find_underweight_sites(capped)
     counted_contributions = [contribution for contribution in capped if contribution.site not in underweight]
     return counted_contributions, {**examples, **dict.fromkeys(underweight, 0)}
 
@@ -106,4 +106,5 @@ def _compute_state(
     # Values near the largest float32 can break a decomposition or a selection, which counts as a state with infinities.
     except (ArithmeticError, UndefinedScores, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return None
-    return next_state if endpoint.is_encodable(method.model(next_state)) else None
+    can_send = endpoint.protection.can_send(method.model(next_state), endpoint.values)
+    return next_state if can_send else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.checkpoint.packing import check_state
 from ...core.checkpoint.store import Store
-from ...core.exchange import EVALUATE, Contribution, EncryptedValues
+from ...core.exchange import EVALUATE, Contribution, SealedValues
 from ...methods.method import Method
 from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
@@ -199,7 +199,7 @@ class Federation:
             evaluation,
             progress.best,
             [*progress.records, record],
-            self._get_encrypted_values(),
+            self._get_sealed_values(),
             sorted({*self._roster.seen, *self.rules.examples}),
             progress.committed if is_early else None,
             dict(sorted(result.history.registered.items())),
@@ -212,7 +212,7 @@ class Federation:
         # The sites evaluated the model that the round started from. It may be the best one, so its ciphertext is saved
         # before the sum of this round replaces it.
         best = self._select_best(progress, evaluation, method)
-        self.endpoint.aggregate_encrypted(result.learned.contributions)
+        self.endpoint.protection.aggregate(result.learned.contributions)
         arrived = [contribution.site for contribution in result.last.accepted]
         without_weight = {site for site, examples in result.learned.capped.items() if not examples}
         self.endpoint.commit(arrived, [site for site in arrived if site not in without_weight])
@@ -253,8 +253,8 @@ class Federation:
         if not self._models.is_better(evaluation, progress, is_last=is_last):
             return progress.best
         model = self.endpoint.round_model(method.model(progress.state))
-        encrypted = self._get_encrypted_values()
-        return BestModel(progress.committed, evaluation, model.values, model.mask, encrypted)
+        sealed = self._get_sealed_values()
+        return BestModel(progress.committed, evaluation, model.values, model.mask, sealed)
 
     def _build_record(
         self, result: Round, evaluation: Evaluation, previous: Progress, state: Any, method: Method[Any, Any]
@@ -271,9 +271,10 @@ class Federation:
             events=self._events.take(result.last.attempt.round),
         )
 
-    def _get_encrypted_values(self) -> EncryptedValues | None:
+    def _get_sealed_values(self) -> SealedValues | None:
         """Return the model's ciphertext, if the server cannot read the model."""
-        return self.endpoint.encrypted.values if self.endpoint.encrypted else None
+        model = self.endpoint.protection.model
+        return model.values if model else None
 
     def _load_progress(self, store: Store, start: Progress) -> Progress:
         """Return the progress of the newest checkpoint, or ``start`` without one; report its rounds again."""

@@ -81,7 +81,7 @@ def _select_readable(result: AttemptResult) -> list[Contribution]:
     # Values that are summed unread are NaN at the server.
     if result.total is not None:
         return []
-    return [c for c in result.contributed if c.content in ("weights", "delta") and c.patch.encrypted is None]
+    return [c for c in result.contributed if c.content in ("weights", "delta") and c.patch.sealed is None]
 
 
 class _Previous:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import RoundFailed
-from ...core.exchange import EVALUATE, EncryptedValues
+from ...core.exchange import EVALUATE, SealedValues
 from ...core.mask import Mask
 from ...tasks.task import EPSILON
 from .evaluation import BestModel, Evaluation
@@ -166,7 +166,7 @@ class Outcome:
         evaluation: of the last model, or of the sites' personal models.
         best: best committed model.
         rounds: records of all rounds.
-        encrypted: values of the last model, if the server cannot read them.
+        sealed: values of the last model, if the server cannot read them.
         sites: sites that were connected at any time or are expected by the settings.
         stopped_after: round after which early stopping ended the run; None: it ran all rounds.
         examples: number of training examples (n_k) by site that had an update accepted.
@@ -178,7 +178,7 @@ class Outcome:
     evaluation: Evaluation
     best: BestModel
     rounds: list[RoundRecord]
-    encrypted: EncryptedValues | None = None
+    sealed: SealedValues | None = None
     sites: list[str] = field(default_factory=list)
     stopped_after: int | None = None
     examples: dict[str, int] = field(default_factory=dict)

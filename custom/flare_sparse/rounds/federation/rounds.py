@@ -192,11 +192,11 @@ class RoundRunner:
                 history = history.register(reply)
         accepted = [reply for reply in replies.values() if isinstance(reply, Contribution)]
         self.events.add_reports(sorted(accepted, key=lambda contribution: contribution.site))
-        for site in self.endpoint.find_sites_with_wrong_key(accepted):
+        for site in self.endpoint.protection.find_sites_with_wrong_key(accepted):
             replies[site] = "E_KEY"
         total, failure = None, ""
-        if self.endpoint.sums is not None and self.connections.exchange_sum is not None:
-            exchange = self.endpoint.sums.start(assignments, attempt.sequence)
+        if self.connections.exchange_sum is not None:
+            exchange = self.endpoint.protection.start_sum(assignments, attempt.sequence)
             if exchange is not None:
                 replies, total = sum_replies(exchange, replies, self.connections.exchange_sum, deadline)
                 failure = exchange.failure

@@ -16,16 +16,13 @@ from ...core.mask import Mask
 from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...methods.method import Method
-from ...privacy.encryption import KeyContexts
-from ...privacy.secure_aggregation.limits import SumRules
 from ...tasks.task import Metric
 from ...training import SampleUsage, Site, Trainer, Training, TrainingConfig
 from ...training.batches import weigh_batches
 from ...training.task_trainer import OBSERVED_BATCH
-from ...wire.formats import ValueType
 from ...wire.ledger import Ledger
 from ..federation import Outcome
-from .run import Transport, Watcher, run_locally
+from .run import PLAIN, Transport, Watcher, run_locally
 
 
 class DryTrainer(Trainer):
@@ -126,11 +123,7 @@ def dry_run(
     method: Method[Any, Any],
     weights: Tensor,
     dry_sites: Mapping[str, Site],
-    values: ValueType,
-    *,
-    encrypted: bool = False,
-    sum_rules: SumRules | None = None,
-    builds_initial: bool = False,
+    transport: Transport = PLAIN,
 ) -> tuple[Outcome, Ledger]:
     """Count the messages of a whole run over given sites, whose :class:`DryTrainer` then holds the usage per update.
 
@@ -138,16 +131,11 @@ def dry_run(
         method: the method.
         weights: initial weights ``(P,)``.
         dry_sites: the sites, by name.
-        values: number format of the values in messages.
-        encrypted: encrypt the weights, with newly generated keys.
-        sum_rules: rules of sums of padded values.
-        builds_initial: no message carries the initial model.
+        transport: how messages travel.
 
     Returns:
         The outcome and the ledger; every message was really encoded.
     """
-    contexts = KeyContexts.generate() if encrypted else None
-    transport = Transport(values, contexts, sum_rules, builds_initial)
     watcher = Watcher(on_site_error=_raise_site_error)
     metric = Metric("none", "", "min")
     return run_locally(method, weights, dry_sites, metric, transport=transport, watcher=watcher)

@@ -25,12 +25,14 @@ from ...wire.capabilities import local_capabilities
 from ...wire.formats import ValueType
 from ...wire.ledger import Ledger
 from ..endpoints.egress import EgressLog, Outgoing, build_beside, describe_message
+from ..endpoints.encrypted import ServerEncryption, SiteEncryption
 from ..endpoints.events import pack_events
 from ..endpoints.plans import InitialModel
 from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.server_sums import ServerSums
 from ..endpoints.site import SiteEndpoint
 from ..endpoints.site_sums import SiteSums
+from ..endpoints.stages import ServerStage, SiteStage
 from ..federation import (
     Connections,
     Federation,
@@ -66,6 +68,15 @@ class Transport:
     contexts: KeyContexts | None = None
     sum_rules: SumRules | None = None
     builds_initial: bool = False
+
+    def open_stages(
+        self, method: Method[Any, Any], run: str, names: list[str], ledger: Ledger
+    ) -> tuple[ServerStage | None, dict[str, SiteStage]]:
+        """Return what keeps values from the server, at both ends of a run in this process; None: nothing does."""
+        if self.contexts is not None:
+            sites: dict[str, SiteStage] = {name: SiteEncryption(SiteCipher(self.contexts.client)) for name in names}
+            return ServerEncryption(ServerCipher(self.contexts.server)), sites
+        return (None, {}) if self.sum_rules is None else build_sums(method, run, self.sum_rules, names, ledger)
 
 
 @dataclass(frozen=True)
@@ -137,18 +148,14 @@ def run_locally(
         The outcome and the ledger.
     """
     ledger = Ledger() if ledger is None else ledger
-    values, contexts, rules, run = transport.values, transport.contexts, transport.sum_rules, course.run
-    server_cipher = ServerCipher(contexts.server) if contexts else None
-    sums, site_sums = build_sums(method, run, rules, list(sites), ledger) if rules else (None, {})
-    server = ServerEndpoint(method.layout, run, values, ledger, server_cipher, method.seed, sums)
-    cipher = SiteCipher(contexts.client) if contexts else None
+    values, run = transport.values, course.run
+    protection, stages = transport.open_stages(method, run, list(sites), ledger)
+    server = ServerEndpoint(method.layout, run, values, ledger, protection, method.seed)
     initial = InitialModel(weights, method.layout) if transport.builds_initial else None
     endpoints = {
         name: site
         if isinstance(site, Exception)
-        else SiteEndpoint(
-            site, method, run, values, course.stores(name), cipher or site_sums.get(name), initial=initial
-        )
+        else SiteEndpoint(site, method, run, values, course.stores(name), stages.get(name), initial=initial)
         for name, site in sorted(sites.items())
     }
     logs = {name: course.egress(name) for name, endpoint in endpoints.items() if isinstance(endpoint, SiteEndpoint)}
@@ -170,7 +177,7 @@ def run_locally(
 
 def build_sums(
     method: Method[Any, Any], run: str, rules: SumRules, names: list[str], ledger: Ledger
-) -> tuple[ServerSums, dict[str, SiteSums]]:
+) -> tuple[ServerSums, dict[str, SiteStage]]:
     """Return both ends of the sums of a run in this process.
 
     The sites' certificates are generated for it: they prove nothing here, but the messages are those of a federation.
@@ -240,9 +247,8 @@ class LocalSites:
         for name, question in questions.messages.items():
             endpoint = self.endpoints[name]
             assert not isinstance(endpoint, Exception), "a site that failed has no part in a sum"
-            assert endpoint.sums is not None, "all sites of a run take part in sums"
             try:
-                reply = endpoint.sums.answer(question)
+                reply = endpoint.protection.answer(question)
             except FlareSparseError as error:
                 self.on_site_error(name, error)
                 self._record(name, Outgoing("refusal", [error.code]))

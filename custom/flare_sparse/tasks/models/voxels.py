@@ -47,7 +47,7 @@ def voxel_mlp(
         dropout: dropout rate after each hidden layer.
         symmetric: whether both hemispheres share their weights, which halves the network.
         standardize: whether voxels are standardised; False: they pass as the task normalises them, and no statistics
-            are exchanged, as differential privacy and encryption need.
+            are exchanged, as jobs need that hide the updates of a site.
     """
     depth, *rest = volume
     features = ((depth + 1) // 2 if symmetric else depth) * prod(rest)
