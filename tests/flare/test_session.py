@@ -89,9 +89,11 @@ def test_job_whose_server_keeps_updates_reads_no_data_where_the_policy_forbids_i
         raise AssertionError("data was read")
 
     monkeypatch.setattr(session_module, "replace", load)
-    workspace = SimpleNamespace(get_site_config_dir=lambda: str(tmp_path))
+    workspace = SimpleNamespace(get_site_config_dir=lambda: str(tmp_path), get_root_dir=lambda: str(tmp_path))
     engine = SimpleNamespace(get_workspace=lambda: workspace)
-    fl_ctx: Any = SimpleNamespace(get_engine=lambda: engine, get_identity_name=lambda: "site-1")
+    fl_ctx: Any = SimpleNamespace(
+        get_engine=lambda: engine, get_identity_name=lambda: "site-1", get_job_id=lambda: "job"
+    )
     error, text = (PolicyRefusal, "record_updates") if records else (AssertionError, "data was read")
     with pytest.raises(error, match=text):
         SiteSession().get_endpoint(fl_ctx)

@@ -105,7 +105,7 @@ def test_script_in_the_simulator_ends_with_the_bits_of_a_local_run(tmp_path: Pat
     rounds = [json.loads(line) for line in (tmp_path / "sim" / "rounds.jsonl").read_text().splitlines()]
     assert rounds[-1]["metrics"]["mse"] < rounds[1]["metrics"]["mse"]
     (tmp_path / "config").rename(tmp_path / "moved")
-    weight = load_model(tmp_path / "sim")[0].weight
+    weight = load_model(tmp_path / "sim", trust_code=True)[0].weight
     assert weight.shape == (16, 12)
     assert 0.5 < float((weight == 0).float().mean()) < 0.9
 
