@@ -222,7 +222,7 @@ def run_own(name: str, folder: Path) -> dict[str, torch.Tensor]:
     content = {"name": name, "seed": 0, "method": {**METHODS[name], "rounds": 5}, "task": task, "simulator": simulator}
     (folder / "study.yaml").write_text(yaml.safe_dump(content))
     run(Study.load(folder / "study.yaml"), RunFolder(folder / "run"))
-    return load_model(folder / "run").state_dict()
+    return load_model(folder / "run", trust_code=True).state_dict()
 
 
 def find_difference(stock: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> float:
