@@ -180,7 +180,9 @@ def test_every_method_of_the_package_is_registered_under_its_name() -> None:
         member
         for module in map(importlib.import_module, names)
         for _, member in inspect.getmembers(module, inspect.isclass)
-        if issubclass(member, Method) and not member.__subclasses__() and member.__module__ == module.__name__
+        if issubclass(member, Method) and member.__module__ == module.__name__
+        # Other tests derive methods of their own.
+        if not any(heir.__module__.startswith("flare_sparse.") for heir in member.__subclasses__())
     }
     assert {cls.name: cls for cls in defined} == METHODS
 

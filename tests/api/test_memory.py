@@ -66,7 +66,6 @@ def test_study_without_data_here_is_told_what_is_missing() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_process_takes_what_was_counted() -> None:
     """Within a tenth: the memory of a process counts pages, and what the kernels of a convolution need."""
     environment = {"PATH": "/usr/bin:/bin", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}

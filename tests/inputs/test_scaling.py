@@ -106,8 +106,8 @@ def test_clip_bounds_standardised_inputs_only() -> None:
 def test_target_scaler_has_center_and_spread_of_the_targets() -> None:
     scaler = TargetScaler()
     assert scaler(torch.tensor([[2.0]])).item() == 2.0
-    scaler.statistics.copy_(scaler.compute_statistics(torch.tensor([[20.0], [40.0]])))
+    scaler.statistics.copy_(scaler.measure_targets(torch.tensor([[20.0], [40.0]])))
     assert scaler.statistics.tolist() == [30.0, 10.0]
     assert scaler(torch.tensor([[2.0]])).item() == 50.0
-    assert scaler.compute_statistics(torch.tensor([[7.0]])).tolist() == [7.0, 1.0]
-    assert scaler.compute_statistics(torch.zeros(0, 1)).tolist() == [0.0, 1.0]
+    assert scaler.measure_targets(torch.tensor([[7.0]])).tolist() == [7.0, 1.0]
+    assert scaler.measure_targets(torch.zeros(0, 1)).tolist() == [0.0, 1.0]
