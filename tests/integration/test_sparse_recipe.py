@@ -102,7 +102,7 @@ def test_fedavg_recipe_ends_with_the_same_bits_or_sends_a_tenth(tmp_path: Path) 
     for site, log in find_logs(tmp_path / "sparse").items():
         # Each update with the names of its parts; the messages themselves are in the ledger.
         sent = sum(int(line["payload_bytes"]) for line in server if (line["site"], line["direction"]) == (site, "up"))
-        assert sent < sum(line["bytes"] for line in read_log(log)) < sent + 4 * 1000
+        assert sent < sum(line["bytes"] for line in read_log(log)) < sent + 4 * 1500
     assert sum(int(line["payload_bytes"]) for line in server) == sum(int(line["payload_bytes"]) for line in sites)
     # 64 running statistics, and a tenth of the other 513 entries; the first model is whole.
     assert [line["scalars_sent"] for line in server if line["round"] == 0] == [577, 577, 64 + 51, 64 + 51]
