@@ -150,6 +150,8 @@ class Method(ABC, Generic[ConfigT, StateT]):
     """Content of an ordinary update."""
     round_kinds: ClassVar[frozenset[str]] = frozenset({TRAIN})
     """Kinds of the requests of rounds 0 to ``config.rounds``; a site answers no others."""
+    score_kinds: ClassVar[frozenset[str]] = frozenset({SCORE})
+    """Those of its kinds that ask for scores of a model, which no site evaluates then."""
     final_kinds: ClassVar[frozenset[str]] = frozenset()
     """Kinds of the requests after the last round, besides ``"evaluate"``."""
     idle_kinds: frozenset[str] = frozenset({EVALUATE})

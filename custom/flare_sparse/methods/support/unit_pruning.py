@@ -101,6 +101,7 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
     """
 
     round_kinds = frozenset({COUNT, TRAIN})
+    score_kinds = frozenset({COUNT})
 
     def __init__(self, config: PruningConfigT, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)

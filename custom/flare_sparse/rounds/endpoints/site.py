@@ -246,6 +246,8 @@ class SiteEndpoint:
         Requests before it ask for statistics and scores.
         """
         config, t = self.method.config, request.round
+        if request.kind in self.method.score_kinds:
+            return False
         return request.kind == EVALUATE or t > config.rounds or (t > 0 and is_evaluated(config, t - 1))
 
     def encode(self, request: Request, update: Update) -> Encoded:
