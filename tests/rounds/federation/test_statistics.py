@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from toy import estimate_traffic
 
+from flare_sparse import load_model
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import load_config
@@ -49,7 +50,7 @@ def run(job: Path, out: Path, *overrides: str, resume: bool = False, observer: O
 
 
 def read_statistics(out: Path) -> torch.Tensor:
-    return load_file(out / "model.safetensors")["scaler.statistics"].double()
+    return load_model(out).state_dict()["scaler.statistics"].double()
 
 
 def load_training_inputs(job: Path) -> dict[str, torch.Tensor]:

@@ -83,13 +83,13 @@ class _Sent:
         message: the message.
         name: its name.
         target: the vector that it leads to.
-        copy: ``(P,)`` the values of that vector, where rounding may make them others than the model's; else None.
+        copy: the patch of that vector, where rounding may give it other values than the model's; else None.
     """
 
     message: Encoded
     name: str
     target: Vector
-    copy: Tensor | None = None
+    copy: Patch | None = None
 
 
 @dataclass
@@ -208,7 +208,7 @@ class ServerEndpoint:
         common = _find_common([sent[site] for site in sorted(assignments)])
         if common is None or common.copy is None:
             return
-        patch = Patch.from_vector(common.copy, common.target.mask)
+        patch = common.copy
         others = [site for site in assignments if sent[site].target.name != common.target.name]
         for site in others:
             sent[site] = self._encode_request(assignments[site], patch, patch, None, site, is_exact=True)
@@ -219,8 +219,8 @@ class ServerEndpoint:
         common = _find_common([self._round.sent[site] for site in sorted(self._round.answers)])
         if common is None or common.copy is None:
             return model
-        bits = common.target.mask.bits & model.mask.bits
-        return Patch.from_vector(torch.where(bits, common.copy, model.to_vector()), model.mask)
+        bits = common.copy.mask.bits & model.mask.bits
+        return Patch.from_vector(torch.where(bits, common.copy.to_vector(), model.to_vector()), model.mask)
 
     def _number(self, request: Request) -> dict[str, Any]:
         return {"sequence": self._sequence, "round": request.round, "kind": request.kind}
@@ -264,7 +264,8 @@ class ServerEndpoint:
             stream: stream of the rounding residual.
             is_exact: whether no value is rounded.
         """
-        request, target, copy = assignment.request, Vector("", patch.mask), None
+        request, target = assignment.request, Vector("", patch.mask)
+        copy: Patch | None = None
         # Of statistics alone nothing is rounded.
         is_exact |= self._sends_differences and sent is not patch and sent.mask.count > 0
         # The whole model, which the site then holds if nothing is rounded.
@@ -282,8 +283,12 @@ class ServerEndpoint:
             else:
                 read = whole if received is None or sent.base == "previous" else replace(whole, source=received)
             keeps_values = self._sends_differences or (rounds and assignment.full_model is not None)
-            target = find_target(read, base, self.layout, keeps_values=keeps_values or keeps_copy)
-            copy = target.values if keeps_copy else None
+            is_whole = read.base == "zeros"
+            target = find_target(read, base, self.layout, keeps_values=keeps_values or (keeps_copy and not is_whole))
+            if keeps_copy and is_whole:
+                copy = correct_variances(read, self.layout)
+            elif keeps_copy and target.values is not None:
+                copy = Patch.from_vector(target.values, target.mask)
             target = target if keeps_values else replace(target, values=None)
             return target.name, name_request(self._link.commit, request.kind, request.round, target.name)
 
