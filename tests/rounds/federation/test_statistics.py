@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from toy import estimate_traffic
 
-from flare_sparse import load_model
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import load_config
@@ -21,6 +20,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.observer import SILENT, Observer
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.folder import RunFolder
+from flare_sparse.results.runs.model_files import read_model
 from flare_sparse.tasks.task import SiteData, load_examples
 
 SIZES = {"site-1": 30, "site-2": 25, "site-3": 1}
@@ -50,7 +50,8 @@ def run(job: Path, out: Path, *overrides: str, resume: bool = False, observer: O
 
 
 def read_statistics(out: Path) -> torch.Tensor:
-    return load_model(out).state_dict()["scaler.statistics"].double()
+    layout = assemble(load_config(out / "config.yaml")).layout
+    return layout.unflatten(read_model(out / "model.safetensors", layout))["scaler.statistics"].double()
 
 
 def load_training_inputs(job: Path) -> dict[str, torch.Tensor]:
