@@ -133,7 +133,7 @@ def find_unknown_options(line: str) -> set[str]:
     known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
     # What is in quotes is the value of an option, such as another program's command line.
     unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", " ".join(words))
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", unquoted)) - known
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", unquoted)) - known
 
 
 @pytest.mark.slow
