@@ -18,7 +18,7 @@ EXPECTED_OUTPUT = {
         "with FedAvg",
         "of the weights are zero",
     ),
-    "bring_my_own_task": ("READY 10 checks passed", "model sha256", "Linear(in_features=8"),
+    "bring_my_own_task": ("READY 11 checks passed", "model sha256", "Linear(in_features=8"),
 }
 
 
