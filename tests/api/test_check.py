@@ -156,7 +156,7 @@ CONFIGS = {
 
 def list_configurations() -> Iterator[Any]:
     """Yield configurations of several tasks with each mutation; tests/rounds/local/test_estimate.py has the others."""
-    for name in ("neurosfl_brain_age", "lora_a2_brain_age", "fedavg_readmission", "neurosfl_segmentation"):
+    for name in ("neurosfl_brain_age", "lora_a2_brain_age", "fedavg_readmission", "scbf_mortality"):
         for mutation in CONFIGS:
             if mutation == "a wrong shape" and "brain_age" not in name:
                 continue

@@ -105,7 +105,7 @@ def test_random_absences_leave_both_ends_with_the_same_vectors() -> None:
 def test_many_random_faults_change_no_bit_and_lose_nothing(
     machine: type[RandomFaults], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    examples = int(os.environ.get("FLARE_SPARSE_LONG_EXAMPLES", "50"))
+    examples = int(os.environ.get("FLARE_SPARSE_LONG_EXAMPLES", "20"))
     run_state_machine_as_test(machine, settings=build_settings(examples))
     with capsys.disabled():
         print(f"{examples} runs, {STEPS['count']} steps")
