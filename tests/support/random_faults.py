@@ -311,7 +311,8 @@ class RandomFaults(RuleBasedStateMachine):
         for (site, kind, number), digest in self.federation.memories.items():
             if kind == EVALUATE:
                 continue
-            if not self.may_differ and not self.log.count:
+            # Encryption adds noise, also to the tensors that a site trains beside what it decrypts.
+            if self.values != "ckks" and not self.may_differ and not self.log.count:
                 assert digest == self.plan.memories[site, kind, number], f"memory of {site} in round {number}"
             for (other, other_kind, other_number), used in self.used.items():
                 is_earlier = (other_kind, other_number) in self.committed and (other_kind, other_number) != (
