@@ -208,11 +208,13 @@ class ServerEndpoint:
         common = _find_common([sent[site] for site in sorted(assignments)])
         if common is None or common.copy is None:
             return
-        patch = common.copy
         others = [site for site in assignments if sent[site].target.name != common.target.name]
+        if not others:
+            return
+        # There is a copy of a broadcast alone: all sites have one assignment, and so one message.
+        request = self._encode_request(assignments[others[0]], common.copy, common.copy, None, "copy", is_exact=True)
         for site in others:
-            sent[site] = self._encode_request(assignments[site], patch, patch, None, site, is_exact=True)
-            bases[site] = None
+            sent[site], bases[site] = request, None
 
     def round_model(self, model: Patch) -> Patch:
         """Return the model that the sites have evaluated: ``model`` as most of those that answered hold it."""
