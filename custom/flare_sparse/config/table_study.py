@@ -82,10 +82,14 @@ def _find(names: list[str], usual: tuple[str, ...]) -> str | None:
     return next((name for name in names if name.lower() in usual), None)
 
 
+def _list_labels(table: Table, name: str) -> list[str]:
+    return sorted({label for label in table.get_names(name) if label})
+
+
 def _describe_target(table: Table, name: str) -> tuple[str, list[str]]:
     """Return the kind of a target, and its labels where these are text."""
     if table.is_text(name):
-        labels = sorted({label for label in table.get_names(name) if label})
+        labels = _list_labels(table, name)
         if not 2 <= len(labels) <= MOST_LABELS:
             raise DataError(
                 f"target {name!r}: expected numbers or 2 to {MOST_LABELS} labels, found {len(labels)} labels"
@@ -100,7 +104,7 @@ def _sort_features(table: Table, names: list[str]) -> tuple[set[str], dict[str, 
     categories: dict[str, list[str]] = {}
     left_out = []
     for name in names:
-        labels = sorted({label for label in table.get_names(name) if label}) if table.is_text(name) else []
+        labels = _list_labels(table, name) if table.is_text(name) else []
         if not labels and not table.find_date(name):
             numbers.add(name)
         elif 2 <= len(labels) <= MOST_LABELS:

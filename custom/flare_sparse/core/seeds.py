@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 PROCESS = threading.RLock()
 """Held while a thread sets what belongs to the whole process: torch's generators and number of threads, imports.
 
@@ -52,13 +54,8 @@ def limit_threads(count: int) -> Iterator[None]:
 
     The number of threads changes the order of floating-point sums, and with it the bits of the result.
     """
-    with PROCESS:
-        previous = torch.get_num_threads()
-        torch.set_num_threads(count)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(previous)
+    with _set_for_process(torch.get_num_threads, torch.set_num_threads, count):
+        yield
 
 
 @contextmanager
@@ -73,10 +70,17 @@ def require_deterministic(required: bool) -> Iterator[None]:
         return
     # cuBLAS reads it when it starts; other workspaces add in an order of their own.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with _set_for_process(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True):
+        yield
+
+
+@contextmanager
+def _set_for_process(read: Callable[[], T], write: Callable[[T], None], value: T) -> Iterator[None]:
+    """Set what a whole process shares within the context, while other threads wait; restore it on exit."""
     with PROCESS:
-        previous = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True)
+        previous = read()
+        write(value)
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(previous)
+            write(previous)
