@@ -74,9 +74,12 @@ USES_FLARE = {"client", "components", "flare", "cli"}
 
 
 def find_modules() -> dict[str, Path]:
-    """Return the source file of every module, by dotted name below the package."""
+    """Return the source file of every module, by dotted name below the package.
+
+    A wheel also holds ``app_configs``, whose scripts are a user's: no part of the package imports them.
+    """
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(set(PACKAGE.rglob("*.py")) - set((PACKAGE / "app_configs").rglob("*.py"))):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

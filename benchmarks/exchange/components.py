@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -246,12 +247,11 @@ def count_bytes(workspace: Path, model: dict[str, torch.Tensor]) -> tuple[int, i
 
 def compute_accuracy(name: str, model: dict[str, torch.Tensor]) -> float:
     """Return the mean accuracy of a stock job's model over the sites."""
-    sys.path.insert(0, str(CODE))
-    import study
-
-    network = getattr(study, NETWORKS.get(name, "Net"))()
+    # By its file: another module of this process may have the name of the job's.
+    study = runpy.run_path(str(CODE / "study.py"))
+    network = study[NETWORKS.get(name, "Net")]()
     network.load_state_dict(model)
-    figures = [study.measure(network, *study.load(f"site-{n}")[2:])["accuracy"] for n in (1, 2, 3)]
+    figures = [study["measure"](network, *study["load"](f"site-{n}")[2:])["accuracy"] for n in (1, 2, 3)]
     return sum(figures) / len(figures)
 
 

@@ -10,6 +10,8 @@ import os
 import shlex
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +132,32 @@ class FlareScript:
             server_expected_format=ExchangeFormat.PYTORCH,
         )
         self._errors.install()
-        executor.handle_event(EventType.START_RUN, fl_ctx)
-        api = DataBus().get_data(CLIENT_API_KEY)
-        self._calls = None if api is None else ScriptCalls(api)
+        with self._wrap_calls():
+            executor.handle_event(EventType.START_RUN, fl_ctx)
         return executor
+
+    @contextmanager
+    def _wrap_calls(self) -> Iterator[None]:
+        """Wrap the calls of the API that FLARE hands over within this context, before it starts the script's thread.
+
+        A script that is faster than the code after the start would call FLARE's own functions first: unseeded, and
+        with a turn that nobody counted.
+        """
+        bus = DataBus()
+        put_data = bus.put_data
+
+        def put_wrapped(key: Any, datum: Any) -> None:
+            if key == CLIENT_API_KEY and datum is not None:
+                self._calls = ScriptCalls(datum)
+            put_data(key, datum)
+
+        self._calls = None
+        bus.put_data = put_wrapped
+        try:
+            yield
+        finally:
+            # The bus is one for the process: its class has the function that this one hid.
+            del bus.put_data
 
     def _describe_execution(self) -> dict[str, Any]:
         """Return the arguments of FLARE's executor that say where the script runs."""
