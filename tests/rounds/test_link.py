@@ -154,7 +154,7 @@ def search(machine: type[LinkMachine], examples: int) -> None:
 
 @pytest.mark.slow
 def test_no_history_lets_the_ends_disagree_or_loses_what_counts() -> None:
-    search(LinkMachine, int(os.environ.get("FLARE_SPARSE_LONG_EXAMPLES", count_cases(600))))
+    search(LinkMachine, int(os.environ.get("FLARE_SPARSE_LONG_EXAMPLES", count_cases(300))))
 
 
 def forget_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

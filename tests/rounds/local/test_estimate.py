@@ -111,12 +111,12 @@ def test_table_of_the_overview_has_the_figures_of_the_estimate() -> None:
     table = page.partition("| S_T |")[2].partition("\n\n")[0].splitlines()[2:]
     rows = [line.strip("| ").split(" | ") for line in table]
     assert len(rows) == 5
-    # The first and the last: a row takes half a minute.
-    for sparsity, *cells in (rows[0], rows[-1]):
-        found = figures("fedsparsify_paper", f"method.sparsity={sparsity}")
-        sent = found["bytes"]
-        shown = [f"{found[name]:,}" for name in ("paper_scalars", "scalars")]
-        assert cells == [*shown, f"{sent['down'] / 1e6:,.0f}", f"{sent['up']:,}"]
+    # The last alone: a row takes half a minute.
+    sparsity, *cells = rows[-1]
+    found = figures("fedsparsify_paper", f"method.sparsity={sparsity}")
+    sent = found["bytes"]
+    shown = [f"{found[name]:,}" for name in ("paper_scalars", "scalars")]
+    assert cells == [*shown, f"{sent['down'] / 1e6:,.0f}", f"{sent['up']:,}"]
 
 
 def test_targets_take_no_part_in_training_where_the_data_is_missing() -> None:
