@@ -16,7 +16,9 @@ from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.fuel.utils import fobs
 
-from flare_sparse.flare.egress import EgressRecorder, install_recorder
+from flare_sparse.components.decomposers import MaskDecomposer
+from flare_sparse.core.mask import Mask
+from flare_sparse.flare.egress import EgressRecorder, install_recorder, iterate_buffers
 from flare_sparse.flare.payload import build_refusal, get_refusal_code, hello_to_shareable
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
 
@@ -68,8 +70,9 @@ def test_results_of_every_kind_have_a_line_with_the_policy_in_force(tmp_path: Pa
         ("result", ["WEIGHTS"]),
     ]
     assert [line["bytes"] for line in lines[:2]] == [0, 0]
-    assert [line["bytes"] for line in lines[2:]] == [len(fobs.dumps(result)) for result in results[2:]]
-    # The site's context travels, too.
+    # Of a DXO names, values and meta: 16 + 8 + 1 bytes of values, three names of one.
+    assert [line["bytes"] for line in lines[2:]] == [len(fobs.dumps(results[2])), 28]
+    # Headers and the site's context travel, too.
     assert all(line["sent_bytes"] > max(line["bytes"], 100) for line in lines)
     assert {line["job"] for line in lines} == {"job-id"}
     assert all(line["policy"] == {"metrics": "rounded"} for line in lines)
@@ -110,3 +113,16 @@ def test_result_without_a_line_leaves_as_a_code(tmp_path: Path) -> None:
     assert get_refusal_code(result) == "E_EGRESS"
     assert "DXO" not in result
     assert "line 1 is not the one" in (tmp_path / "site_error.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [(torch.ones((), dtype=torch.bfloat16), 2), (np.ones((2, 3))[:, ::2], 32), (["a", 1.5, None], 8),
+     (Mask.full(80), 10)],
+    ids=["scalar", "strided", "plain", "foreign"],
+)  # fmt: skip
+def test_content_of_any_value_is_counted(value: Any, size: int) -> None:
+    fobs.register(MaskDecomposer)
+    found = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in iterate_buffers(value))
+    # FLARE's serializer names the class, as of a ciphertext.
+    assert found == size or (isinstance(value, Mask) and found > size)

@@ -87,8 +87,8 @@ def describe_result(result: Shareable) -> Outgoing:
     with suppress(ValueError):
         dxo = from_shareable(result)
         kind = "statistics" if is_statistics(result) else getattr(dxo.data_kind, "value", str(dxo.data_kind))
-        # Another package's message has no form of its own that would tell its bytes from those beside it.
-        return Outgoing("result", [kind], [serialize(result)])
+        return Outgoing("result", [kind], list(iterate_buffers([dxo.data, dxo.meta])))
+    # A result that is no DXO has no form that would tell its bytes from those beside it.
     return Outgoing("result", ["return code"], [serialize(result)])
 
 
@@ -105,10 +105,10 @@ def serialize(result: Shareable, fl_ctx: FLContext | None = None) -> bytes:
 
 
 def iterate_buffers(value: Any) -> Iterator[np.ndarray | bytes]:
-    """Yield the content of nested mappings and sequences of a foreign job's result, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value.detach().cpu().contiguous().view(torch.uint8).numpy() if value.dim() else bytes(str(value), "utf-8")
-    elif isinstance(value, np.ndarray | bytes):
+    """Yield the content of nested mappings and sequences of a foreign job's result, names and values, in order."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+        yield value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+    elif isinstance(value, bytes) or (isinstance(value, np.ndarray) and value.dtype.kind in "biufc"):
         yield value
     elif isinstance(value, Mapping):
         for key in value:
@@ -117,8 +117,11 @@ def iterate_buffers(value: Any) -> Iterator[np.ndarray | bytes]:
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for item in value:
             yield from iterate_buffers(item)
-    else:
+    elif value is None or isinstance(value, str | int | float | np.generic):
         yield str(value).encode()
+    else:
+        # Ciphertext and whatever else has bytes of its own only as FLARE serializes it.
+        yield bytes(fobs.dumps(value))
 
 
 def _get_folder(fl_ctx: FLContext) -> Path:
