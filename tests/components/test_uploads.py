@@ -324,6 +324,14 @@ def test_upload_is_limited_before_flare_encrypts_it_and_refused_after(
     assert sent.meta[MetaKey.PROCESSED_ALGORITHM] == "CKKS"
     for name, array in limited.data.items():
         assert np.allclose(sent.data[name].decrypt(), array.ravel(), atol=1e-5)
+    # FLARE's decryptor gives flat lists, of values that are not exactly those that were encrypted.
+    decrypted = {name: array.ravel().tolist() for name, array in start.items()}
+    result = DXO(DataKind.WEIGHTS, data=trained)
+    again = send_result(site, [KeepMask(), ChannelUpload(0.2, model=NET)], build_task(decrypted, 1), result)
+    whole = send(site, ChannelUpload(0.2, model=NET), start, trained)
+    assert all(np.array_equal(again.data[name], array) for name, array in whole.data.items())
+    assert send_result(site, [KeepMask("zeros")], build_task(decrypted, 1), result).data == {}
+    assert "KeepMask: a decrypted model has no exact zeros; name a mask file as its source" in caplog.text
     for item in (KeepMask(), ChannelUpload(model=NET), ToCSR()):
         assert send(site, [build_encryptor(), item], start, trained, is_delta=True).data == {}
     assert caplog.text.count("another filter has processed the values (CKKS); a selection cannot be made") == 3

@@ -25,8 +25,8 @@ class KeepMask(ReceivingFilter):
     Args:
         source: ``"task"``: the mask that came with the model, from an aggregator or a controller of this package; all
             entries are live until one has come. ``"zeros"``: the entries of weights that are zero in the received model
-            are off. Else the name of a file of the job's ``config`` folder, written by ``numpy.savez``: a bool array by
-            tensor name; a tensor that it does not name is live.
+            are off; after decryption none is exactly zero. Else the name of a file of the job's ``config`` folder,
+            written by ``numpy.savez``: a bool array by tensor name; a tensor that it does not name is live.
     """
 
     _always_serialize_args = ("source",)
@@ -56,6 +56,8 @@ class KeepMask(ReceivingFilter):
         if self.source == TASK:
             return read_live(received, self)
         if self.source == ZEROS:
+            if received.is_decrypted:
+                raise ComponentError(self, "a decrypted model has no exact zeros", "name a mask file as its source")
             weights = {name: torch.as_tensor(a) for name, a in received.arrays.items() if is_float(a) and a.ndim > 1}
             return {name: value != 0 for name, value in weights.items()}
         workspace = fl_ctx.get_engine().get_workspace()

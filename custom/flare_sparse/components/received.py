@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,13 @@ class Received:
         arrays: copies of the model's arrays: a script may change those that it gets in place.
         mask: packed mask of the entries that train; None: all of them.
         round: 1-based round of the task.
+        is_decrypted: whether FLARE has decrypted the model, whose zeros are then not exact.
     """
 
     arrays: dict[str, Any]
     mask: object
     round: int
+    is_decrypted: bool = False
 
 
 class ReceivingFilter(ModelFilter):
@@ -114,15 +116,25 @@ def check_received(received: object, dxo: DXO, component: object) -> Received:
         raise ComponentError(
             component, f"the result has {unknown[0]!r}, which the received model has not", "send tensors of that model"
         )
+    arrays = {name: _shape(array, dxo.data.get(name)) for name, array in received.arrays.items()}
+    is_decrypted = any(isinstance(array, list) for array in received.arrays.values())
     for name, array in dxo.data.items():
-        if np.shape(array) != np.shape(received.arrays[name]):
+        if np.shape(array) != np.shape(arrays[name]):
             raise ComponentError(
                 component,
-                f"{name} has the shape {tuple(np.shape(array))}, received was {np.shape(received.arrays[name])}",
+                f"{name} has the shape {tuple(np.shape(array))}, received was {np.shape(arrays[name])}",
                 "send tensors of the received model",
             )
-    return received
+    return replace(received, arrays=arrays, is_decrypted=is_decrypted)
 
 
 def _copy(array: Any) -> Any:
     return array.detach().clone() if isinstance(array, Tensor) else copy.copy(array)
+
+
+def _shape(received: Any, sent: Any) -> Any:
+    """Return a received array; FLARE's decryptor gives a plain list, which has the shape of what the site sends."""
+    if not isinstance(received, list):
+        return received
+    flat = np.asarray(received, np.float32)
+    return flat.reshape(np.shape(sent)) if flat.size == np.size(sent) else flat
