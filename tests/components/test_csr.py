@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flare_ends import End
+from flare_ends import End, build_task, send_result
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
-from nvflare.apis.filter import FilterChainType
-from nvflare.apis.fl_constant import FilterKey
+from nvflare.apis.filter import Filter, FilterChainType
+from nvflare.apis.fl_constant import FilterKey, FLContextKey
+from nvflare.app_common.filters.exclude_vars import ExcludeVars
 from nvflare.fuel.utils import fobs
 from scipy import sparse
 
 from flare_sparse.components.arrays import ComponentError
 from flare_sparse.components.csr import FromCSR, ToCSR, decode_csr, encode_csr
+from flare_sparse.components.filters import check_last
+from flare_sparse.components.sparse_exchange import SparseExchange
 
 SPARSE = np.array([[0, 0, 5, 0, 0, 0, 0, 0], [0] * 8, [0, 0, 0, -2, 0, 0, 0, 1]], np.float32)
 
@@ -142,6 +146,22 @@ def test_what_cannot_be_encoded_does_not_leave(
     (record,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
     assert "E_COMPONENT: the update of site site-1 is left out of this round: ToCSR: " in record
     assert re.search(reason, record)
+
+
+@pytest.mark.parametrize("item", [ToCSR(), SparseExchange()], ids=lambda item: type(item).__name__)
+def test_filter_that_would_pass_it_unchanged_may_not_stand_behind(item: Filter, tmp_path: Path) -> None:
+    """FLARE's encryptor takes weights alone, so that whatever else came would leave in the clear."""
+    site, chain = End("site-1", tmp_path), [item, ExcludeVars(["w"])]
+    context = site.manager.new_context()
+    context.set_prop(
+        FLContextKey.RUNNER, SimpleNamespace(task_result_filters={f"train{FilterKey.DELIMITER}out": chain})
+    )
+    with pytest.raises(ComponentError, match=rf"{type(item).__name__}: ExcludeVars stands behind it.*put it last"):
+        check_last(item, context)
+    check_last(chain[1], context)
+    if isinstance(item, ToCSR):
+        message = DXO(DataKind.WEIGHTS, data={"w": SPARSE})
+        assert send_result(site, chain, build_task(message.data), message).data == {}
 
 
 def test_metrics_pass(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ class End:
             item.set_prop(FilterContextKey.CHAIN_TYPE, chain)
             context = self.manager.new_context()
             context.set_prop(FLContextKey.FILTER_DIRECTION, direction, private=True, sticky=False)
+            table = {f"{chain}_filters": {f"train{FilterKey.DELIMITER}{direction}": list(filters)}}
+            context.set_prop(FLContextKey.RUNNER, SimpleNamespace(**table), private=True, sticky=False)
             peer = FLContext()
             peer.put(ReservedKey.IDENTITY_NAME, "server", private=False, sticky=False)
             context.set_peer_context(peer)

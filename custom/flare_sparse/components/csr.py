@@ -19,7 +19,7 @@ from ..core.mask import Mask
 from ..core.params import Layout, TensorSpec
 from ..wire.encodings.csr import Csr
 from .arrays import ComponentError, is_float
-from .filters import MODELS, ModelFilter
+from .filters import MODELS, ModelFilter, check_last
 
 CSR_KIND = "flare_sparse_csr_of"
 """Key in a DXO's meta: the kind of the DXO before ``ToCSR``."""
@@ -37,6 +37,7 @@ class ToCSR(ModelFilter):
     is_strict = True
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
+        check_last(self, fl_ctx)
         data = {name: encode_csr(array) for name, array in dxo.data.items()}
         return DXO(DataKind.APP_DEFINED, data=data, meta={**dxo.meta, CSR_KIND: DataKind(dxo.data_kind).value})
 

@@ -13,13 +13,13 @@ from typing import ClassVar
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.dxo_filter import DXOFilter
 from nvflare.apis.event_type import EventType
-from nvflare.apis.filter import FilterChainType, FilterContextKey
+from nvflare.apis.filter import Filter, FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.ccwf.client_ctl import ClientSideController
 
-from ..core.errors import get_failure_code
+from ..core.errors import get_failure_code, list_first
 from ..flare.egress import install_recorder
 from ..flare.payload import get_sender
 from .arrays import ComponentError, check_plain
@@ -42,6 +42,24 @@ def open_site(fl_ctx: FLContext) -> None:
     for executor in {*getattr(router, "task_table", {}).values()}:
         if isinstance(executor, ClientSideController) and not hasattr(executor, _READS):
             setattr(executor, _READS, lambda task_name: True)
+
+
+def check_last(item: Filter, fl_ctx: FLContext) -> None:
+    """Refuse a filter whose message the filters behind it do not know: an encryptor would let it pass in the clear.
+
+    Raises:
+        ComponentError: a filter of models (DXOFilter) stands behind it where messages leave.
+    """
+    runner = fl_ctx.get_prop(FLContextKey.RUNNER)
+    tables = [getattr(runner, name, {}) for name in ("task_data_filters", "task_result_filters")]
+    for chain in (chain for table in tables for key, chain in table.items() if key.endswith(FilterKey.OUT)):
+        behind = chain[chain.index(item) + 1 :] if item in chain else []
+        if names := [type(other).__name__ for other in behind if isinstance(other, DXOFilter)]:
+            raise ComponentError(
+                item,
+                f"{list_first(names)} stands behind it and would let its message pass unchanged",
+                "put it last in the chain of the job's configuration, or leave one of the two out",
+            )
 
 
 class ModelFilter(DXOFilter):

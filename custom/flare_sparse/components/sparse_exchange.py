@@ -29,7 +29,7 @@ from ..rounds.streams.packets import MODEL, find_groups
 from ..rounds.streams.settings import StreamSettings
 from ..wire.formats import ValueType
 from ..wire.ledger import EXCHANGE_FILE, LedgerLine
-from .filters import open_site
+from .filters import check_last, open_site
 
 PACKET = "flare_sparse"
 """Only key in the data of a message of this filter."""
@@ -95,6 +95,7 @@ class SparseExchange(Filter):
         """Encode or decode a message in place; messages without arrays pass unchanged.
 
         Raises:
+            ComponentError: another filter of models stands behind it.
             ConfigError: the message cannot be served, such as one with encrypted values.
             WireError: the message cannot be decoded. FLARE then reports an error instead of a result.
         """
@@ -109,6 +110,7 @@ class SparseExchange(Filter):
             return shareable
         is_update = (self.content or self._get_default_content()) == "update"
         if fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.OUT:
+            check_last(self, fl_ctx)
             encoded = self._encode(dxo, exchange, shareable, peer, is_update=is_update)
         else:
             encoded = _decode(dxo, exchange, peer or "?", is_update=is_update)
