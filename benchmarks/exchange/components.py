@@ -1,13 +1,14 @@
 """The stock jobs, and others of the same components, in FLARE's simulator, beside the package's own runs.
 
     python benchmarks/exchange/components.py [--cells scbf swarm ...] [--docs]
-    python benchmarks/exchange/components.py --cells scbf fedsparsify --kit KITS/lead@coordination.org
+    python benchmarks/exchange/components.py --cells scbf fedsparsify HE --kit KITS/lead@coordination.org
 
 Accuracy is the mean over the sites of the final model's share of right answers on their test examples; *sent* is what
-left the sites, as their egress logs or ``sparse_exchange.jsonl`` count it, *dense* the same messages as float32. The
-last column is the largest difference of an entry from the final model of the package's own run with the same settings.
-``--docs`` writes the table of docs/components.md. ``--kit``, the startup kit of an admin, submits the jobs to a running
-federation of three sites instead, in POC mode or provisioned; what left the sites is then in their own logs.
+left the sites, without headers of FLARE, as their egress logs or ``sparse_exchange.jsonl`` count it, *dense* the same
+messages as float32. The last column is the largest difference of an entry from the final model of the package's own run
+with the same settings. ``--docs`` writes the table of docs/components.md. ``--kit``, the startup kit of an admin,
+submits the jobs to a running federation of three sites on this machine instead, in POC mode or provisioned. The cell
+``HE`` needs one, with keys: ``nvflare poc prepare -n 3 -he``, or ``HEBuilder`` in the project file.
 """
 
 from __future__ import annotations
@@ -36,15 +37,19 @@ CODE = STOCK / "custom"
 FLARE, OWN = "nvflare.app_common", "flare_sparse.components"
 FULL_BATCH = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "batch_size": 10_000}
 METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {"name": "fedavg"},
     "fedsparsify": {"name": "fedsparsify", "sparsity": 0.8},
     "scbf": {"name": "scbf", "budget": 0.3, "aggregation": "mean"},
     "neurosfl": {"name": "neurosfl", "sparsity": 0.8},
     "lora_a2": {"name": "lora_a2", "rank": 2, "training": {**FULL_BATCH, "epochs": 3, "lr": 0.05}},
+    "flexlora": {
+        "name": "flexlora", "rank": 4, "training": {**FULL_BATCH, "epochs": 5, "lr": 0.1, "momentum": 0.9}
+    },
     "metagater": {
         "name": "metagater", "lasso": 0.02, "local_steps": 3, "training": {**FULL_BATCH, "lr": 0.1}, "adapt_lr": 0.1
     },
 }  # fmt: skip
-NETWORKS = {"lora_a2": "AdaptedNet", "metagater": "GatedNet"}
+NETWORKS = {"lora_a2": "AdaptedNet", "flexlora": "AdaptedNet", "metagater": "GatedNet"}
 """Networks of the methods that the package trains by a task of its own; the others train ``Net`` by ``client.py``."""
 TASK = """
 import torch
@@ -84,12 +89,14 @@ class Cell:
         own: the package's run that it is compared with; empty: none.
         components: what it is made of, as display text.
         change: changes the configurations of server and clients.
+        privacy: filters of results in each site's ``local/privacy.json``.
     """
 
     job: str
     own: str
     components: str
     change: Callable[[Config, Config], None] = lambda server, client: None
+    privacy: tuple[Config, ...] = ()
 
 
 def describe(path: str, **args: Any) -> Config:
@@ -110,20 +117,99 @@ def scatter_and_gather(server: Config, _: Config) -> None:
     server["components"] += [aggregator, {"id": "generator", **describe(generator)}]
 
 
+def homomorphic(server: Config, client: Config) -> None:
+    """Let FLARE encrypt what the selection leaves, as its recipe with homomorphic encryption does."""
+    scatter_and_gather(server, client)
+    he = "nvflare.app_opt.he"
+    parts = {
+        "aggregator": describe(
+            f"{he}.intime_accumulate_model_aggregator.HEInTimeAccumulateWeightedAggregator",
+            expected_data_kind="WEIGHTS",
+        ),
+        "generator": describe(f"{he}.model_shareable_generator.HEModelShareableGenerator"),
+    }
+    for entry in server["components"]:
+        entry.update(parts.get(entry["id"], {}))
+        if entry["id"] == "persistor":
+            entry["args"]["filter_id"] = "serializer"
+    serializer = describe(f"{he}.model_serialize_filter.HEModelSerializeFilter")
+    server["components"] += [{"id": "serializer", **serializer}]
+    server["task_data_filters"] = server["task_result_filters"] = []
+    select = find_filter(client, "ChannelUpload")
+    decrypt = describe(f"{he}.model_decryptor.HEModelDecryptor")
+    encrypt = describe(f"{he}.model_encryptor.HEModelEncryptor")
+    client["task_data_filters"] = [{"tasks": ["train"], "filters": [decrypt]}]
+    client["task_result_filters"] = [{"tasks": ["train"], "filters": [select, encrypt]}]
+
+
+def exclude(server: Config, client: Config) -> None:
+    """Let the last layer stay at the sites."""
+    server["workflows"][0]["args"]["aggregator"]["args"]["aggregation"] = "count"
+    hide = describe(f"{FLARE}.filters.exclude_vars.ExcludeVars", exclude_vars=["5.weight", "5.bias"])
+    client["task_result_filters"][0]["filters"].insert(1, hide)
+
+
+def mask_first(_: Config, client: Config) -> None:
+    """Hold the script to the mask before a site's own filters, which take differences."""
+    executor = client["executors"][0]["executor"]
+    executor["path"] = f"{OWN}.masked_training.MaskedTraining"
+    del client["task_result_filters"][0]["filters"][0]
+
+
+def mask_differences(server: Config, client: Config) -> None:
+    """The same with differences, which FLARE's privacy filters want."""
+    mask_first(server, client)
+    client["executors"][0]["executor"]["args"]["params_transfer_type"] = "DIFF"
+
+
+def average(server: Config, client: Config) -> None:
+    """Send everything, exactly, to a mean in the order of names."""
+    server["workflows"][0]["args"]["aggregator"] = describe(f"{OWN}.ordered_mean.OrderedMean", min_sites=3)
+    del client["task_result_filters"][0]["filters"][0]
+
+
+def decompose(server: Config, client: Config) -> None:
+    """Send both factors of the adapters, which the script of the other jobs trains, to FlexLoRA's server."""
+    aggregator = describe(f"{OWN}.flexlora_mean.FlexLoRAMean", rank=4, min_sites=3)
+    server["workflows"][0]["args"]["aggregator"] = aggregator
+    client["executors"][0]["executor"]["args"]["task_script_path"] = "client.py"
+    del client["task_result_filters"][0]["filters"][0]
+
+
 def swarm(_: Config, client: Config) -> None:
     """Put the filters on the messages between the sites of FLARE's swarm."""
     path = f"{OWN}.sparse_exchange.SparseExchange"
-    keep, select = describe(f"{OWN}.keep_mask.KeepMask", source="zeros"), client["selection"]
-    chains = [
-        ("swarm_learn", "out", [keep, select, describe(path, content="model")]),
-        ("swarm_learn", "in", [describe(path, content="model"), keep, select]),
-        ("swarm_report_learn_result", "out", [keep, select, describe(path, content="update")]),
-        ("swarm_report_learn_result", "in", [describe(path, content="update")]),
-    ]
+    select = client.pop("selection")
+    send_to_peers(client, [select], [describe(path, content="model"), describe(path, content="update")] * 2)
+
+
+def swarm_csr(_: Config, client: Config) -> None:
+    """Put CSR on them."""
     client.pop("selection")
+    csr = [describe(f"{OWN}.csr.ToCSR")] * 2 + [describe(f"{OWN}.csr.FromCSR")] * 2
+    send_to_peers(client, [], csr)
+
+
+def send_to_peers(client: Config, own: list[Config], codecs: list[Config]) -> None:
+    """Set the chains of models and updates, sent (the first two codecs) and received."""
+    limits = [describe(f"{OWN}.keep_mask.KeepMask", source="zeros"), *own]
+    model_out, update_out, model_in, update_in = codecs
+    chains = [
+        ("swarm_learn", "out", [*limits, model_out]),
+        ("swarm_learn", "in", [model_in, *limits]),
+        ("swarm_report_learn_result", "out", [*limits, update_out]),
+        ("swarm_report_learn_result", "in", [update_in]),
+    ]
     client["task_data_filters"] = [{"tasks": [t], "direction": d, "filters": f} for t, d, f in chains]
 
 
+def find_filter(client: Config, name: str) -> Config:
+    """Return the entry of a filter of results."""
+    (entry,) = [f for f in client["task_result_filters"][0]["filters"] if f["path"].endswith(name)]
+    return entry
+
+
+SITES_OWN = describe(f"{FLARE}.filters.percentile_privacy.PercentilePrivacy", percentile=50, gamma=0.05)
 CELLS = {
     "fedsparsify": Cell("fedsparsify", "fedsparsify", "MagnitudePruning, KeepMask, ToCSR, FromCSR"),
     "scbf": Cell("scbf", "scbf", "SelectiveSum, ChannelUpload, SparseExchange"),
@@ -131,32 +217,49 @@ CELLS = {
     "lora_a2": Cell("lora_a2", "lora_a2", "RankMean, RankUpload, SparseExchange"),
     "metagater": Cell("metagater", "metagater", "MetaGaterController, MetaStep, KeepMask, CSR"),
     "ScatterAndGather": Cell("fedsparsify", "fedsparsify", "MagnitudePruning, KeepMask, CSR", scatter_and_gather),
+    "masked": Cell("fedsparsify", "fedsparsify", "MagnitudePruning, MaskedTraining, CSR", mask_first),
+    "mean": Cell("scbf", "fedavg", "OrderedMean, SparseExchange", average),
+    "flexlora": Cell("lora_a2", "flexlora", "FlexLoRAMean, SparseExchange", decompose),
     "swarm": Cell("scbf", "", "FLARE's swarm, KeepMask, ChannelUpload, SparseExchange", swarm),
+    "swarm CSR": Cell("scbf", "", "FLARE's swarm, KeepMask, CSR", swarm_csr),
+    "ExcludeVars": Cell("scbf", "", "SelectiveSum, ChannelUpload, ExcludeVars, SparseExchange", exclude),
+    "site's filter": Cell(
+        "fedsparsify", "", "MagnitudePruning, MaskedTraining, PercentilePrivacy, CSR", mask_differences, (SITES_OWN,)
+    ),
+    "HE": Cell("scbf", "scbf", "ChannelUpload, FLARE's HE", homomorphic),
 }
 
 
 def write_swarm(folder: Path) -> None:
-    """Export FLARE's swarm with the stock jobs' network and script, and the selection of the SCBF job beside it."""
+    """Export FLARE's swarm with the stock jobs' network, of its weights four fifths zero, and their script."""
     code = f"""
+import torch
 from nvflare.app_opt.pt.recipes.swarm import SwarmLearningRecipe
 from study import Net
+network = Net()
+for weight in (p for p in network.parameters() if p.ndim > 1):
+    weight.data[weight.abs() < weight.abs().quantile(0.8)] = 0
+torch.save(network.state_dict(), "pruned.pt")
 script = {str(CODE / "client.py")!r}
-recipe = SwarmLearningRecipe(name="scbf", model=Net(), min_clients=3, num_rounds=5, train_script=script)
+recipe = SwarmLearningRecipe(
+    name="scbf", model=Net(), min_clients=3, num_rounds=5, train_script=script, initial_ckpt="pruned.pt"
+)
 recipe._job.set_app_packages(["flare_sparse"])
 recipe.export({str(folder)!r})
 """
+    folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(CODE)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, check=True, capture_output=True)
     own = json.loads((STOCK / "scbf" / "app" / "config" / "config_fed_client.json").read_text())
     file = folder / "scbf" / "app" / "config" / "config_fed_client.json"
-    selection = own["task_result_filters"][0]["filters"][0]
+    selection = find_filter(own, "ChannelUpload")
     file.write_text(json.dumps({**json.loads(file.read_text()), "selection": selection}))
 
 
 def write_job(name: str, folder: Path) -> Path:
     """Write the job of a cell below ``folder``, and return its own folder."""
     cell = CELLS[name]
-    if name == "swarm":
+    if cell.change in (swarm, swarm_csr):
         write_swarm(folder)
     else:
         subprocess.run([STOCK / "build", folder], check=True)
@@ -165,12 +268,19 @@ def write_job(name: str, folder: Path) -> Path:
     cell.change(server, client)
     for file, config in zip(files, (server, client), strict=True):
         file.write_text(json.dumps(config, indent=2))
+    if cell.change is decompose:
+        script = folder / cell.job / "app" / "custom" / "client.py"
+        script.write_text(script.read_text().replace("import Net,", "import AdaptedNet as Net,"))
     return folder / cell.job
 
 
-def run_stock(job: Path, folder: Path) -> Path:
+def run_stock(job: Path, folder: Path, privacy: tuple[Config, ...]) -> Path:
     """Run a job in FLARE's simulator and return its workspace; its output lies beside it, in ``log.txt``."""
     workspace = folder / "workspace"
+    if privacy:
+        scope = {"name": "own", "task_result_filters": [{**entry, "direction": "out"} for entry in privacy]}
+        (workspace / "local").mkdir(parents=True)
+        (workspace / "local" / "privacy.json").write_text(json.dumps({"scopes": [scope], "default_scope": "own"}))
     command = [Path(sys.executable).parent / "nvflare", "simulator", job, "-w", workspace, "-n", "3", "-t", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -194,8 +304,8 @@ def run_deployed(job: Path, folder: Path, kit: Path) -> Path:
     return folder / number
 
 
-def read_stock(workspace: Path) -> dict[str, torch.Tensor]:
-    """Return the model that FLARE's persistor saved last.
+def read_stock(workspace: Path, kit: Path | None) -> dict[str, torch.Tensor]:
+    """Return the model that FLARE's persistor saved last, decrypted with the key of a site.
 
     Raises:
         SystemExit: there is none; the text is the end of the job's output.
@@ -203,7 +313,16 @@ def read_stock(workspace: Path) -> dict[str, torch.Tensor]:
     files = sorted(workspace.rglob("FL_global_model.pt"))
     if not files:
         raise SystemExit((workspace.parent / "log.txt").read_text()[-4000:])
-    return {n: torch.as_tensor(v) for n, v in torch.load(files[0], weights_only=False)["model"].items()}
+    values = torch.load(files[0], weights_only=False)["model"]
+    if not any(isinstance(value, bytes) for value in values.values()):
+        return {name: torch.as_tensor(value) for name, value in values.items()}
+    import tenseal
+
+    assert kit is not None, "HE needs a federation with keys"
+    context = tenseal.context_from((kit.parent / "site-1" / "startup" / "client_context.tenseal").read_bytes())
+    shapes = runpy.run_path(str(CODE / "study.py"))["Net"]().state_dict()
+    flat = {name: tenseal.ckks_vector_from(context, value).decrypt() for name, value in values.items()}
+    return {name: torch.tensor(value).view_as(shapes[name]) for name, value in flat.items()}
 
 
 def run_own(name: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -231,17 +350,18 @@ def find_difference(stock: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
     return max(0.0 if torch.equal(stock[n], v) else float((stock[n] - v).abs().max()) for n, v in own.items())
 
 
-def count_bytes(workspace: Path, model: dict[str, torch.Tensor]) -> tuple[int, int]:
+def count_bytes(workspace: Path, kit: Path | None, model: dict[str, torch.Tensor]) -> tuple[int, int]:
     """Return the bytes that left the sites, and those of the same messages as float32."""
     from flare_sparse.results.runs.exchanges import has_exchanges, read_exchanges
 
     if has_exchanges(workspace):
         up = [site["up"] for job in read_exchanges(workspace) for site in job.sites.values() if "up" in site]
         return sum(part.sent for part in up), sum(part.dense for part in up)
-    logs = workspace.rglob("flare_sparse_egress/*/egress.jsonl")
+    logs = (workspace if kit is None else kit.parent).rglob("flare_sparse_egress/*/egress.jsonl")
     lines = [json.loads(text) for log in logs for text in log.read_text().splitlines()]
+    lines = [line for line in lines if kit is None or line["job"] == workspace.name]
+    models = [line for line in lines if set(line["contents"]) & {"WEIGHTS", "WEIGHT_DIFF", "APP_DEFINED"}]
     dense = 4 * sum(tensor.numel() for tensor in model.values() if tensor.is_floating_point())
-    models = [line for line in lines if line["bytes"] > 1000]
     return sum(line["bytes"] for line in lines), dense * len(models)
 
 
@@ -261,18 +381,20 @@ def measure_cell(name: str, kit: Path | None = None) -> str:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         job = write_job(name, folder / "jobs")
-        workspace = run_stock(job, folder) if kit is None else run_deployed(job, folder, kit)
-        model = read_stock(workspace)
-        sent, dense = count_bytes(workspace, model)
+        workspace = run_stock(job, folder, cell.privacy) if kit is None else run_deployed(job, folder, kit)
+        model = read_stock(workspace, kit)
+        sent, dense = count_bytes(workspace, kit, model)
         worst = find_difference(model, run_own(cell.own, folder)) if cell.own else None
     equality = "no such run" if worst is None else "bit-equal" if worst == 0 else f"{worst:.1e}"
-    figures = f"{compute_accuracy(cell.job, model):.3f} | {sent:,} | {dense:,} | {equality}"
+    # What sites of a swarm send each other has no line in an egress log.
+    sizes = f"{sent:,} | {dense:,}" if sent else "- | -"
+    figures = f"{compute_accuracy(cell.job, model):.3f} | {sizes} | {equality}"
     return f"| {name} | {cell.components} | {figures} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=list(CELLS))
+    parser.add_argument("--cells", nargs="+", default=[name for name in CELLS if name != "HE"], choices=list(CELLS))
     parser.add_argument("--docs", action="store_true", help="write the rows into docs/components.md")
     parser.add_argument("--kit", type=Path, help="startup kit of an admin of a running federation")
     options = parser.parse_args()
