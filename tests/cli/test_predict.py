@@ -15,6 +15,7 @@ from line import call
 
 from flare_sparse import load_model
 from flare_sparse.compute.kernels import network
+from flare_sparse.config.withdrawals import WITHDRAWN, Withdrawals
 from flare_sparse.results.runs.load import load_study
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.tasks.data.phantom import write_phantoms
@@ -92,6 +93,13 @@ def test_data_set_of_the_run_is_predicted_by_case(finished: tuple[Path, Path], t
     assert "is not empty; choose another folder" in again.output
     assert call("predict", run, "--data", brains).exit_code == 0
     assert len(list((run / "predictions" / brains.name).glob("sub-*_dseg.nii.gz"))) == 10
+    Withdrawals(frozenset({"sub-01001"})).write(run)
+    try:
+        result = call("predict", run, "--data", brains, "--out", tmp_path / "fewer")
+    finally:
+        (run / WITHDRAWN).unlink()
+    assert "9 predictions; 1 withdrawn subjects are left out" in result.output
+    assert not list((tmp_path / "fewer").glob("sub-01001*"))
 
 
 def read_labels(folder: Path) -> np.ndarray:

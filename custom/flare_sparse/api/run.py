@@ -16,9 +16,9 @@ from ..compute import Compute
 from ..config.policy.policy import find_policy_file, read_policy
 from ..config.study import Study
 from ..config.user_code import trust_code as trust
-from ..config.withdrawals import Withdrawals
+from ..config.withdrawals import open_data
 from ..core.checkpoint.writing import write_json
-from ..core.errors import ConfigError, DataError, UntrustedCode
+from ..core.errors import ConfigError, UntrustedCode
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
 from ..results.audit.attacks import Attacker, AuditOptions
@@ -32,7 +32,6 @@ from ..results.runs.load import load_model, load_study
 from ..results.runs.received import explain_damage, parse_record
 from ..results.runs.record import APPENDED_FILES, SUMMARY
 from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
-from ..tasks.task import SiteData
 
 UNFINISHED = f"{{folder}}: no {SUMMARY}; expected the result folder of a finished flare-sparse run"
 ATTACKERS: tuple[Attacker, ...] = ("outsider", "member", "server")
@@ -177,12 +176,9 @@ class Run:
                 file = self.path / EVALUATIONS / CROSS_SITE_FILE
                 record = evaluate_matrix(self.path, self.study, self.observer)
             else:
-                where = Path(data)
-                if not where.exists():
-                    raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
-                cohort = name or where.resolve().name.split(".")[0]
+                cohort = name or Path(data).resolve().name.split(".")[0]
+                site = open_data(self.path, Path(data), cohort)
                 file = choose_evaluation_file(self.path, cohort, model, overwrite=overwrite)
-                site = Withdrawals.read(self.path).open(SiteData(cohort, where.resolve()))
                 record = evaluate_cohort(self.path, self.study, site, split, model, resamples)
         file.parent.mkdir(exist_ok=True)
         write_json(file, record)

@@ -109,7 +109,7 @@ def withdraw(
         FlareSparseError: the new run failed; it continues with ``flare-sparse run OUT/config.yaml --out OUT --resume``.
     """
     earlier, study = Withdrawals.read(run.path), run.study
-    everyone = Withdrawals(earlier.subjects | gone.subjects, earlier.sites | gone.sites, id=touched.id)
+    everyone = replace(gone, id=touched.id).merge(earlier)
     folder = RunFolder(out or run.path.with_name(f"{run.path.name}-without"), resume=touched.start is not None)
     if folder.path.resolve() == run.path.resolve() or folder.is_finished or folder.has_checkpoint:
         raise ConfigError(f"--out {folder.path}: holds a run; choose another folder")
@@ -144,8 +144,7 @@ def _find_subjects(
     found, moved, unknown = {}, {}, set(gone.subjects)
     for name, data in sites.items() if gone.subjects else ():
         before = _list_parts(load_examples(study.load_task(), data, study.config.seed))
-        earlier = Withdrawals(data.withdrawn | gone.subjects, id=gone.id)
-        without = earlier.open(data)
+        without = gone.merge(Withdrawals(data.withdrawn)).open(data)
         after = _list_parts(load_examples(study.load_task(), without, study.config.seed))
         # Names of the task's examples are the only ones of a file that is no table of identifiers.
         unknown -= without.withdrawn if without.people is not None else {*before}

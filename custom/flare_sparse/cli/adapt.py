@@ -43,14 +43,11 @@ def adapt(
     from ..config.assemble import open_site
     from ..config.study import Study
     from ..config.user_code import mark_received
-    from ..config.withdrawals import Withdrawals
+    from ..config.withdrawals import open_data
     from ..core.seeds import limit_threads
     from ..results.runs.record import CONFIG
-    from ..tasks.task import SiteData
 
     folder = (out or run_dir / "adapted" / site).resolve()
-    if not data.exists():
-        raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
     config_file = run_dir / CONFIG
     if not config_file.is_file():
         raise ConfigError(f"{run_dir}: there is no config.yaml here; give the result folder of a finished run")
@@ -58,7 +55,7 @@ def adapt(
     study = Study.load(config_file, set_ or ())
     config, assembly = study.config, study.assembly
     with limit_threads(config.torch_threads), limit_kernel_threads(config.federation.threads):
-        target_site = open_site(assembly, Withdrawals.read(run_dir).open(SiteData(site, data.resolve())))
+        target_site = open_site(assembly, open_data(run_dir, data, site))
         figures = adapt_at_site(assembly, target_site, run_dir, folder)
     _show(figures, assembly)
     console.print(f"model:  {folder / 'model.safetensors'}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..compute import Compute
-from ..core.errors import ConfigError, DataError
+from ..core.errors import ConfigError
 from .console import out as console
 from .options import ModelName, TrustCode
 
@@ -41,14 +41,14 @@ def predict(
 
     [dim]flare-sparse predict runs/neurosfl_hippocampus --data /data/new_hospital --out predictions[/]
     """
+    from ..config.withdrawals import open_data
     from ..core.seeds import limit_threads
     from ..results.runs.load import compile_model, load_study, load_trained_model
     from ..results.runs.models import describe_missing
     from ..training.compute import can_use_kernels
 
-    if not data.exists():
-        raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
-    out = out or run / "predictions" / data.resolve().name.split(".")[0]
+    name = data.resolve().name.split(".")[0]
+    site, out = open_data(run, data, name), out or run / "predictions" / name
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: is not empty; choose another folder, or remove it first")
     study = load_study(run)
@@ -61,5 +61,6 @@ def predict(
         console.print(note, markup=False)
     network = compile_model(network, compute, device)
     with limit_threads(study.config.federation.threads):
-        files = list(assembly.task.write_predictions(network, data.resolve(), out))
-    console.print(f"{out}: {len(files)} predictions", markup=False)
+        files = list(assembly.task.write_predictions(network, site, out))
+    gone = f"; {len(site.withdrawn)} withdrawn subjects are left out" if site.withdrawn else ""
+    console.print(f"{out}: {len(files)} predictions{gone}", markup=False)

@@ -124,12 +124,11 @@ def _load_inputs(study: Study, data: Path | None) -> Tensor:
     Raises:
         ConfigError: the network takes more than one tensor, or there is no data.
     """
-    from ..config.withdrawals import Withdrawals
+    from ..config.withdrawals import open_data
     from ..results.runs.cost import load_inputs
-    from ..tasks.task import SiteData
 
     if data is not None:
-        site = Withdrawals.read(study.folder).open(SiteData("data", data.resolve()))
+        site = open_data(study.folder, data, "data")
     elif study.config.simulator is None:
         raise ConfigError("--onnx: the run has no simulator section and so no data; add --data DIR")
     else:

@@ -32,13 +32,17 @@ from .yaml_files import apply_overrides, find_non_finite_settings, format_yaml, 
 J = TypeVar("J", bound=JobConfig)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), classes: Mapping[str, type[Any]] | None = None
+) -> RunConfig:
     """Load and validate the configuration in a file.
 
     Args:
         path: YAML file; a relative path in its sections ``task`` and ``simulator.data`` refers to the file's folder.
         overrides: assignments ``key.path=value`` with the value in YAML; a relative path among them refers to the
             working directory.
+        classes: the user's classes by section, as of :func:`import_classes`; None: those that the file names are
+            imported.
 
     Raises:
         ConfigError: the text lists every error with the field's path, the value found and the values allowed.
@@ -46,7 +50,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     file = Path(path)
     data = _locate_script_data(apply_overrides(_resolve_paths(read_yaml(file), file.parent), overrides), file.parent)
     data = name_plugin_classes(insert_bundle(_resolve_paths(data, Path.cwd())))
-    registries = _build_registries(data, **import_classes(data, file.parent))
+    registries = _build_registries(data, **(import_classes(data, file.parent) if classes is None else classes))
     return _validate(RunConfig, _read_files(data, registries["task"], file), registries, str(file))
 
 

@@ -28,6 +28,7 @@ from ..privacy.release.cells import (
 )
 from ..privacy.release.record import People, ReleaseRecord, Rule, declare, is_union, renew, round_count
 from ..privacy.release.site import Numbers, SiteRelease, list_folds, update_record
+from ..tasks.data.absence import find_absent_rows
 from ..tasks.data.tables import Table, read_table
 from ..tasks.task import Examples, SiteData, Task
 from .yaml_files import parse_yaml, read_settings
@@ -222,7 +223,8 @@ def read_people(declaration: Declaration, data: SiteData, local: Path, seed: int
     values = {column: _spell(table, column, groups) for column, groups in declaration.columns.items()}
     # A person may have several rows: the first one tells the cell.
     rows = {name: row for row, name in reversed(list(enumerate(names)))}
-    own = set(data.select(rows))
+    absent = find_absent_rows(data, table) if data.withdrawn and data.id in table.columns else ()
+    own = set(data.select(rows)) - {names[row] for row in absent}
     return {
         name: {FOLD: assign_fold(seed, name, declaration.folds), **{column: own[row] for column, own in values.items()}}
         for name, row in rows.items()

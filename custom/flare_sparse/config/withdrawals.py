@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..core.checkpoint.writing import write_json
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, DataError
 from ..tasks.data.absence import narrow_absence
 from ..tasks.task import SiteData
 
@@ -55,10 +55,15 @@ class Withdrawals:
         write_json(folder / WITHDRAWN, content)
         (folder / WITHDRAWN).chmod(0o600)
 
+    def merge(self, other: Withdrawals) -> Withdrawals:
+        """Return this list with those of another one; note and column are this one's where it has them."""
+        subjects, sites = self.subjects | other.subjects, self.sites | other.sites
+        return replace(self, subjects=subjects, sites=sites, id=self.id or other.id)
+
     def inherit(self, folder: Path) -> None:
         """Add the list to that of a folder, whose run begins from the settings or the state of this one."""
         own = Withdrawals.read(folder)
-        merged = replace(own, subjects=own.subjects | self.subjects, sites=own.sites | self.sites, id=own.id or self.id)
+        merged = own.merge(self)
         if merged != own:
             replace(merged, note=own.note or "This model was trained without them.").write(folder)
 
@@ -75,3 +80,19 @@ class Withdrawals:
         parts = [f"{len(self.subjects)} subject{'s' * (len(self.subjects) != 1)}"] if self.subjects else []
         parts += [f"site {name}" for name in sorted(self.sites)]
         return f"Withdrawn: {', '.join(parts)}. {self.note}" if parts else ""
+
+
+def open_data(run: Path, data: Path, site: str) -> SiteData:
+    """Return data at hand, to which a run's model is applied, without the subjects in it who have withdrawn.
+
+    Args:
+        run: result folder of the run.
+        data: the folder or file that a site file would name.
+        site: name of the data.
+
+    Raises:
+        DataError: there is no such data, or it does not say whose an example is.
+    """
+    if not data.exists():
+        raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
+    return Withdrawals.read(run).open(SiteData(site, data.resolve()))

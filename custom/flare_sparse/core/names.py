@@ -41,6 +41,16 @@ def clean_names(content: Any) -> Any:
     return content
 
 
+def list_beginnings(name: str) -> set[str]:
+    """Return a name as it is compared, and its beginnings up to each mark.
+
+    >>> sorted(list_beginnings("case_1.nii"))
+    ['case', 'case_1', 'case_1.nii']
+    """
+    text = clean_name(name)
+    return {text, *(text[: mark.start()] for mark in re.finditer(r"[^A-Za-z0-9]", text))} - {""}
+
+
 def format_names(values: np.ndarray) -> list[str]:
     """Return names as text; numbers that a file stores as such, whole ones without a decimal point; "" for NaN.
 

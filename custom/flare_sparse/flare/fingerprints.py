@@ -9,6 +9,7 @@ from ..config.people import ReleaseGate
 from ..config.policy.policy import Policy, raise_refusals
 from ..config.schema import JobConfig
 from ..core.errors import ConfigError, PolicyRefusal
+from ..tasks.data.cases import select_cases
 from ..tasks.nnunet.fingerprint import (
     Fingerprint,
     compute_fingerprint,
@@ -16,7 +17,7 @@ from ..tasks.nnunet.fingerprint import (
     merge_fingerprints,
     parse_fingerprint,
 )
-from ..tasks.nnunet.raw import select_cases
+from ..tasks.nnunet.raw import find_raw_cases
 from ..tasks.nnunet.task import NnunetConfig
 from ..tasks.task import SiteData
 from .questions import QuestionController, QuestionExecutor, QuestionRecipe, build_question
@@ -64,7 +65,7 @@ class FingerprintExecutor(QuestionExecutor):
         config = job.task.config
         if not isinstance(config, NnunetConfig):
             raise ConfigError("the job's task is not nnunet")
-        cases = select_cases(data, config.derivative)
+        cases = select_cases(data, find_raw_cases(data.path, config.derivative))
         raise_refusals(policy.find_case_refusals(len({case.subject for case in cases.values()})))
         return compute_fingerprint(
             data.path,

@@ -27,6 +27,7 @@ from .data.cases import (
     find_images,
     read_cases,
     read_cohort,
+    select_cases,
     split_cases,
 )
 from .data.nifti import read_nifti
@@ -239,15 +240,15 @@ class Segmentation(AdaptableTask):
         return Picture(picture, marks, guess, height / width)
 
     @torch.no_grad()
-    def write_predictions(self, model: nn.Module, path: Path, out: Path) -> Iterator[Path]:
+    def write_predictions(self, model: nn.Module, data: SiteData, out: Path) -> Iterator[Path]:
         """Write a label map ``CASE_dseg.nii.gz`` for each image, with its grid and the first label of each class."""
         config, preparation = self.config, self.config.preparation
         values = torch.tensor([0, *(labels[0] for labels in config.labels)])
         device = next(model.parameters()).device
-        cases = find_images(path, config.suffixes, config.derivative, config.pairs)
-        for name, case in cases.items():
+        cases = find_images(data.path, config.suffixes, config.derivative, config.pairs)
+        for name, case in select_cases(data, cases).items():
             if case.problem:
-                raise DataError(f"{path}: {name}: {case.problem}")
+                raise DataError(f"{data.path}: {name}: {case.problem}")
             image, canonical = preparation.read_image(case.images)
             classes = self.segment(model, image.to(device), canonical.shape[:3]).cpu()
             file = out / f"{name}_dseg.nii.gz"

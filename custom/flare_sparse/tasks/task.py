@@ -22,6 +22,7 @@ from ..cohorts.conditions import Term
 from ..cohorts.split import Split, SplitConfig
 from ..cohorts.subgroups import ERROR, LONGEST_CELL, label_values, parse_subgroup, split_metric
 from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed, list_first
+from ..core.names import list_beginnings
 from ..core.needs import Needs
 from ..core.params import separate_tensors
 from ..core.reading import MinibatchReader, move_batch, stack_examples
@@ -207,13 +208,23 @@ class SiteData:
         if not self.withdrawn:
             return names
         # An identifier of the subset that the data lacks has no subject; the task names it as missing.
+        are_files = self.path.is_dir()
         left = self.withdrawn | {
             name
             for name in known
-            for subject in (subject_of(name),)
-            if not self.withdrawn.isdisjoint((subject, subject.rpartition("/")[2], name.rpartition("/")[2]))
+            if not self.withdrawn.isdisjoint(_list_owners(name, subject_of(name), are_files=are_files))
         }
         return tuple(name for name in names if name not in left)
+
+
+def _list_owners(*names: str, are_files: bool) -> Iterator[str]:
+    """Yield each name by which a withdrawn subject may be listed; names of files may begin with it."""
+    for name in names:
+        folder, slash, last = name.rpartition("/")
+        yield name
+        for text in list_beginnings(last) if are_files else (last,):
+            yield text
+            yield f"{folder}{slash}{text}"
 
 
 @dataclass(frozen=True)
@@ -508,12 +519,12 @@ class Task(ABC):
         """Return a picture of a prediction, of a batch of one example; by default None: there is nothing to see."""
         return None
 
-    def write_predictions(self, model: nn.Module, path: Path, out: Path) -> Iterator[Path]:
-        """Write the predictions for the inputs at ``path``, which need no targets, and yield each file.
+    def write_predictions(self, model: nn.Module, data: SiteData, out: Path) -> Iterator[Path]:
+        """Write the predictions for inputs at hand, which need no targets, and yield each file.
 
         Args:
             model: the trained network, in eval mode.
-            path: folder or file of the data.
+            data: location of the inputs, and who has withdrawn.
             out: folder to write to; created if missing.
 
         Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from flare_sparse.api.run import Run
 from flare_sparse.api.start import run as start
@@ -104,6 +104,24 @@ def test_code_without_a_record_beside_it_is_not_executed_either(received: Path) 
         (received / name).unlink()
     with pytest.raises(UntrustedCode):
         load_model(received)
+    assert not received.with_name("PWNED").exists()
+
+
+def test_own_file_continues_a_run_with_its_own_code_alone(made: Path, received: Path, tmp_path: Path) -> None:
+    """The folder's code is not needed, so nobody has to trust it; nor is what its settings name imported."""
+
+    def go_on(out: str) -> Result:
+        options = ["--env", "local", "--rounds", "2", "--continue-from", str(received), "--out", str(tmp_path / out)]
+        return CliRunner().invoke(app, ["run", str(made.parent / "s.yaml"), *options])
+
+    result = go_on("longer")
+    assert result.exit_code == 0, result.output
+    config = received / "config.yaml"
+    config.write_text(config.read_text().replace("own.Own", "antigravity.Own"))
+    refused = go_on("other")
+    assert refused.exit_code == 2
+    assert "only method.rounds may differ from the finished run" in " ".join(refused.output.split())
+    assert "antigravity" not in sys.modules
     assert not received.with_name("PWNED").exists()
 
 

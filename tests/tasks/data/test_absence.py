@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,35 @@ import torch
 from torch.utils.data import TensorDataset
 from toy import Toy
 
+import flare_sparse
 from flare_sparse.config.withdrawals import Withdrawals
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.columns import list_columns
+from flare_sparse.tasks.data.cases import find_images, select_cases
 from flare_sparse.tasks.data.source import LOCAL_FILE, WITHDRAWN_FILE, find_site_data
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import Examples, SiteData, Task, build_examples, load_examples
 
 ROWS = 30
+PACKAGE = Path(flare_sparse.__file__).parent
+SELECTS = {"select", "_select", "select_cases", "find_absent_rows"}
+READS = {
+    *("cohort", "read_table", "read_rows", "read_subjects", "find_cases", "find_classes", "find_images"),
+    *("find_raw_cases", "find_bids_cases", "compute_fingerprint", "write_predictions"),
+}
+OPENERS = {
+    "api/estimate.py _count_subjects": "numbers of subjects for a forecast",
+    "api/estimate.py build_dry_sites": "no data",
+    "api/estimate.py name_sites": "names of sites",
+    "cli/nnunet.py _read_sources": "folders that a person names, of no site and no run",
+    "cli/predict.py predict": "from open_data",
+    "config/sites.py _locate_data": "opened by prepare_site_data",
+    "config/table_study.py describe_table": "a file that a person names, of no site and no run",
+    "config/withdrawals.py open_data": "the run's list",
+    "flare/session.py _open_site": "no data; the list of the kit, with which scripts are refused",
+    "flare/site/people.py declare_people": "columns for a person of the site; read_people leaves out who has withdrawn",
+}
+"""Functions outside tasks/ that make a location or read by one, and why nobody who has withdrawn comes back."""
 
 
 def write_site(folder: Path, withdrawn: str, names: list[str] | None = None, column: str | None = "patient") -> Path:
@@ -130,3 +152,70 @@ def test_list_of_a_run_is_narrowed_to_who_is_in_the_data(tmp_path: Path) -> None
     # A file of arrays has no column: its examples are named by their numbers.
     np.savez(tmp_path / "images.npz", train_images=np.zeros((3, 2, 2), np.uint8))
     assert Withdrawals(frozenset({"1"})).open(SiteData("a", tmp_path / "images.npz")).withdrawn == {"1"}
+
+
+def list_calls(function: ast.FunctionDef) -> set[str]:
+    calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+    return {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
+
+
+def reads_path(function: ast.FunctionDef) -> bool:
+    """Return whether a function uses the path of a site's data other than as the name of a source or in a text."""
+    arguments = [*function.args.args, *function.args.kwonlyargs]
+    sites = {arg.arg for arg in arguments if arg.annotation and "SiteData" in ast.unparse(arg.annotation)}
+    named = {
+        id(node)
+        for outer in ast.walk(function)
+        if isinstance(outer, ast.JoinedStr) or (isinstance(outer, ast.keyword) and outer.arg == "source")
+        for node in ast.walk(outer)
+    }
+    paths = (node for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr == "path")
+    return any(getattr(node.value, "id", "") in sites and id(node) not in named for node in paths)
+
+
+def test_every_opener_of_a_sites_data_leaves_out_who_has_withdrawn() -> None:
+    """Outside tasks/ nothing reads but what is listed; in tasks/ whoever reads at the path of a site selects."""
+    openers, careless = set(), set()
+    for file in PACKAGE.rglob("*.py"):
+        name = file.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.FunctionDef) or (calls := list_calls(node)) & SELECTS:
+                continue
+            if not name.startswith("tasks/") and calls & (READS | {"SiteData"}):
+                openers.add(f"{name} {node.name}")
+            elif name.startswith("tasks/") and reads_path(node):
+                careless.add(f"{name} {node.name}")
+    assert openers == {*OPENERS}
+    # What finds out who is absent, and what reads the file of a site; labels are of examples that were selected.
+    absence = ("check_absence", "list_people", "narrow_absence")
+    assert careless == {
+        *(f"tasks/data/absence.py {name}" for name in absence),
+        *(f"tasks/data/source.py {name}" for name in ("_check_exists", "format_site_file")),
+        "tasks/task.py _label_tests",
+    }
+
+
+@pytest.mark.parametrize(
+    ("file", "withdrawn"),
+    [
+        ("sub-07_T1w.nii.gz", "sub-07"),
+        ("case_07_0000.nii.gz", "case_07"),
+        ("sub-07/anat/sub-07_ses-1_T1w.nii.gz", "sub-07"),
+    ],
+)
+def test_files_of_a_subject_are_absent_in_every_layout(file: str, withdrawn: str, tmp_path: Path) -> None:
+    """Also where the task takes each image for a subject of its own: the list is matched on names of files."""
+    for name in (file, file.replace("07", "08"), file.replace("07", "070")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    gone = Withdrawals(frozenset({withdrawn, "of another site"}))
+    data = gone.open(SiteData("a", tmp_path))
+    cases = find_images(tmp_path, ["T1w"], "*", None)
+    left = select_cases(data, cases)
+    assert data.withdrawn == {withdrawn}
+    assert len(cases) == 3
+    assert {name for name in cases if "07" in name.replace("070", "")} == cases.keys() - left.keys()
+    with pytest.raises(DataError, match="has withdrawn"):
+        gone.open(SiteData("a", tmp_path / file))
+    with pytest.raises(DataError, match="each of 3 cases is of a subject who has withdrawn"):
+        select_cases(SiteData("a", tmp_path, withdrawn=frozenset(cases)), cases)

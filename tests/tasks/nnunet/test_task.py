@@ -194,7 +194,7 @@ def test_bids_has_the_fingerprint_of_the_raw_data_and_keeps_subjects_together(tm
     withdrawn = task.load(SiteData("s", folder, withdrawn=frozenset({"sub-1"})), 0)
     assert {name.partition("_")[0] for name in (*withdrawn.train_ids, *withdrawn.test_ids)} == {"sub-0", "sub-2"}
 
-    written = list(task.write_predictions(Threshold(), folder, tmp_path / "out"))
+    written = list(task.write_predictions(Threshold(), SiteData("new", folder), tmp_path / "out"))
     assert [file.name for file in written] == [f"sub-{i}_ses-{j}.nii.gz" for i in range(3) for j in range(2)]
     predicted, truth = (
         np.asarray(nib.load(file).dataobj)
@@ -232,7 +232,9 @@ def store(root: Path) -> dict[str, np.ndarray]:
 def test_predictions_lie_where_the_images_do(federation: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     _, plan = federation
     affines = store(tmp_path / "new")
-    written = list(Nnunet({"plan": plan}).write_predictions(Threshold(), tmp_path / "new", tmp_path / "out"))
+    written = list(
+        Nnunet({"plan": plan}).write_predictions(Threshold(), SiteData("new", tmp_path / "new"), tmp_path / "out")
+    )
     assert [file.name for file in written] == [f"{name}.nii.gz" for name in sorted(affines)]
     for name, affine in affines.items():
         predicted, truth = (
@@ -248,7 +250,9 @@ def test_images_of_other_channels_are_not_predicted(federation: tuple[Path, dict
     image = write_case(tmp_path, "a", 1)
     image.with_name("a_0001.nii.gz").write_bytes(image.read_bytes())
     with pytest.raises(DataError, match=r"a: 2 images; dataset\.json names 1 channels"):
-        list(Nnunet({"plan": federation[1]}).write_predictions(Threshold(), tmp_path, tmp_path / "out"))
+        list(
+            Nnunet({"plan": federation[1]}).write_predictions(Threshold(), SiteData("new", tmp_path), tmp_path / "out")
+        )
 
 
 def build_varied_network(task: Nnunet) -> nn.Module:
@@ -270,7 +274,8 @@ def test_nnunet_predicts_the_same_from_the_saved_folder(
     task.save(network, tmp_path / "results" / "Dataset001_Boxes" / "nnUNetTrainer__nnUNetPlans__3d_fullres")
     # As many as nnU-Net's command uses: the last bits depend on it.
     with limit_threads(os.cpu_count() or 1):
-        assert len(list(task.write_predictions(network, tmp_path / "new" / "imagesTr", tmp_path / "ours"))) == 4
+        new = SiteData("new", tmp_path / "new" / "imagesTr")
+        assert len(list(task.write_predictions(network, new, tmp_path / "ours"))) == 4
 
     command = [Path(sys.executable).parent / "nnUNetv2_predict", "-d", "Dataset001_Boxes", "-c", "3d_fullres"]
     command += ["-f", "all", "-device", "cpu", "-npp", "0", "-nps", "0"]

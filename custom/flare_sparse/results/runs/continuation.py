@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...config.loading import serialize_job
+from ...config.choice import Choice
+from ...config.loading import load_config, serialize_job
 from ...config.needs import CONTINUATION, find_conflicts
 from ...config.schema import JobConfig, RunConfig
 from ...config.study import Study
@@ -21,8 +22,7 @@ from ...config.withdrawals import Withdrawals
 from ...core.checkpoint.store import Store, iterate_differences
 from ...core.errors import ConfigError
 from ...rounds.endpoints.server import SERVER
-from .load import load_study
-from .record import SUMMARY
+from .record import CONFIG, SUMMARY
 
 UNFINISHED = "checkpoints"
 """Folder in the result folder with the checkpoints of an unfinished run."""
@@ -119,7 +119,11 @@ def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> Non
     """
     if not (run / SUMMARY).is_file():
         raise ConfigError(f"--continue-from {run}: no record of a finished run; an interrupted one needs --resume")
-    finished = load_study(run)
+    # With the code that the longer run executes: the folder's own may be somebody else's, and is not executed.
+    choices: dict[str, Choice[Any]] = {"method": study.config.method, "task": study.config.task}
+    classes = {section: choice.entry for section, choice in choices.items() if choice.key != "name"}
+    finished = Study(load_config(run / CONFIG, classes=classes), study.file)
+    # Before anything is built from these settings, which may name other modules.
     _check_settings(run, finished.config, study.config)
     if expire_checkpoints(run, finished.config.federation.checkpoint_days):
         raise ConfigError(f"--continue-from {EXPIRED.format(folder=run)}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from ...core.errors import DataError
-from ...core.names import clean_name, describe_unknown, format_names
+from ...core.names import describe_unknown, format_names, list_beginnings
 from ..task import SiteData
 from .bids import TABLE, read_rows
 from .tables import Table, read_table
@@ -59,10 +58,12 @@ def narrow_absence(data: SiteData, withdrawn: Collection[str], column: str | Non
     """Return data with those of some withdrawn subjects who are in it: the lists of a run name those of all sites.
 
     Raises:
-        DataError: the data does not say whose an example is.
+        DataError: the data does not say whose an example is, or is one file, of one of them.
     """
     own = replace(data, withdrawn=frozenset(withdrawn), id=column)
     if not withdrawn or (column is None and not data.path.is_dir()):
+        if found := own.withdrawn & list_beginnings(data.path.name):
+            raise DataError(f"{data.path}: is of the subject {min(found)!r}, who has withdrawn; it must not be used")
         return own
     people = list_people(own)
     names = people | {name.rpartition("/")[2] for name in people}
@@ -117,6 +118,5 @@ def _list_parts(folder: Path) -> set[str]:
         if len(Path(root).relative_to(folder).parts) >= _DEPTH - 1:
             folders.clear()
         for name in (*folders, *files):
-            text = clean_name(name)
-            parts |= {text, *(text[: mark.start()] for mark in re.finditer(r"[^A-Za-z0-9]", text))}
-    return parts - {""}
+            parts |= list_beginnings(name)
+    return parts

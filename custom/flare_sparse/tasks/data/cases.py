@@ -23,7 +23,7 @@ from pydantic import Field
 
 from ...cohorts.split import Split, SplitConfig
 from ...core.errors import DataError, list_first
-from ..task import Cohort
+from ..task import Cohort, SiteData
 from .bids import NO_ROW, TABLE, DerivativeName, list_volumes, read_rows
 from .pairs import CASE, Pairs, match_files
 from .screening import screen_subjects
@@ -218,6 +218,20 @@ def _build_unlabelled_cases(files: Iterable[Path]) -> dict[str, CaseFiles]:
             raise DataError(f"{file.parent}: {name}.nii and {name}.nii.gz are images of one case; remove one of them")
         cases[name] = CaseFiles((file,), None, subject=name)
     return cases
+
+
+def select_cases(data: SiteData, cases: Mapping[str, CaseFiles]) -> dict[str, CaseFiles]:
+    """Return a site's cases: those of its subset, without withdrawn subjects.
+
+    Raises:
+        DataError: there is no such case, or none is left.
+    """
+    names = data.select(cases, lambda name: cases[name].subject)
+    if missing := [name for name in names if name not in cases]:
+        raise DataError(f"{data.path}: {missing[0]}: there is no such case")
+    if cases and not names:
+        raise DataError(f"{data.path}: each of {len(cases)} cases is of a subject who has withdrawn")
+    return {name: cases[name] for name in names}
 
 
 def read_cohort(cases: Mapping[str, CaseFiles]) -> Cohort:

@@ -18,7 +18,7 @@ from nibabel.filebasedimages import ImageFileError
 from ...core.errors import DataError
 from ..data.cases import CaseFiles, find_bids_cases
 from ..data.segmentation import check_volumes, describe_orientation
-from ..task import ORIENTATION, Column, SiteData
+from ..task import ORIENTATION, Column
 
 DATASET = "dataset.json"
 TURNING_READER = "NibabelIOWithReorient"
@@ -148,21 +148,6 @@ def find_raw_cases(folder: Path, derivative: str = "*") -> dict[str, CaseFiles]:
         )
     wanted = len(dataset["channel_names"])
     return {name: note_missing_channels(case, wanted) for name, case in sorted(cases.items())}
-
-
-def select_cases(data: SiteData, derivative: str) -> dict[str, CaseFiles]:
-    """Return the cases of a site's raw data that it uses: those of its subset, without withdrawn subjects.
-
-    Arguments are as in :func:`find_raw_cases`.
-
-    Raises:
-        DataError: there is no such data set, or no such case.
-    """
-    cases = find_raw_cases(data.path, derivative)
-    names = data.select(cases, lambda name: cases[name].subject)
-    if missing := [name for name in names if name not in cases]:
-        raise DataError(f"{data.path}: {missing[0]}: there is no such case")
-    return {name: cases[name] for name in names}
 
 
 def list_suffixes(dataset: Mapping[str, Any]) -> list[str]:

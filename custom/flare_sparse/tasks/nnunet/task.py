@@ -17,7 +17,15 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ...core.needs import Need, Needs
-from ..data.cases import CaseFiles, Derivative, describe_left_out, find_bids_cases, read_cohort, split_cases
+from ..data.cases import (
+    CaseFiles,
+    Derivative,
+    describe_left_out,
+    find_bids_cases,
+    read_cohort,
+    select_cases,
+    split_cases,
+)
 from ..data.screening import screen_subjects
 from ..task import Cohort, Column, Examples, Metric, SiteData, Task, TaskConfig, build_examples, is_metric_name
 from .pipeline import TRAINER, Pipeline, Prepared
@@ -214,13 +222,13 @@ class Nnunet(Task):
         return {"dice": float(means.mean()), **{f"dice_{name}": value for name, value in by_region.items()}}
 
     @torch.no_grad()
-    def write_predictions(self, model: nn.Module, path: Path, out: Path) -> Iterator[Path]:
+    def write_predictions(self, model: nn.Module, data: SiteData, out: Path) -> Iterator[Path]:
         """Write what ``nnUNetv2_predict`` does: CASE.nii.gz for each image, ``dataset.json`` and ``plans.json``."""
         dataset = self.config.require_plan()["dataset"]
         ending, channels = dataset["file_ending"], len(dataset["channel_names"])
-        cases = self._find_images(path)
+        cases = select_cases(data, self._find_images(data.path))
         if not cases:
-            raise DataError(f"{path}: no images CASE_0000{ending}, CASE_0001{ending}, ..., and none in BIDS")
+            raise DataError(f"{data.path}: no images CASE_0000{ending}, CASE_0001{ending}, ..., and none in BIDS")
         self._write_plan(out)
         for name, case in cases.items():
             files = note_missing_channels(case, channels)
