@@ -18,11 +18,15 @@ from typer.core import TyperCommand
 from .console import Commands, join_lines
 from .console import out as console
 
-COMMANDS = (
-    "init", "run", "watch", "report", "evaluate", "predict", "audit", "evidence", "sweep", "adapt", "check",
-    "describe", "estimate", "export", "save", "withdraw", "settings", "nnunet",
-    "phantom", "site",
-)  # fmt: skip
+GROUPS = {
+    "Run": ("init", "check", "estimate", "run", "sweep", "adapt", "export"),
+    "Look": ("watch", "report", "describe", "evaluate", "predict", "audit"),
+    "Share": ("save", "evidence", "withdraw"),
+    "Site": ("site", "nnunet"),
+    "Develop": ("settings", "phantom"),
+}
+"""Commands by what a user does with them, in the order of ``--help``."""
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 
 
 class _LazyCommands(Commands):
@@ -30,7 +34,9 @@ class _LazyCommands(Commands):
 
     def __init__(self, **attributes: Any):
         super().__init__(**attributes)
-        self.commands = {name: TyperCommand(name) for name in COMMANDS}
+        self.commands = {
+            name: TyperCommand(name, rich_help_panel=group) for group, names in GROUPS.items() for name in names
+        }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         if args[0] in COMMANDS:
@@ -73,7 +79,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 

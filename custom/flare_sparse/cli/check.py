@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +12,7 @@ import typer
 
 from ..core.findings import Finding, attempt, get_exit_code
 from .console import out, print_finding
-from .options import ConfigFile, Overrides
+from .options import AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from ..config.study import Study
@@ -23,6 +25,7 @@ def check(
         Path | None,
         typer.Option(help="Check the job against a site's policy, too: a file, or one of open, careful, strict"),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check a configuration: settings, model, data, and a first round with one training step at every site.
 
@@ -36,7 +39,7 @@ def check(
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --policy careful[/]
     """
-    raise typer.Exit(print_findings(_check(config, overrides or (), policy)))
+    raise typer.Exit(print_findings(_check(config, overrides or (), policy), as_json=as_json))
 
 
 def _check(config: Path, overrides: Sequence[str], policy: Path | None) -> Iterator[Finding]:
@@ -48,8 +51,12 @@ def _check(config: Path, overrides: Sequence[str], policy: Path | None) -> Itera
         yield from tried.result.check(site_policy=policy)
 
 
-def print_findings(findings: Iterable[Finding]) -> int:
-    """Print findings and the verdict; return the exit code."""
+def print_findings(findings: Iterable[Finding], *, as_json: bool = False) -> int:
+    """Print findings as they come, and the verdict, or all of them as JSON; return the exit code."""
+    if as_json:
+        found = list(findings)
+        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
+        return get_exit_code(found)
     printed = []
     for finding in findings:
         print_finding(out, finding)

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..results.runs.progress import compare_with_dense, format_bytes
 from .console import build_table
 from .console import out as stdout
-from .options import ConfigFile, Overrides
+from .options import AsJson, ConfigFile, Overrides
 
 
 def estimate(
@@ -28,7 +28,7 @@ def estimate(
         bool, typer.Option("--memory", help="Also take one training step on a site's data, and count its memory")
     ] = False,
     set_: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Count the scalars and bytes that a run will send, per round and in total, without training.
 

@@ -31,6 +31,8 @@ ModelName = Annotated[
     ),
 ]
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for another program")]
+
 
 def _trust(context: typer.Context, value: bool) -> bool:
     """Let the command execute the code of result folders, until it ends."""

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..core.errors import ConfigError
 from .console import out as console
-from .console import print_finding
+from .options import AsJson
 
 HELP = """Prepare a site: allow classes, set a policy, refuse code, check that it is ready; show what was asked of it.
 
@@ -117,6 +117,7 @@ def preflight(
             help="Configuration of a planned job: check that it can read the data here and that the policy allows it"
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check that this site is ready for a job: PASS, WARN or FAIL, each with its remedy. Nothing is changed.
 
@@ -125,14 +126,12 @@ def preflight(
     from ..config.loading import load_config
     from ..config.user_tasks import load_task
     from ..flare.site.preflight import check_site
+    from .check import print_findings
 
     config = load_config(job) if job else None
     user_task = load_task(config, job.parent) if config and job else None
-    findings = []
-    for finding in check_site(kit, config, user_task):
-        print_finding(console, finding)
-        findings.append(finding)
-    raise typer.Exit(int(any(finding.severity == "FAIL" for finding in findings)))
+    code = print_findings(check_site(kit, config, user_task), as_json=as_json)
+    raise typer.Exit(min(code, 1))
 
 
 @site.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ from ..results.runs.progress import (
     format_duration,
 )
 from .console import out as stdout
+from .options import AsJson
 
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session
@@ -42,6 +43,13 @@ def watch(
         Path | None, typer.Option(help="Startup kit of an admin of the federation that runs the job")
     ] = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")] = 2.0,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write an HTML page, which loads itself again in a browser while the run goes on"
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
 
@@ -52,11 +60,15 @@ def watch(
 
         flare-sparse watch runs/neurosfl_brain_age
 
+        flare-sparse watch runs/neurosfl_brain_age --page live.html
+
         flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
     """
     updates = follow_folder(Path(run), every) if kit is None else follow_job(run, kit.resolve(), every)
+    if page is not None:
+        updates = write_pages(updates, page)
     try:
-        show_updates(stdout, updates)
+        show_updates(stdout, updates, json.dumps if as_json else None)
     except KeyboardInterrupt:
         stdout.print("no longer watching; the run continues")
 
@@ -144,20 +156,43 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str
             time.sleep(every_s)
 
 
-def show_updates(console: Console, updates: Iterator[list[Mapping[str, Any]]]) -> None:
+def write_pages(updates: Iterator[list[Mapping[str, Any]]], file: Path) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield the updates; write the page of the run whenever there is something new, and once more at its end."""
+    from ..core.checkpoint.writing import replace_atomically
+    from ..results.report.live import format_live_page
+
+    def write(*, has_ended: bool) -> None:
+        with replace_atomically(file) as part:
+            part.write_text(format_live_page(written or [], has_ended=has_ended), encoding="utf-8")
+
+    written: list[Mapping[str, Any]] | None = None
+    for lines in updates:
+        if lines != written:
+            written = list(lines)
+            write(has_ended=False)
+        yield lines
+    write(has_ended=True)
+
+
+def show_updates(
+    console: Console,
+    updates: Iterator[list[Mapping[str, Any]]],
+    format_line: Callable[[Mapping[str, Any]], str] | None = None,
+) -> None:
     """Show rounds as they come: a live table on a terminal, else one line each.
 
     Args:
         console: receives the rounds.
         updates: all rounds so far, at every look.
+        format_line: returns the line of a round, which is then printed on a terminal, too; None: for people.
     """
     shown: list[Mapping[str, Any]] = []
-    if not console.is_terminal:
+    if format_line is not None or not console.is_terminal:
         for lines in updates:
             pairs = enumerate(zip(shown, lines, strict=False))
             num_known = next((i for i, (old, new) in pairs if old != new), len(shown))
-            formatter = ProgressFormatter()
-            for text in [formatter.format(line) for line in lines][num_known:]:
+            format_next = format_line or ProgressFormatter().format
+            for text in [format_next(line) for line in lines][num_known:]:
                 console.print(text, markup=False)
             # A resumed run first writes the rounds that it has: they are not shown a second time.
             shown = lines if len(lines) > num_known or num_known < len(shown) else shown

@@ -68,6 +68,18 @@ def page(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.slow
+def test_page_of_a_run_fits_a_phone(browser: Any, finished: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "live.html"
+    result = CliRunner().invoke(app, ["watch", str(finished["neurosfl"]), "--page", str(page)])
+    assert result.exit_code == 0, result.output
+    browser.set_window_size(500, 900)
+    browser.get(page.as_uri())
+    assert "ended" in browser.find_element("tag name", "body").text
+    assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.slow
 def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finished: dict[str, Path]) -> None:
     browser.get(page.as_uri())
     text = browser.find_element("tag name", "body").text

@@ -6,12 +6,10 @@ import base64
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from ..runs.progress import format_bytes
@@ -36,6 +34,7 @@ from .tables import (
     describe_tests,
     format_metric,
 )
+from .template import fill_template
 
 TRAFFIC_CAPTION = (
     "Dense FedAvg: the bytes that it would have sent instead of each message. Floor: the values in their number format "
@@ -148,13 +147,6 @@ def embed_figure(data: bytes, title: str, caption: str, alt: str) -> SimpleNames
     width, height = struct.unpack(">II", data[16:24])
     encoded = base64.b64encode(data).decode()
     return SimpleNamespace(title=title, caption=caption, alt=alt, width=width, height=height, data=encoded)
-
-
-def fill_template(name: str, content: Mapping[str, Any]) -> str:
-    """Return the page of a template of this package."""
-    loader = PackageLoader("flare_sparse.results.report", ".")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template(name).render(**content, version=version("flare-sparse"))
 
 
 def _build_content(runs: list[RunResult]) -> dict[str, Any]:
