@@ -290,13 +290,15 @@ def test_commands_print_what_their_pages_show(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     Path("app_configs").symlink_to(ROOT / "app_configs")
-    for folder in ("kit/local", "kit/startup"):
+    for folder in ("kit/local", "kit/startup", "data"):
         Path(folder).mkdir(parents=True)
+    rights = {"format_version": "1.0", "permissions": {key: {"byoc": "any"} for key in ("project_admin", "lead")}}
+    Path("kit/local/authorization.json.default").write_text(json.dumps(rights))
     pages = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in OWN_FILES)
     marks = [(page, command) for page in pages for command, _ in SHOWN.findall((ROOT / "docs" / page).read_text())]
     # The run comes first: other pages look at its folder.
     for page, command in sorted(marks, key=lambda mark: " run " not in mark[1]):
-        words = shlex.split(command.replace("KIT", "kit"))[1:]
+        words = shlex.split(command.replace("KIT", "kit").replace("DATA", "data"))[1:]
         words += ["--env", "local"] if words[0] == "run" else []
         check_shown(page, command, CliRunner().invoke(app, words).output)
     assert len(marks) >= 6

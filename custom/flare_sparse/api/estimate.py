@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 from ..config.assemble import Assembly, build_transport, plan_sampling, validate_site_settings
 from ..config.schema import RunConfig
 from ..config.study import Study
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, FlareSparseError
 from ..privacy.dp.forecast import Forecast
 from ..results.runs.record import sum_traffic
 from ..rounds.local.dry_run import DryTrainer, dry_run
@@ -47,6 +49,9 @@ def compute_figures(study: Study) -> dict[str, Any]:
     training = [line for line in ledger.lines if line.kind == "train" and line.content in ("weights", "delta")]
     traffic = sum_traffic(ledger)
     sent = {direction: int(sums["payload_bytes"]) for direction, sums in traffic.items()}
+    by_site: Counter[str] = Counter()
+    for line in ledger.lines:
+        by_site[line.site] += line.payload_bytes
     return {
         "name": config.name,
         "method": config.method.name,
@@ -57,9 +62,41 @@ def compute_figures(study: Study) -> dict[str, Any]:
         "scalars": sum(line.scalars_sent for line in training),
         "dense_scalars": sum(line.scalars_total for line in training),
         "bytes": {**sent, "total": sum(sent.values())},
+        "busiest_site_bytes": max(by_site.values(), default=0),
         "traffic": traffic,
         "per_round": rounds,
     }
+
+
+def compare_methods(
+    file: str | Path, overrides: Sequence[str], names: Sequence[str]
+) -> dict[str, dict[str, Any] | FlareSparseError]:
+    """Return the figures of a study with each of some methods, by name; for a method that does not fit, its error.
+
+    Settings that the file's method has and another one lacks are left out for that one.
+    """
+    figures: dict[str, dict[str, Any] | FlareSparseError] = {}
+    for name in names:
+        try:
+            figures[name] = compute_figures(Study.load(file, [*overrides, f"method.name={name}"]))
+        except FlareSparseError as error:
+            figures[name] = error
+    return figures
+
+
+def parse_link(text: str) -> float:
+    """Return the bits per second of a link.
+
+    >>> parse_link("10mbit"), parse_link("2.5 Gbit/s")
+    (10000000.0, 2500000000.0)
+
+    Raises:
+        ConfigError: it is not a number of kbit, mbit or gbit.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg])bit(?:/s)?", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--link {text!r}: expected a rate such as 10mbit, 100mbit or 1gbit")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
 def forecast_privacy(study: Study, subjects: int | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config.loading import dump_config
+from ..config.loading import dump_config, keep_known_settings
 from ..config.study import Study
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, FlareSparseError, describe_exception
@@ -67,7 +67,8 @@ def sweep(
     Args:
         config: YAML file.
         grid: values of each setting: ``["method.sparsity=0.8,0.9"]`` or ``{"method.sparsity": [0.8, 0.9]}``; with
-            ``trials`` also a range, ``{"method.training.lr": "0.001..0.1,log"}``.
+            ``trials`` also a range, ``{"method.training.lr": "0.001..0.1,log"}``. Methods are values like others,
+            ``{"method.name": ["fedavg", "neurosfl"]}``; a setting that one of them lacks is left out of its runs.
         overrides: settings of all runs.
         trials: settings that a sampler (TPE) chooses by the results so far; None: all combinations.
         seeds: seeds per setting, from the configuration's on.
@@ -95,7 +96,9 @@ def sweep(
     folder = Path(out) if out else Path("runs") / f"{base.name}-sweep"
     # Two sweeps on one folder would each rank the runs of both.
     with RunFolder(folder).claim():
-        search = Search(grid, f"sqlite:///{folder.resolve() / STUDY}", trials=trials, seed=base.seed)
+        search = Search(
+            grid, f"sqlite:///{folder.resolve() / STUDY}", trials=trials, seed=base.seed, keep=keep_known_settings
+        )
         all_seeds = range(base.seed, base.seed + seeds)
 
         def list_pending(listed: Iterable[Trial]) -> list[Trial]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..results.runs.progress import compare_with_dense, format_bytes
+from ..core.errors import FlareSparseError
+from ..results.runs.progress import compare_with_dense, format_bytes, format_duration
 from .console import build_table
 from .console import out as stdout
 from .options import AsJson, ConfigFile, Overrides
@@ -27,6 +30,14 @@ def estimate(
     memory: Annotated[
         bool, typer.Option("--memory", help="Also take one training step on a site's data, and count its memory")
     ] = False,
+    link: Annotated[
+        str | None,
+        typer.Option(help="Also the time of a site's messages on its link, such as 10mbit; its delays not counted"),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,NAME,...", help="Compare methods instead: which fit the study, and their bytes"),
+    ] = None,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -51,10 +62,17 @@ def estimate(
         flare-sparse estimate app_configs/dp_morphometry_age.yaml --subjects 100 --json
 
         flare-sparse estimate app_configs/neurosfl_segmentation.yaml --memory
+
+        flare-sparse estimate app_configs/neurosfl_brain_age.yaml --methods fedavg,neurosfl,topk_ef --link 10mbit
     """
-    from ..api.estimate import compute_figures, forecast_privacy
+    from ..api.estimate import compare_methods, compute_figures, forecast_privacy, parse_link
     from ..config.study import Study
 
+    rate = None if link is None else parse_link(link)
+    if methods is not None:
+        names = [name.strip() for name in methods.split(",")]
+        _show_methods(compare_methods(config, set_ or (), names), config, rate, as_json=as_json)
+        return
     study = Study.load(config, set_ or ())
     figures = compute_figures(study)
     if study.config.privacy is not None:
@@ -63,10 +81,47 @@ def estimate(
         from ..api.memory import measure_memory
 
         figures["memory"] = measure_memory(study)
+    if rate is not None:
+        figures["seconds_on_link"] = 8 * figures["busiest_site_bytes"] / rate
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
     else:
         _show(stdout, figures)
+
+
+def _show_methods(
+    compared: Mapping[str, dict[str, Any] | FlareSparseError], config: Path, rate: float | None, *, as_json: bool
+) -> None:
+    """Print a row for each method: whether it fits, its bytes, and the command that starts it."""
+    rows: list[dict[str, Any]] = []
+    for name, found in compared.items():
+        if isinstance(found, FlareSparseError):
+            reasons = [line.strip() for line in str(found).splitlines() if line.startswith("  ")]
+            rows.append({"method": name, "fits": False, "reason": "; ".join(reasons) or str(found)})
+            continue
+        total, dense = found["bytes"]["total"], sum(way["dense_bytes"] for way in found["traffic"].values())
+        row = {"method": name, "fits": True, "bytes": total, "dense_bytes": dense}
+        if rate is not None:
+            row["seconds_on_link"] = 8 * found["busiest_site_bytes"] / rate
+        rows.append(
+            {**row, "command": shlex.join(["flare-sparse", "run", str(config), "--set", f"method.name={name}"])}
+        )
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    fitting = [row for row in rows if row["fits"]]
+    times = [] if rate is None else [f"at {rate / 1e6:g} Mbit/s"]
+    cells = [
+        [
+            *(str(row["method"]), format_bytes(row["bytes"]), compare_with_dense(row["bytes"], row["dense_bytes"])),
+            *([] if rate is None else [format_duration(row["seconds_on_link"])]),
+        ]
+        for row in fitting
+    ]
+    stdout.print(build_table("", ("method", "bytes", "than dense", *times), cells))
+    for row in rows:
+        text = row["command"] if row["fits"] else f"{row['method']} does not fit: {row['reason']}"
+        stdout.print(text, markup=False, soft_wrap=True)
 
 
 def _show(console: Console, figures: dict[str, Any]) -> None:
@@ -89,6 +144,8 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
             f"{memory['site']}, {format_bytes(memory['weights'])} of it weights; data set and libraries come on top",
             markup=False,
         )
+    if "seconds_on_link" in figures:
+        console.print(f"a site's messages take {format_duration(figures['seconds_on_link'])} on its link")
     if "epsilon" in figures:
         _show_privacy(console, figures)
 

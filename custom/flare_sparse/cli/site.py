@@ -16,6 +16,8 @@ from .options import AsJson
 
 HELP = """Prepare a site: allow classes, set a policy, refuse code, check that it is ready; show what was asked of it.
 
+[dim]flare-sparse site setup /opt/flare/site-1 --data /data/brains --policy careful[/]
+
 [dim]flare-sparse site allow /opt/flare/site-1[/]
 
 [dim]flare-sparse site policy /opt/flare/site-1 --file careful[/]
@@ -38,6 +40,55 @@ site = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP, add
 Kit = Annotated[
     Path, typer.Argument(help="The site's startup kit: the folder that holds startup/ and local/", show_default=False)
 ]
+JobFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Configuration of a planned job: check that it can read the data here and that the policy allows it"
+    ),
+]
+
+
+@site.command()
+def setup(
+    kit: Kit,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder or file of the site's data; default: keep the site file in the kit")
+    ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            help="What may leave: a file, or one of open, careful, strict; default: the kit's own policy, else careful"
+        ),
+    ] = None,
+    id_column: Annotated[
+        str | None, typer.Option("--id", help="Column of a table with the identifiers of subjects")
+    ] = None,
+    job: JobFile = None,
+    systemd: Annotated[
+        bool, typer.Option("--systemd", help="Also write a unit of systemd, which starts the site with the machine")
+    ] = False,
+) -> None:
+    """Make a site ready: where its data is, what may leave, which classes jobs may name, no code in jobs; then check.
+
+    Does what [bold]allow[/], [bold]policy[/] and [bold]no-code[/] do, writes the site file, and ends with
+    [bold]preflight[/]. What is in the kit already stays. The last lines say what is left for a person.
+
+    [dim]flare-sparse site setup /opt/flare/site-1 --data /data/brains --policy careful --job study.yaml[/]
+    """
+    from ..config.policy.policy import POLICY_FILE
+    from ..flare.site.allow_list import find_local_folder
+    from ..flare.site.setup import set_up_site, write_unit
+
+    if policy is None and not (find_local_folder(kit) / POLICY_FILE).is_file():
+        policy = Path("careful")
+    for line in set_up_site(kit, data, policy, id_column):
+        console.print(line, markup=False)
+    if systemd:
+        console.print(f"service: {write_unit(kit)}; its first line says where it goes", markup=False)
+    code = _check_site(kit, job, as_json=False)
+    start = "systemctl enable --now" if systemd else f"{kit.resolve() / 'startup' / 'start.sh'}"
+    console.print(f"left for you: read the policy (docs/site-policy.md); start the site: {start}", markup=False)
+    raise typer.Exit(code)
 
 
 @site.command()
@@ -50,7 +101,7 @@ def allow(
 ) -> None:
     """Allow the classes that jobs of this package name. No code travels with such a job.
 
-    Adds the package's twelve classes, one by one, to class_allow_list in local/resources.json; in the kit of a server
+    Adds the package's classes, one by one, to class_allow_list in local/resources.json; in the kit of a server
     also the one that sends figures to MLflow. Removes the prefix
     [bold]flare_sparse.flare.[/] if it is listed, because FLARE would call every function below it. All other entries
     stay. Turns off streaming of logs to the server. Restart the site afterwards.
@@ -111,18 +162,18 @@ def no_code(kit: Kit) -> None:
 @site.command()
 def preflight(
     kit: Kit,
-    job: Annotated[
-        Path | None,
-        typer.Option(
-            help="Configuration of a planned job: check that it can read the data here and that the policy allows it"
-        ),
-    ] = None,
+    job: JobFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that this site is ready for a job: PASS, WARN or FAIL, each with its remedy. Nothing is changed.
 
     [dim]flare-sparse site preflight /opt/flare/site-1 --job app_configs/neurosfl_brain_age.yaml[/]
     """
+    raise typer.Exit(_check_site(kit, job, as_json=as_json))
+
+
+def _check_site(kit: Path, job: Path | None, *, as_json: bool) -> int:
+    """Print what is found at a site, and return the exit code."""
     from ..config.loading import load_config
     from ..config.user_tasks import load_task
     from ..flare.site.preflight import check_site
@@ -130,8 +181,7 @@ def preflight(
 
     config = load_config(job) if job else None
     user_task = load_task(config, job.parent) if config and job else None
-    code = print_findings(check_site(kit, config, user_task), as_json=as_json)
-    raise typer.Exit(min(code, 1))
+    return min(print_findings(check_site(kit, config, user_task), as_json=as_json), 1)
 
 
 @site.command()

@@ -52,8 +52,13 @@ def sweep(
     the settings that won (best.yaml). With several seeds, some test subjects of one seed are validation subjects of
     another; with --seeds 1 they choose nothing (docs/evaluation.md).
 
+    Methods are values like others; a setting that one of them lacks is left out of its runs.
+
     [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml --grid method.sparsity=0.8,0.9 --set
     task.split.validation=0.1[/]
+
+    [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml --grid method.name=fedavg,neurosfl --grid
+    method.training.lr=0.01,0.03 --set task.split.validation=0.1[/]
     """
     from ..api import sweep as sweeps
 

@@ -30,6 +30,7 @@ from .user_classes import import_method_class, import_task_class
 from .yaml_files import apply_overrides, find_non_finite_settings, format_yaml, read_yaml
 
 J = TypeVar("J", bound=JobConfig)
+_METHOD = "method.name="
 
 
 def load_config(
@@ -48,10 +49,40 @@ def load_config(
         ConfigError: the text lists every error with the field's path, the value found and the values allowed.
     """
     file = Path(path)
-    data = _locate_script_data(apply_overrides(_resolve_paths(read_yaml(file), file.parent), overrides), file.parent)
+    data = _resolve_paths(read_yaml(file), file.parent)
+    data = _locate_script_data(apply_overrides(drop_settings(data, overrides), overrides), file.parent)
     data = name_plugin_classes(insert_bundle(_resolve_paths(data, Path.cwd())))
     registries = _build_registries(data, **(import_classes(data, file.parent) if classes is None else classes))
     return _validate(RunConfig, _read_files(data, registries["task"], file), registries, str(file))
+
+
+def drop_settings(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Drop the settings of a file's method that the method of an override lacks: ``method.name=fedavg``."""
+    section, known = data.get("method"), _list_method_settings(overrides)
+    if known is None or not isinstance(section, dict):
+        return data
+    return {**data, "method": {key: value for key, value in section.items() if key in known}}
+
+
+def keep_known_settings(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides without the settings of ``method`` that the method which they name lacks.
+
+    >>> keep_known_settings(["method.name=fedavg", "method.sparsity=0.9", "method.rounds=5"])
+    ('method.name=fedavg', 'method.rounds=5')
+    """
+    known = _list_method_settings(overrides)
+    if known is None:
+        return tuple(overrides)
+    keys = [text.partition("=")[0].split(".") for text in overrides]
+    return tuple(
+        t for t, key in zip(overrides, keys, strict=True) if key[:1] != ["method"] or key[1:2] == [] or key[1] in known
+    )
+
+
+def _list_method_settings(overrides: Sequence[str]) -> set[str] | None:
+    """Return the settings of the package's method that overrides name; None if they name none."""
+    names = [text.removeprefix(_METHOD) for text in overrides if text.startswith(_METHOD)]
+    return {"name", *METHODS[names[-1]].Config.model_fields} if names and names[-1] in METHODS else None
 
 
 def import_classes(data: Mapping[str, Any], folder: Path) -> dict[str, type[Any]]:

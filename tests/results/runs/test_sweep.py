@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flare_sparse.config.loading import keep_known_settings
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.runs.sweep import (
     Search,
@@ -44,6 +45,15 @@ def test_every_combination_runs_with_every_seed() -> None:
     assert len(trials) == len({trial.folder for trial in trials}) == 8
     assert trials[0].folder.startswith("sparsity=0.8_model=")
     assert all(set(trial.folder) <= set("abcdefghijklmnopqrstuvwxyz0123456789=._-") for trial in trials)
+
+
+def test_settings_that_do_not_apply_make_no_further_combination() -> None:
+    grid = ["method.name=fedavg,neurosfl", "method.sparsity=0.8,0.9"]
+    assert Search(grid, MEMORY, keep=keep_known_settings).known == [
+        ("method.name=fedavg",),
+        ("method.name=neurosfl", "method.sparsity=0.8"),
+        ("method.name=neurosfl", "method.sparsity=0.9"),
+    ]
 
 
 @pytest.mark.parametrize(

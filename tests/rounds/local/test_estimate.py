@@ -9,7 +9,7 @@ import pytest
 from rows import JOBS
 from small_data import NATURAL_SITES, list_overrides
 
-from flare_sparse.api.estimate import compute_figures, name_sites
+from flare_sparse.api.estimate import compare_methods, compute_figures, name_sites, parse_link
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.policy.policy import PRESETS, read_policy
@@ -103,6 +103,22 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestLog]:
 def figures(name: str, *overrides: str) -> dict[str, Any]:
     file = ROOT / "app_configs" / f"{name}.yaml"
     return compute_figures(Study.load(file, overrides))
+
+
+def test_methods_are_compared_on_the_settings_that_they_share() -> None:
+    file = ROOT / "app_configs" / "neurosfl_brain_age.yaml"
+    few = ("method.rounds=1",)
+    found = compare_methods(file, few, ["fedavg", "lora_a2"])
+    (fedavg, error), own = found.values(), figures("neurosfl_brain_age", *few, "method.name=fedavg")
+    assert fedavg == own
+    assert isinstance(error, ConfigError)
+    assert "the network has no LoRA adapters" in str(error)
+
+
+@pytest.mark.parametrize("text", ["10", "fast", "0mbit", "10 mb"])
+def test_rate_of_a_link_has_a_unit(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a rate such as 10mbit"):
+        parse_link(text)
 
 
 @pytest.mark.long

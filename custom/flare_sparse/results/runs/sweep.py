@@ -92,6 +92,7 @@ class Search:
         storage: address of the database.
         trials: number of settings that the TPE sampler chooses; None: all combinations are tried.
         seed: seed of the sampler.
+        keep: returns those of some settings that apply; combinations that differ in the others are one.
 
     Attributes:
         count: number of settings.
@@ -100,7 +101,16 @@ class Search:
         ConfigError: an axis has no value, or is named twice, or Optuna is not installed.
     """
 
-    def __init__(self, axes: Sequence[str], storage: str, *, trials: int | None = None, seed: int = 0):
+    def __init__(
+        self,
+        axes: Sequence[str],
+        storage: str,
+        *,
+        trials: int | None = None,
+        seed: int = 0,
+        keep: Callable[[Sequence[str]], tuple[str, ...]] = tuple,
+    ):
+        self._keep = keep
         parsed = [_parse_axis(text) for text in axes]
         keys = [key for key, _ in parsed]
         if "seed" in keys:
@@ -176,7 +186,7 @@ class Search:
             )
 
     def _describe(self, params: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(f"{key}={params[key]}" for key in self._space)
+        return self._keep([f"{key}={params[key]}" for key in self._space])
 
     def _build_distribution(self, key: str, values: list[str], trials: int | None) -> Any:
         low, dots, high = values[0].partition("..")
