@@ -11,16 +11,31 @@ import pytest
 import torch
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReservedTopic, ReturnCode
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.fuel.f3.cellnet.core_cell import Message
 from nvflare.fuel.utils import fobs
+from nvflare.private.aux_runner import AuxMsgTarget, AuxRunner
 
 from flare_sparse.components.decomposers import MaskDecomposer
 from flare_sparse.core.mask import Mask
 from flare_sparse.flare.egress import EgressRecorder, install_recorder, iterate_buffers
 from flare_sparse.flare.payload import build_refusal, get_refusal_code, hello_to_shareable
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
+
+
+class Cell:
+    """FLARE's connection, which keeps what was sent by receiver."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Shareable]] = []
+
+    def fire_and_forget(self, *, targets: list[str], message: Message, **settings: Any) -> None:
+        self.sent += [(target, message.payload) for target in targets]
+
+    def fire_multi_requests_and_forget(self, targets: dict[str, Any], **settings: Any) -> None:
+        self.sent += [(target, request.message.payload) for target, request in targets.items()]
 
 
 def build_context(kit: Path) -> FLContext:
@@ -33,13 +48,18 @@ def build_context(kit: Path) -> FLContext:
         get_app_config_dir=lambda job: str(kit / job),
     )
     handlers: list[Any] = []
+    cell = Cell()
     engine = SimpleNamespace(
         get_workspace=lambda: workspace,
         handlers=handlers,
+        get_cell=lambda: cell,
         add_handler=handlers.append,
         fire_event=lambda *event: None,
     )
-    return FLContextManager(engine=engine, identity_name="site-1", job_id="job-id").new_context()
+    engine.aux_runner = AuxRunner(engine)
+    fl_ctx = FLContextManager(engine=engine, identity_name="site-1", job_id="job-id").new_context()
+    fl_ctx.set_prop(FLContextKey.PROCESS_TYPE, ProcessType.CLIENT_JOB, private=True, sticky=False)
+    return fl_ctx
 
 
 def send(result: Shareable, fl_ctx: FLContext) -> None:
@@ -126,3 +146,57 @@ def test_content_of_any_value_is_counted(value: Any, size: int) -> None:
     found = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in iterate_buffers(value))
     # FLARE's serializer names the class, as of a ciphertext.
     assert found == size or (isinstance(value, Mask) and found > size)
+
+
+def send_message(fl_ctx: FLContext, topic: str, content: bytes, *, multicast: bool = False) -> None:
+    """Send a message as FLARE's engine does for events, streams and swarms."""
+    runner, request = fl_ctx.get_engine().aux_runner, Shareable()
+    if content:
+        request["content"] = content
+    targets = [AuxMsgTarget("server", "server"), AuxMsgTarget("site-2", "site-2")]
+    if multicast:
+        runner.multicast_aux_requests(topic, [(target, request) for target in targets], 0.0, fl_ctx)
+    else:
+        runner.send_aux_request(targets=targets, topic=topic, request=request, timeout=0.0, fl_ctx=fl_ctx)
+
+
+def test_messages_outside_of_a_result_have_a_line_for_each_receiver(tmp_path: Path) -> None:
+    fl_ctx, rows = build_context(tmp_path), bytes(50_000)
+    install_recorder(fl_ctx)
+    engine = fl_ctx.get_engine()
+    engine.aux_runner.register_aux_message_handler("ask", lambda topic, request, fl_ctx: answer)
+    answer = Shareable({"rows": rows})
+    send_message(fl_ctx, "fed.event", rows)
+    send_message(fl_ctx, "stream", rows, multicast=True)
+    send_message(fl_ctx, ReservedTopic.JOB_HEART_BEAT, b"")
+    send_message(fl_ctx, ReservedTopic.JOB_HEART_BEAT, rows)
+    question = Shareable()
+    question.set_peer_props({"__identity_name__": "site-2"})
+    assert engine.aux_runner.dispatch(topic="ask", request=question, fl_ctx=fl_ctx) is answer
+    lines = read_log(tmp_path / EGRESS_FOLDER / "site-1")
+    assert [(line["kind"], *line["contents"], line["beside"]["receiver"]) for line in lines] == [
+        *(
+            ("message", topic, to)
+            for topic in ("fed.event", "stream", "__job_heartbeat__")
+            for to in ("server", "site-2")
+        ),
+        ("message", "ask", "site-2"),
+    ]
+    assert all(line["bytes"] == line["sent_bytes"] > len(rows) for line in lines)
+    assert len(engine.get_cell().sent) == 8
+
+
+def test_message_without_a_line_is_not_sent(tmp_path: Path) -> None:
+    fl_ctx = build_context(tmp_path)
+    send(make_reply(ReturnCode.OK), fl_ctx)
+    engine = fl_ctx.get_engine()
+    engine.aux_runner.register_aux_message_handler("ask", lambda topic, request, fl_ctx: Shareable({"rows": b"1"}))
+    (tmp_path / EGRESS_FOLDER / "site-1" / "head.txt").write_text("changed")
+    for multicast in (False, True):
+        send_message(fl_ctx, "fed.event", b"1", multicast=multicast)
+    assert engine.get_cell().sent == []
+    question = Shareable()
+    question.set_peer_props({"__identity_name__": "site-2"})
+    reply = engine.aux_runner.dispatch(topic="ask", request=question, fl_ctx=fl_ctx)
+    assert reply.get_return_code() == ReturnCode.ERROR
+    assert "rows" not in reply

@@ -13,6 +13,7 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReturnCode
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.private.aux_runner import AuxRunner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,6 +44,7 @@ class RecipeSite:
             get_workspace=lambda: workspace,
             handlers=[],
             add_handler=lambda handler: None,
+            aux_runner=AuxRunner(None),
             fire_event=lambda *event: None,
         )
         self.fl_ctx: FLContext = FLContextManager(engine=engine, identity_name="site-1", job_id=job).new_context()

@@ -1,10 +1,14 @@
-"""The site's egress log in FLARE: the last handler of a result writes its line, behind every filter and every guard."""
+"""The site's egress log in FLARE: the last handler of a result writes its line, behind every filter and every guard.
+
+What components send outside of a task's result (events, streams, messages of a swarm, replies) has a line of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,9 @@ import torch
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import FLContextKey, ReservedTopic, ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 from nvflare.apis.utils.fl_context_utils import gen_new_peer_ctx
 from nvflare.fuel.utils import fobs
 
@@ -33,9 +37,12 @@ from .payload import (
 )
 from .workspace import find_job_file, get_workspace, write_site_error
 
+_CONTROL = {value for name, value in vars(ReservedTopic).items() if name.isupper()} - {ReservedTopic.DO_TASK}
+"""Topics of FLARE's own control of a job: heartbeats, end of a run."""
+
 
 class EgressRecorder(FLComponent):
-    """Writes a line for each result of a task before FLARE sends it.
+    """Writes a line for each result of a task, and for each other message of the job, before FLARE sends it.
 
     It is no component of a job or of a site's configuration: :func:`install_recorder` adds it behind all of them, so
     that it sees what leaves and not what a guard removes afterwards.
@@ -67,12 +74,63 @@ class EgressRecorder(FLComponent):
             with suppress(OSError):
                 write_site_error(error, code, fl_ctx)
 
+    def watch(self, runner: Any) -> None:
+        """Write a line for each message that FLARE's ``AuxRunner`` sends, and for each reply that it returns.
+
+        Events of a federation, streams, reliable messages and the messages of a swarm all go through it.
+        """
+        runner.send_aux_request = self._guard(
+            runner.send_aux_request, lambda call: {target.name: call["request"] for target in call["targets"]}
+        )
+        runner.multicast_aux_requests = self._guard(
+            runner.multicast_aux_requests,
+            lambda call: {target.name: request for target, request in call["target_requests"]},
+        )
+        dispatch = runner.dispatch
+
+        def reply(topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
+            answer = dispatch(topic=topic, request=request, fl_ctx=fl_ctx)
+            peer = fl_ctx.get_peer_context()
+            name = "server" if peer is None else str(peer.get_identity_name())
+            is_logged = self._record_messages(topic, {name: answer}, fl_ctx)
+            return answer if is_logged else make_reply(ReturnCode.ERROR)
+
+        runner.dispatch = reply
+
+    def _guard(self, send: Callable[..., Any], list_requests: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]:
+        """Return a method that sends its requests if each has a line, and otherwise nothing."""
+
+        def send_logged(*args: Any, **settings: Any) -> Any:
+            call = signature(send).bind(*args, **settings).arguments
+            is_logged = self._record_messages(call["topic"], list_requests(call), call["fl_ctx"])
+            return send(*args, **settings) if is_logged else {}
+
+        return send_logged
+
+    def _record_messages(self, topic: str, messages: Mapping[str, Shareable], fl_ctx: FLContext) -> bool:
+        """Write a line for each message by its receiver, and return whether they may leave."""
+        try:
+            for receiver, message in messages.items():
+                if topic in _CONTROL and set(message) <= {ReservedHeaderKey.HEADERS}:
+                    continue
+                self._log = self._log or _open_log(fl_ctx)
+                beside = {"receiver": receiver}
+                self._log.record(Outgoing("message", [topic], [serialize(message, fl_ctx)], beside))
+        except Exception as error:  # noqa: BLE001 - fail closed, whatever goes wrong
+            self.log_error(
+                fl_ctx, f"{get_failure_code(error)}: a message was withheld: it has no line in the egress log"
+            )
+            return False
+        return True
+
 
 def install_recorder(fl_ctx: FLContext) -> None:
     """Add the recorder behind the components of this site's process; a second call changes nothing."""
     engine = fl_ctx.get_engine()
     if not any(isinstance(handler, EgressRecorder) for handler in engine.handlers):
-        engine.add_handler(EgressRecorder())
+        recorder = EgressRecorder()
+        engine.add_handler(recorder)
+        recorder.watch(engine.aux_runner)
 
 
 def describe_result(result: Shareable) -> Outgoing:
