@@ -42,7 +42,8 @@ class SelectiveSum(MethodAggregator[SelectiveState]):
         assert self._method is not None, "init_state() comes first"
         layout = self._method.layout
         if MASK in (model.meta or {}):
-            return read_mask(model.meta[MASK], layout, self)
+            # A filter behind the selection (ExcludeVars) may have removed tensors.
+            return read_mask(model.meta[MASK], layout, self) & present
         if model.params_type != ParamsType.DIFF:
             return present
         missing = {spec.name: torch.zeros(spec.shape) for spec in layout.tensors if spec.name not in model.params}
