@@ -16,6 +16,7 @@ from nvflare.apis.signal import Signal
 
 from flare_sparse.config.schema import JobConfig
 from flare_sparse.flare.egress import EgressRecorder
+from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 
 
@@ -23,10 +24,16 @@ class DescribedSite:
     """A site with data of its own, from a task to the result that leaves."""
 
     def __init__(
-        self, folder: Path, job: JobConfig, data: Path, executor: Executor, policy: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        job: JobConfig,
+        data: Path,
+        executor: Executor,
+        policy: dict[str, Any] | None = None,
+        session: SiteSession | None = None,
     ):
         local = folder / "local"
-        local.mkdir(parents=True)
+        local.mkdir(parents=True, exist_ok=True)
         (local / "flare_sparse.yaml").write_text(yaml.safe_dump({"data": str(data)}))
         (local / "flare_sparse_policy.yaml").write_text(yaml.safe_dump(policy or {}))
         (folder / "flare_sparse.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_unset=True)))
@@ -37,7 +44,7 @@ class DescribedSite:
             get_app_config_dir=lambda job: str(folder),
         )
         engine = SimpleNamespace(
-            get_workspace=lambda: workspace, get_component=lambda name: None, fire_event=lambda *event: None
+            get_workspace=lambda: workspace, get_component=lambda name: session, fire_event=lambda *event: None
         )
         self.folder, self.executor = folder, executor
         self.fl_ctx: FLContext = FLContextManager(engine=engine, identity_name=folder.name, job_id="id").new_context()

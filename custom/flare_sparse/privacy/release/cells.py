@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import cast
 
@@ -47,11 +48,17 @@ def find_group(groups: Groups, value: str) -> int:
     if is_listed(groups):
         # A code of a job means a number, however it is spelled.
         own = {value, found} - {None}
-        lists = cast("tuple[tuple[str, ...], ...]", groups)
-        matches = (number for number, texts in enumerate(lists) if own & {*texts, *map(find_number, texts)})
+        matches = (number for number, names in enumerate(_list_names(groups)) if not own.isdisjoint(names))
         return next(matches, len(groups) - 1)
     edges = cast("tuple[float, ...]", groups)
     return len(edges) if found is None or math.isnan(found) else bisect_right(edges, found)
+
+
+@lru_cache(maxsize=256)
+def _list_names(groups: Groups) -> tuple[frozenset[str | float | None], ...]:
+    """Return the texts of each list, and the numbers that they spell."""
+    lists = cast("tuple[tuple[str, ...], ...]", groups)
+    return tuple(frozenset({*texts, *map(find_number, texts)}) for texts in lists)
 
 
 def label_group(groups: Groups, number: int) -> str:
