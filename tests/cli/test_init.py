@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ def call(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
 
 
-@pytest.mark.parametrize("kind", STARTERS)
+@pytest.mark.parametrize("kind", [kind for kind in STARTERS if kind != "component"])
 def test_study_of_every_kind_is_valid(kind: str, tmp_path: Path) -> None:
     result = call("init", kind, "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -36,6 +38,31 @@ def test_study_that_is_no_configuration_of_the_package_passes_its_check_and_runs
     for words in (["init", kind], ["check", "study.yaml"], ["run", "study.yaml", "--rounds", "1", "--env", "local"]):
         result = call(*words)
         assert result.exit_code == 0, result.output
+
+
+@pytest.mark.long
+def test_job_with_a_component_runs_and_its_report_has_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("init", "component").exit_code == 0
+    subprocess.run([sys.executable, "job.py"], check=True, capture_output=True, timeout=300)
+    result = call("report", "workspace", "--json")
+    assert result.exit_code == 0, result.output
+    assert "site-1" in result.output
+
+
+@pytest.mark.slow
+def test_data_of_nnunet_are_planned(tmp_path: Path) -> None:
+    result = call("init", "nnunet", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "plan of 10 cases: 3d_fullres, patch [48, 64, 48], batch size 2" in result.output
+    study = Study.load(tmp_path / "study.yaml")
+    assert study.config.task.name == "nnunet"
+    assert len(list((tmp_path / "data").rglob("*_dseg.nii.gz"))) == 10
+    refused = call("init", "nnunet", "--out", tmp_path / "other", "--data", tmp_path / "data" / "site-1" / "sub-0101")
+    assert refused.exit_code == 2
+    assert "expected nnU-Net's dataset.json" in refused.output
 
 
 def test_columns_kinds_labels_and_sites_of_a_table_are_filled_in(tmp_path: Path) -> None:

@@ -12,13 +12,16 @@ from ..config.configurations import CONFIGURATIONS, STARTERS
 from ..core.errors import ConfigError
 from .console import out as console
 
-Kind = Literal["table", "segmentation", "brain_age", "script", "bundle", "method"]
+Kind = Literal["table", "segmentation", "brain_age", "script", "bundle", "nnunet", "method", "component"]
 
 
 def init(
     kind: Annotated[Kind, typer.Argument(help="What the study is about")] = "table",
     data: Annotated[
-        Path | None, typer.Option(help="Only for table: your own table; its columns are looked at and filled in")
+        Path | None,
+        typer.Option(
+            help="For table: your own table, for nnunet: raw data of nnU-Net; it is looked at, and the study filled in"
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write; nothing in it is replaced")] = Path(),
 ) -> None:
@@ -30,29 +33,48 @@ def init(
 
     [dim]flare-sparse init script && flare-sparse run study.yaml[/]
     """
-    sources = [CONFIGURATIONS / name for name in STARTERS[kind]]
-    targets = [out / ("study.yaml" if source is sources[0] else source.name) for source in sources]
-    if data is not None and kind != "table":
+    sources = [CONFIGURATIONS / name for name in STARTERS.get(kind, ())]
+    targets = [out / ("study.yaml" if source.suffix == ".yaml" else source.name) for source in sources]
+    if data is not None and kind not in ("table", "nnunet"):
         raise ConfigError(f"--data: {kind} reads no table; leave it out, and name your data in study.yaml")
-    example = [out / "patients.csv"] if kind == "table" and data is None else []
-    if existing := [str(path) for path in (*targets, *example) if path.exists()]:
+    if kind == "table":
+        targets += [] if data is not None else [out / "patients.csv"]
+    elif kind == "nnunet":
+        targets = [out / "study.yaml", out / "plan.json", *([] if data is not None else [out / "data"])]
+    if existing := [str(path) for path in targets if path.exists()]:
         raise ConfigError(f"{', '.join(existing)}: exists already; choose another folder with --out")
+    for note in _write(kind, data, out, dict(zip(sources, targets, strict=False))):
+        console.print(f"- {note}", markup=False)
+    console.print(", ".join(str(path) for path in targets), markup=False)
+    first = targets[0]
+    commands = f"python {first}" if kind == "component" else f"flare-sparse check {first}; flare-sparse run {first}"
+    console.print(f"next: {commands}", markup=False)
+
+
+def _write(kind: Kind, data: Path | None, out: Path, copies: dict[Path, Path]) -> list[str]:
+    """Write the study; return what was inferred from the data, in sentences."""
+    notes: list[str] = []
+    if kind == "nnunet":
+        from .nnunet import require_nnunet
+
+        require_nnunet()
+        from ..config.nnunet_study import write_nnunet_study
+
+        out.mkdir(parents=True, exist_ok=True)
+        return write_nnunet_study(out, data)
     if data is not None:
         from ..config.table_study import describe_table
 
         # Read before anything is written: a table that cannot be read leaves no half of a study.
         text, notes = describe_table(data)
         out.mkdir(parents=True, exist_ok=True)
-        targets[0].write_text(text, encoding="utf-8")
-        for note in notes:
-            console.print(f"- {note}", markup=False)
-    else:
-        out.mkdir(parents=True, exist_ok=True)
-        for source, target in zip(sources, targets, strict=True):
-            (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
-        for file in example:
-            from ..config.table_study import write_example
+        (out / "study.yaml").write_text(text, encoding="utf-8")
+        return notes
+    out.mkdir(parents=True, exist_ok=True)
+    for source, target in copies.items():
+        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
+    if kind == "table":
+        from ..config.table_study import write_example
 
-            write_example(file)
-    console.print(", ".join(str(path) for path in (*targets, *example)), markup=False)
-    console.print(f"next: flare-sparse check {targets[0]}; flare-sparse run {targets[0]}", markup=False)
+        write_example(out / "patients.csv")
+    return notes

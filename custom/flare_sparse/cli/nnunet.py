@@ -52,7 +52,7 @@ def collect(
     """
     from ..api.collect import collect_fingerprints
 
-    _require_nnunet()
+    require_nnunet()
     if out.is_dir():
         raise ConfigError(f"--out {out}: is a folder; name a file, such as {out / 'all.json'}")
     folder = out.parent / f"{out.stem}-job"
@@ -83,7 +83,7 @@ def plan(
     from ..tasks.nnunet.fingerprint import merge_fingerprints
     from ..tasks.nnunet.plan import build_plan, list_configurations
 
-    _require_nnunet()
+    require_nnunet()
     made = build_plan(merged := merge_fingerprints(_read_sources(sources)), name, planner, memory_gb)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(made, indent=1), encoding="utf-8")
@@ -108,6 +108,11 @@ def _read_sources(sources: Sequence[Path]) -> list[Fingerprint]:
     return [files[source] if source in files else compute_fingerprint(source, samples) for source in sources]
 
 
-def _require_nnunet() -> None:
+def require_nnunet() -> None:
+    """Refuse to go on without nnU-Net.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     if find_spec("nnunetv2") is None:
         raise ConfigError("needs nnU-Net: pip install 'flare-sparse[nnunet]' (docs/nnunet.md)")

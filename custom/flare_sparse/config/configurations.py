@@ -14,8 +14,9 @@ STARTERS = {
     "script": ("starters/script/study.yaml", "starters/script/client.py", "starters/script/model.py"),
     "bundle": ("neurosfl_bundle.yaml", "unet_bundle"),
     "method": ("starters/method/study.yaml", "starters/method/random_masks.py"),
+    "component": ("starters/component/job.py", "starters/script/client.py", "starters/script/model.py"),
 }
-"""Files of the study that ``flare-sparse init`` writes, by kind; the first one becomes ``study.yaml``."""
+"""Files of the study that ``flare-sparse init`` writes, by kind; the first one is the one to run."""
 
 
 def list_configurations() -> list[str]:
