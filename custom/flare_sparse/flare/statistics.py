@@ -56,7 +56,8 @@ class StatisticsExecutor(QuestionExecutor):
             least = max(least, gate.rule.minimum)
         if not (values := encode_columns(list_columns(task, data), least)):
             raise DataError(f"no column has {least} rows, the fewest from which this site computes a figure")
-        figures = {name: compute_figures(column, least) for name, column in values.items()}
+        # By name: labels come in the order of the rows, whose first one would show in the order of the answer.
+        figures = {name: compute_figures(values[name], least) for name in sorted(values)}
         if gate is not None:
             figures = {name: coarsen_figures(name, own, gate) for name, own in figures.items()}
         return Description(figures).model_dump_json()

@@ -101,7 +101,8 @@ class SiteRelease:
             return record.model_copy(update={"metrics": {**record.metrics, key: known | released}})
 
         update_record(self.folder, add)
-        return released
+        # By name: subgroups come in the order of their exact counts.
+        return dict(sorted(released.items()))
 
     def _round(self, name: str, value: float, people: int) -> float:
         metric, group = split_metric(name) or (name, "")
