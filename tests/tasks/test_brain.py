@@ -23,8 +23,9 @@ from flare_sparse.methods.pooled_statistics import pool_statistics
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.registry import TASKS
-from flare_sparse.tasks.task import SiteData, Task, iterate_minibatches
+from flare_sparse.tasks.task import SiteData, Task
 from flare_sparse.training import LocalTask, build_site
+from flare_sparse.training.batches import iterate_pass
 
 SHAPE = (16, 20, 16)
 SMALL = {"shape": SHAPE, "downsample": 1, "model": {"name": "brain_age_cnn_3mm", "channels": [2, 2, 2], "reduced": 2}}
@@ -76,7 +77,7 @@ def test_loaded_examples_are_normalised_and_split(brains: Path) -> None:
 def test_volumes_are_augmented_and_ages_stay(brains: Path) -> None:
     augmented = task(normalization="brain", augmentation={"mirror": True, "intensity": 0.1})
     examples = augmented.load(SiteData("site-1", brains), seed=0)
-    batch = next(iterate_minibatches(examples.train, 8, torch.Generator().manual_seed(0)))
+    batch = next(iterate_pass(examples.train, 8, torch.Generator().manual_seed(0), joins_last=False))
     volumes, ages = augmented.augment(batch, torch.Generator().manual_seed(0))
     assert volumes.shape == batch[0].shape
     assert torch.equal(ages, batch[1])
@@ -178,7 +179,7 @@ def test_training_steps_lower_the_loss(brains: Path, name: str) -> None:
     learn = task(name)
     examples = learn.load(SiteData("a", brains), seed=0)
     model = learn.model()
-    batch = next(iterate_minibatches(examples.train, 8, torch.Generator().manual_seed(0)))
+    batch = next(iterate_pass(examples.train, 8, torch.Generator().manual_seed(0), joins_last=False))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(10):

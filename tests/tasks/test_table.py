@@ -23,7 +23,8 @@ from flare_sparse.tasks.data.atlases import ATLASES
 from flare_sparse.tasks.data.features import format_labels
 from flare_sparse.tasks.data.partition import partition_by_site
 from flare_sparse.tasks.table import TableTask
-from flare_sparse.tasks.task import Examples, SiteData, iterate_minibatches
+from flare_sparse.tasks.task import Examples, SiteData
+from flare_sparse.training.batches import iterate_pass
 
 ROWS = """patient,visit,age,sex,ward,outcome,months,died
 p1,1,60,F,A,benign,5,1
@@ -619,7 +620,7 @@ def test_first_day_medications_predict_death(shared_data: Path) -> None:
     model, order = task.model(), torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(6):
-        for batch in iterate_minibatches(examples.train, 32, order):
+        for batch in iterate_pass(examples.train, 32, order, joins_last=False):
             optimizer.zero_grad()
             task.loss(model, batch).backward()
             optimizer.step()

@@ -17,7 +17,8 @@ from flare_sparse.tasks.data.atlases import ATLASES, scale_anatomically
 from flare_sparse.tasks.data.features import encode_features
 from flare_sparse.tasks.data.tables import Table
 from flare_sparse.tasks.registry import TASKS
-from flare_sparse.tasks.task import SiteData, Task, iterate_minibatches
+from flare_sparse.tasks.task import SiteData, Task
+from flare_sparse.training.batches import iterate_pass
 
 BUNDLE = Path(__file__).parents[2] / "app_configs/unet_bundle"
 
@@ -34,7 +35,7 @@ def train_and_evaluate(learn: Task, data: SiteData, epochs: int, batch_size: int
     model, order = learn.model(), torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(epochs):
-        for batch in iterate_minibatches(examples.train, batch_size, order):
+        for batch in iterate_pass(examples.train, batch_size, order, joins_last=False):
             optimizer.zero_grad()
             learn.loss(model, batch).backward()
             optimizer.step()
@@ -97,7 +98,7 @@ def test_resnet_takes_colour_images(shared_data: Path) -> None:
     ids = tuple(f"train/{i}" for i in range(10))
     examples = learn.load(SiteData("a", shared_data / "cifar10" / "cifar10_jpeg.npz", ids), seed=0)
     assert (examples.n_train, examples.n_test) == (8, 2)
-    batch = next(iterate_minibatches(examples.train, 4, torch.Generator()))
+    batch = next(iterate_pass(examples.train, 4, torch.Generator(), joins_last=False))
     assert learn.predict(learn.model(), batch)[0].shape == (4, 10)
 
 

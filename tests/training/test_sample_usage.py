@@ -13,8 +13,9 @@ from toy import Toy
 from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.core.mask import Mask
 from flare_sparse.rounds.local.dry_run import DryTrainer
-from flare_sparse.tasks.task import Examples, iterate_minibatches
+from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, SampleUsage, Site, TrainingConfig, build_site
+from flare_sparse.training.batches import iterate_pass
 from flare_sparse.training.sample_usage import CountingDataset
 
 
@@ -83,13 +84,23 @@ class AtOnce(Dataset[Any]):
         return [10 * index for index in indices]
 
 
-def test_counting_does_not_change_how_examples_are_read() -> None:
-    def order(examples: Any) -> list[list[int]]:
-        return [batch.tolist() for batch in iterate_minibatches(examples, 2, torch.Generator().manual_seed(3))]
+def test_neither_counting_nor_workers_change_how_examples_are_read() -> None:
+    def read(examples: Any, **options: Any) -> list[list[list[float]]]:
+        draws = torch.Generator().manual_seed(3)
+        return [batch[0].tolist() for batch in iterate_pass(examples, 4, draws, **options)]
 
-    assert order(CountingDataset(AtOnce())) == order(AtOnce())
-    counted, plain = (
-        [x.tolist() for x, _ in iterate_minibatches(examples, 4, torch.Generator().manual_seed(3))]
-        for examples in (CountingDataset(data(9)), data(9))
-    )
-    assert counted == plain
+    assert read(CountingDataset(AtOnce()), joins_last=False, collate=torch.tensor)
+    for joins_last in (False, True):
+        plain, counted, ahead = data(9), CountingDataset(data(9)), CountingDataset(data(9))
+        rows = read(plain, joins_last=joins_last)
+        assert read(counted, joins_last=joins_last) == read(ahead, joins_last=joins_last, workers=2) == rows
+        assert counted.usage == ahead.usage == SampleUsage(9, 2 if joins_last else 3)
+
+
+def test_examples_that_workers_read_ahead_do_not_count() -> None:
+    site = build_site(LocalTask.open("site-1", Sum(), Examples(data(20), data(4)), LAYOUT, 1))
+    trained = [
+        site.train(WEIGHTS, FULL, TrainingConfig(batch_size=8, workers=workers), 1, steps=2) for workers in (0, 2)
+    ]
+    assert torch.equal(*trained)
+    assert site.trainer.usage == SampleUsage(16, 4)

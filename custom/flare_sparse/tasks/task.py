@@ -748,13 +748,3 @@ def _check_withdrawn(source: str, examples: Examples, data: SiteData, people: Co
         raise DataError(
             f"{source} returned data of {len(found)} withdrawn subjects; select the examples with data.select(ids)"
         )
-
-
-def iterate_minibatches(
-    dataset: Dataset[Any],
-    batch_size: int,
-    generator: torch.Generator,
-    collate: Callable[[Sequence[Any]], Any] = stack_examples,
-) -> Iterator[Any]:
-    """Yield the minibatches of one pass over the data in random order; the last one may be smaller."""
-    yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=generator, collate_fn=collate)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import cycle, tee
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from ..core.errors import ConfigError, DataError
 from ..core.reading import stack_examples
 from ..core.seeds import seed_torch
-from ..tasks.task import Task, iterate_minibatches
+from ..tasks.task import Task
 from .flat import FlatModel
 
 _TOO_FEW_VALUES = "more than 1 value per channel"
@@ -53,14 +53,35 @@ def iterate_pass(
     *,
     joins_last: bool,
     collate: Callable[[Sequence[Any]], Any] = stack_examples,
+    workers: int = 0,
 ) -> Iterator[Any]:
-    """Yield the minibatches of one pass in random order, of the sizes of :func:`plan_batch_sizes`."""
-    if not joins_last:
-        yield from iterate_minibatches(dataset, batch_size, generator, collate)
+    """Yield the minibatches of one pass in random order, of the sizes of :func:`plan_batch_sizes`.
+
+    Args:
+        dataset: the examples; a :class:`CountingDataset` with workers, which read ahead and count nothing.
+        batch_size: examples per minibatch.
+        generator: draws the order.
+        joins_last: see :func:`plan_batch_sizes`.
+        collate: makes a minibatch of examples.
+        workers: processes that read the examples; 0: this one.
+    """
+    if joins_last:
+        order = torch.randperm(len(dataset), generator=generator)
+        batches: Iterable[Any] = map(
+            Tensor.tolist, order.split(plan_batch_sizes(len(order), batch_size, joins_last=True))
+        )
+    else:
+        batches = BatchSampler(RandomSampler(dataset, generator=generator), batch_size, drop_last=False)
+    if not workers:
+        yield from DataLoader(dataset, batch_sampler=batches, generator=generator, collate_fn=collate)
         return
-    order = torch.randperm(len(dataset), generator=generator)
-    batches = [indices.tolist() for indices in order.split(plan_batch_sizes(len(dataset), batch_size, joins_last=True))]
-    yield from DataLoader(dataset, batch_sampler=batches, generator=generator, collate_fn=collate)
+    batches, read = tee(batches)
+    loader = DataLoader(
+        dataset.uncounted, batch_sampler=batches, generator=generator, collate_fn=collate, num_workers=workers
+    )
+    for batch, indices in zip(loader, read, strict=True):
+        dataset.count(indices)
+        yield batch
 
 
 def needs_joined_last(model: FlatModel, task: Task, dataset: Dataset[Any], batch_size: int, site: str) -> bool:

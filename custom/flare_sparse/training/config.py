@@ -79,6 +79,13 @@ class TrainingConfig(BaseModel):
     channels_last: bool = Field(
         False, description="volumes and images are stored with their channels last, which GPUs convolve faster"
     )
+    workers: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="processes that read a site's minibatches while it trains, for data that is not kept in memory; "
+        "0: none; the bits are the same",
+    )
     compile: bool = Field(
         False, description="compile the network by torch.compile, which needs a C++ compiler at each site"
     )

@@ -88,7 +88,12 @@ class LocalTask:
         joins_last = self.joins_last(config.batch_size)
         batches = chain.from_iterable(
             iterate_pass(
-                self.train_examples, config.batch_size, order, joins_last=joins_last, collate=self.task.collate
+                self.train_examples,
+                config.batch_size,
+                order,
+                joins_last=joins_last,
+                collate=self.task.collate,
+                workers=config.workers,
             )
             for _ in passes
         )

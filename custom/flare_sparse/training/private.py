@@ -199,7 +199,7 @@ class PrivateTraining:
 
     def _load(self, indices: Sequence[int]) -> list[Any]:
         """Return records as minibatches of one, so that augmentation cannot mix them."""
-        items = self._dataset.read_uncounted(list(indices))
+        items = self._dataset.uncounted.__getitems__(list(indices))
         batches = (self._task.augment(self._task.collate([item]), self._augmentation_generator) for item in items)
         return [self._model.to_device(batch) for batch in batches]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,14 @@ class SampleUsage:
 
 
 class CountingDataset(Dataset[Any]):
-    """A dataset that counts which of its examples and how many minibatches a loader has read."""
+    """A dataset that counts which of its examples and how many minibatches a loader has read.
+
+    Attributes:
+        uncounted: the same examples, for processes and samples that :meth:`count` or :meth:`count_sampling` tells of.
+    """
 
     def __init__(self, examples: Any):
-        self._examples = MinibatchReader(examples)
+        self.uncounted = MinibatchReader(examples)
         self.reset()
 
     def reset(self) -> None:
@@ -41,9 +46,10 @@ class CountingDataset(Dataset[Any]):
         """Usage since the last reset."""
         return SampleUsage(max(len(self._indices), self._sampled), self._batches)
 
-    def read_uncounted(self, indices: list[int]) -> Any:
-        """Return a minibatch that a secret sample has drawn; see :meth:`count_sampling`."""
-        return self._examples.__getitems__(indices)
+    def count(self, indices: Sequence[int]) -> None:
+        """Count a minibatch."""
+        self._indices.update(indices)
+        self._batches += 1
 
     def count_sampling(self, sampled: int, batches: int) -> None:
         """Count secret samples of ``sampled`` expected examples altogether, whichever of them they draw.
@@ -54,14 +60,13 @@ class CountingDataset(Dataset[Any]):
         self._batches += batches
 
     def __len__(self) -> int:
-        return len(self._examples)
+        return len(self.uncounted)
 
     def __getitem__(self, index: int) -> Any:
         self._indices.add(index)
-        return self._examples[index]
+        return self.uncounted[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
         """Return a minibatch; loaders call this method instead of reading the examples one by one."""
-        self._indices.update(indices)
-        self._batches += 1
-        return self._examples.__getitems__(indices)
+        self.count(indices)
+        return self.uncounted.__getitems__(indices)
