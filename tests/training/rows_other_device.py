@@ -14,19 +14,41 @@ import torch
 from other_device import open_other_device
 from small_data import CONFIGS, list_overrides
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Plain, ToyBench
 
 from flare_sparse.config.assemble import open_site
 from flare_sparse.config.study import Study
+from flare_sparse.core.mask import Mask
 from flare_sparse.methods.method import Method
 from flare_sparse.methods.registry import METHODS
+from flare_sparse.methods.scores.snip import compute_saliency
 from flare_sparse.methods.support.lora import LoRAMethod
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
-from flare_sparse.training.config import Hardware
+from flare_sparse.training.config import Hardware, TrainingConfig
 
 # Kernels of the CPU write into outputs that torch has allocated on the other device, of any shape.
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
+
+
+class HostCopies(TorchDispatchMode):
+    """Records the size of every tensor that is copied to the CPU; scalars, such as the loss, are read otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        copies = {
+            torch.ops.aten._to_copy.default: (args[:1], result),
+            torch.ops.aten.copy_.default: (args[1:2], result),
+        }
+        (source,), target = copies.get(func, ((None,), None))
+        if target is not None and source.device != target.device == torch.device("cpu"):
+            self.sizes.append(target.numel())
+        return result
 
 
 class Convolved(Plain):
@@ -92,3 +114,14 @@ def test_no_tensor_of_a_configuration_stays_behind(name: str, tmp_path: Path) ->
     # Every site that was asked answered; not every method asks all of them.
     assert [record.rejected for record in outcome.rounds] == [{}] * len(outcome.rounds)
     assert set() < outcome.evaluation.sites.keys() <= sites.keys()
+
+
+def test_one_copy_of_the_live_values_reaches_the_host_for_a_message() -> None:
+    bench = ToyBench(Plain(), hardware=Hardware(open_other_device()))
+    site, config = bench.site(1), TrainingConfig(batch_size=4, epochs=2, clip_norm=1.0)
+    mask = Mask(torch.rand(bench.layout.size, generator=torch.Generator().manual_seed(1)) < 0.3)
+    with HostCopies() as trained:
+        site.train_entries(bench.weights, mask, config, 1)
+    with HostCopies() as scored:
+        compute_saliency(site, bench.weights, batch_size=4, batches=None, t=1)
+    assert (trained.sizes, scored.sizes) == ([mask.count], [bench.layout.size])

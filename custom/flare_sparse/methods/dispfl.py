@@ -160,7 +160,7 @@ class DisPFL(Method[DisPFLConfig, DisPFLState]):
             return torch.rand(self.layout.size, generator=make_generator(self.seed, "regrow", site.name, request.round))
         batch_size = self.config.training.batch_size
         gradients = site.trainer.compute_gradients(weights, batch_size, 1, request.round, batch_statistics=False)
-        return next(gradients)[0].abs()
+        return next(gradients)[0].abs().cpu()
 
     def learn(self, state: DisPFLState, contributions: Sequence[Contribution]) -> DisPFLState:
         weights, masks = state.weights.clone(), state.masks.clone()

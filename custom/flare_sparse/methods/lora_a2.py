@@ -186,7 +186,8 @@ def _compute_mean_gradient(site: Site, weights: Tensor, training: TrainingConfig
     total, total_weight = torch.zeros_like(weights), 0.0
     # The mean of minibatch means is not the mean over examples where the last minibatch is smaller.
     for gradient, batch_weight in site.trainer.compute_gradients(weights, training.batch_size, batches=None, t=t):
+        total = total.to(gradient.device)
         total.add_(gradient, alpha=batch_weight)
         total_weight += batch_weight
     # The largest minibatch has weight 1: the sum is below 1 only for a site without examples.
-    return total / max(total_weight, 1)
+    return total.cpu() / max(total_weight, 1)

@@ -112,7 +112,7 @@ class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
     def _compute_gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
         """Return the clipped gradient ``(P,)`` of one minibatch."""
         training = self.config.training
-        gradient, _ = next(site.trainer.compute_gradients(weights, training.batch_size, 1, stream))
+        gradient = next(site.trainer.compute_gradients(weights, training.batch_size, 1, stream))[0].cpu()
         if training.clip_norm is None:
             return gradient
         return gradient.mul(min(1.0, training.clip_norm / max(float(gradient.norm()), 1e-12)))

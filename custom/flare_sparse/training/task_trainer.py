@@ -84,8 +84,8 @@ class TaskTrainer(Trainer):
                 else:
                     model.module.eval()
                 loss = self.task.loss(model.module, model.to_device(batch))
-                gradient = torch.zeros(self.layout.size)
-                gradient[: self.layout.num_parameters] = model.compute_gradient(loss).cpu()
+                gradient = torch.zeros(self.layout.size, device=model.device)
+                gradient[: self.layout.num_parameters] = model.compute_gradient(loss)
                 yield gradient, next(batch_weights)
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:

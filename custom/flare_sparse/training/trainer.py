@@ -167,8 +167,9 @@ class Trainer(ABC):
     ) -> Iterator[tuple[Tensor, float]]:
         """Yield gradients ``(P,)`` of the loss at ``weights`` on random minibatches, with their weights in a mean.
 
-        They are zero for buffers. A minibatch weighs its number of examples, in units of the largest one: 1 except for
-        the last of a pass. Dropout is off (docs/algorithms.md, section 1.9).
+        They are zero for buffers, and lie where the site computes, so that a sum of them is copied once. A minibatch
+        weighs its number of examples, in units of the largest one: 1 except for the last of a pass. Dropout is off
+        (docs/algorithms.md, section 1.9).
 
         Args:
             weights: ``(P,)``.

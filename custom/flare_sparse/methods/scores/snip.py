@@ -43,9 +43,10 @@ def average_saliency(gradients: Iterable[tuple[Tensor, float]], factors: Tensor)
     total, total_weight = torch.zeros_like(factors), 0.0
     # The last minibatch of a pass may be smaller. Counted in full, its examples would weigh more than the others.
     for gradient, batch_weight in gradients:
+        total, factors = total.to(gradient.device), factors.to(gradient.device)
         total.add_(gradient.mul_(factors).abs_(), alpha=batch_weight)
         total_weight += batch_weight
-    return total / max(total_weight, 1)
+    return total.cpu() / max(total_weight, 1)
 
 
 def compute_private_saliency(
