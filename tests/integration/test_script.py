@@ -16,21 +16,38 @@ from flare_sparse.config.study import Study
 from flare_sparse.results.runs.folder import RunFolder
 
 SCRIPT = """
+import os
 import sys
 import nvflare.client as flare
 import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 from flare_sparse import client as sparse
 from study.nets import Net
 
 flare.init()
+ranks, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+if ranks > 1:
+    distributed.init_process_group("gloo")
+
+
+def tell(value):
+    # Rank 0 alone speaks with FLARE; what it hears, it tells the other ranks.
+    box = [value]
+    if ranks > 1:
+        distributed.broadcast_object_list(box)
+    return box[0]
+
+
 site = flare.get_site_name()
 assert sparse.site_data().path.is_dir()
 x = torch.randn(80, 12, generator=torch.Generator().manual_seed(int(site[-1])))
 y = x[:, :3].sum(1, keepdim=True)
 net, loss = Net(16), torch.nn.MSELoss()
+trained = DistributedDataParallel(net) if ranks > 1 else net
 optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
-while flare.is_running():
-    received = flare.receive()
+while tell(flare.is_running()):
+    received = tell(flare.receive())
     net.load_state_dict(received.params)
     if "fail" in sys.argv and site == "site-2":
         raise KeyError("subject " + "-".join(("CANARY", "4711")))
@@ -40,16 +57,20 @@ while flare.is_running():
         continue
     net.eval()
     metrics = {"mse": float(loss(net(x[60:]), y[60:])), "test_examples": 20}
-    if flare.is_evaluate():
+    if tell(rank == 0 and flare.is_evaluate()):
         flare.send(flare.FLModel(metrics=metrics))
         continue
     net.train()
-    with sparse.masked(net, optimizer, received):
+    with sparse.masked(trained, optimizer, received):
         for rows in torch.randperm(60, generator=torch.Generator().manual_seed(received.current_round)).split(15):
             optimizer.zero_grad()
-            loss(net(x[rows]), y[rows]).backward()
+            # Each of two ranks has a half of the minibatch; a single process has both.
+            for half in (rows[rank::2],) if ranks > 1 else (rows[::2], rows[1::2]):
+                (loss(trained(x[half]), y[half]) * ranks / 2).backward()
             optimizer.step()
-    flare.send(flare.FLModel(params=net.state_dict(), metrics=metrics, meta=meta))
+    flare.send(flare.FLModel(params=trained.state_dict(), metrics=metrics, meta=meta))
+if ranks > 1:
+    distributed.destroy_process_group()
 """
 
 NET = """
@@ -58,7 +79,7 @@ from .width import DEFAULT
 
 class Net(nn.Sequential):
     def __init__(self, width=DEFAULT):
-        super().__init__(nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
+        super().__init__(nn.Linear(12, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, 1))
 """
 
 
@@ -95,10 +116,11 @@ def run(file: Path, out: Path, *overrides: str) -> dict[str, Any]:
 def test_script_in_the_simulator_ends_with_the_bits_of_a_local_run(tmp_path: Path) -> None:
     """The package and the helper travel; the mask holds; the model loads from the record alone.
 
-    The script runs in a process of its own, and in the local run within the site.
+    The script runs as two processes of torchrun, which share each minibatch by DistributedDataParallel, and in the
+    local run within the site.
     """
     file = configuration(tmp_path / "config")
-    simulated = run(file, tmp_path / "sim", "task.launch=python")
+    simulated = run(file, tmp_path / "sim", "task.launch=torchrun --standalone --nproc_per_node=2")
     local = run_in_process(Study.load(file), RunFolder(tmp_path / "local")).summary
     assert simulated["model_sha256"] == local["model_sha256"]
     assert simulated["final"] == local["final"]
