@@ -16,6 +16,7 @@ from torch import nn
 from flare_sparse.config.schema import RunConfig, build_task, list_partitions
 from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.observer import Observer
 from flare_sparse.results.runs.progress import Printer
 from flare_sparse.tasks.data import bids
 from flare_sparse.tasks.data.partition import PARTITIONERS
@@ -54,8 +55,8 @@ def _indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "indexed", Indexed)
 
 
-def build_config(**simulator: Any) -> RunConfig:
-    data = {"name": "n", "method": {"name": "fedavg"}, "task": {"name": "indexed"}, "simulator": simulator}
+def build_config(method: dict[str, Any] | None = None, /, **simulator: Any) -> RunConfig:
+    data = {"name": "n", "method": method or {"name": "fedavg"}, "task": {"name": "indexed"}, "simulator": simulator}
     return RunConfig.model_validate(data)
 
 
@@ -103,6 +104,21 @@ def test_path_with_site_gives_each_site_a_file_of_its_own(tmp_path: Path) -> Non
         (tmp_path / "site-1.npz", None),
         (tmp_path / "site-2.npz", None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("device", "notes"), [("auto", ["GPUs: site-1 on cuda:0, site-2 on cuda:1, site-3 on cuda:0"]), ("cpu", [])]
+)
+def test_simulated_sites_take_several_gpus_in_turn_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, notes: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    heard, observer = list[str](), Observer()
+    monkeypatch.setattr(observer, "note", heard.append)
+    method = {"name": "fedavg", "training": {"device": device}}
+    config = build_config(method, sites=3, data={"path": str(tmp_path), "partition": {"kind": "iid"}})
+    sites = prepare_site_data(config, build_task(config), tmp_path, observer)
+    assert ([data.device for data in sites.values()], heard) == (["cuda:0", "cuda:1", "cuda:0"], notes)
 
 
 class Brains(Indexed):

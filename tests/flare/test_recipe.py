@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -53,8 +54,11 @@ def read_task(recipe: SparseRecipe, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_arguments_become_the_task_of_the_job(build: Callable[..., SparseRecipe], tmp_path: Path) -> None:
-    recipe = build(train_args="--lr 0.1", launch="torchrun --nproc_per_node=2", metric="mse", weigh_by="examples")
+    options = {"launch": "torchrun --nproc_per_node=2", "metric": "mse", "weigh_by": "examples"}
+    recipe = build(train_args="--lr 0.1", federation={"gpus": 2}, **options)
     task = read_task(recipe, tmp_path)
+    meta = json.loads(next((tmp_path / "jobs").rglob("meta.json")).read_text())
+    assert meta["resource_spec"] == {"@default": {"num_of_gpus": 2}}
     task.pop("split")
     assert task == {
         "script": "client.py",

@@ -137,6 +137,35 @@ def test_kernels_on_a_gpu_are_refused_in_the_configuration_with_both_remedies() 
     assert TrainingConfig(compute="sparse", device="cpu").compute == "sparse"
 
 
+@pytest.mark.parametrize(
+    ("setting", "own", "count", "expected"),
+    [
+        ("auto", None, 0, "cpu"),
+        ("auto", None, 1, "cuda"),
+        ("auto", "cuda:1", 2, "cuda:1"),
+        ("cpu", "cuda:1", 2, "cpu"),
+        ("cuda:1", None, 2, "cuda:1"),
+    ],
+)
+def test_site_computes_where_the_job_or_its_own_file_says(
+    monkeypatch: pytest.MonkeyPatch, setting: str, own: str | None, count: int, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    assert TrainingConfig(device=setting).select_hardware(own).device == torch.device(expected)
+
+
+@pytest.mark.parametrize(("setting", "own", "count"), [("cuda", None, 0), ("cuda:2", None, 2), ("auto", "cuda:1", 1)])
+def test_gpu_that_is_not_there_is_named_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, setting: str, own: str | None, count: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(
+        ConfigError, match=rf"device {own or setting}: torch .* finds {count or 'no'} GPU.* to cpu or a"
+    ):
+        TrainingConfig(device=setting).select_hardware(own)
+
+
 @pytest.mark.parametrize("settings", [{"compute": "dense"}, {"precision": "bfloat16"}])
 def test_dense_computation_installs_no_block(site: Site, settings: dict[str, Any]) -> None:
     recording = BlockRecorder(site.layout)

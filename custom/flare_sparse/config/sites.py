@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ def prepare_site_data(config: RunConfig, task: Task, folder: Path, observer: Obs
         config: configuration whose ``simulator`` section describes sites and data.
         task: reads the index of its data sets.
         folder: phantoms are written to ``folder/phantoms``; phantoms of the same settings are used again.
-        observer: hears of sites that were renamed and folders without examples.
+        observer: hears of sites that were renamed, folders without examples, and GPUs of sites.
 
     Raises:
         ConfigError: the ``simulator`` section is missing or names settings for an unknown site.
@@ -43,17 +44,20 @@ def prepare_site_data(config: RunConfig, task: Task, folder: Path, observer: Obs
             f"The sites are {', '.join(sites)}"
         )
     gone = Withdrawals.read(folder)
+    devices = spread_sites(list(sites))
+    if devices and config.method.config.training.device == "auto":
+        observer.note(f"GPUs: {', '.join(f'{name} on {device}' for name, device in devices.items())}")
     return {
-        name: replace(gone.open(data), methods=settings.get(name, {}), device=choose_device(number))
-        for number, (name, data) in enumerate(sites.items())
+        name: replace(gone.open(data), methods=settings.get(name, {}), device=devices.get(name))
+        for name, data in sites.items()
         if name not in gone.sites
     }
 
 
-def choose_device(number: int) -> str | None:
-    """Return the GPU of a simulated site, in turn by its number; None where there are not several."""
+def spread_sites(names: Sequence[str]) -> dict[str, str]:
+    """Return the GPU of each simulated site, in turn; empty where there are not several GPUs."""
     count = torch.cuda.device_count()
-    return f"cuda:{number % count}" if count > 1 else None
+    return {name: f"cuda:{number % count}" for number, name in enumerate(names)} if count > 1 else {}
 
 
 def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer: Observer) -> dict[str, SiteData]:
