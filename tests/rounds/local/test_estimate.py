@@ -29,9 +29,10 @@ TYPICAL_WITHIN = 1.5
 """Largest factor between the estimate and the ledger of these short runs."""
 LARGE = {
     "fedsparsify_paper", "fedavg_hippocampus", "fedsparsify_hippocampus", "neurosfl_hippocampus",
-    "dp_morphometry_age", "script_cifar10", "neurosfl_segmentation",
+    "dp_morphometry_age", "script_cifar10", "neurosfl_segmentation", "neurosfl_bundle", "flexlora_banking77",
+    "hetlora_banking77",
 }  # fmt: skip
-"""Half a minute to a minute each, of methods that shorter ones run."""
+"""Half a minute to a minute each, of methods that shorter ones run, or of the same network."""
 SHORT = JOBS - {"lora_a2_banking77", "metagater_cifar10", "neurosfl_bundle"}
 """Without large networks."""
 FILES = [file for file in sorted((ROOT / "app_configs").glob("*.yaml")) if file.stem not in LARGE]
