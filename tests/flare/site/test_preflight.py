@@ -63,12 +63,30 @@ def test_preflight_of_an_unprepared_site_names_each_remedy(kit: Path) -> None:
     assert str(kit / "local" / "flare_sparse.yaml") in findings["data"].text
 
 
+@pytest.mark.parametrize(("days", "severity"), [(-1, "FAIL"), (10, "WARN"), (31, "PASS")])
+def test_end_of_the_certificates_is_named_before_it_comes(kit: Path, days: int, severity: str) -> None:
+    write_certificates(kit, days)
+    finding = check(kit)["startup kit"]
+    assert finding.severity == severity
+    assert f"{datetime.now(UTC) + timedelta(days=days):%Y-%m-%d}" in finding.text
+
+
 @pytest.mark.parametrize(("is_approved", "origin"), [(False, "provisioned centrally"), (True, "nvflare cert request")])
 def test_kit_says_whether_the_centre_has_held_its_key(kit: Path, is_approved: bool, origin: str) -> None:
     """FLARE 2.9 states the usage of the key in a certificate that it approves, and in no other one."""
+    write_certificates(kit, 90, is_approved=is_approved)
+    finding = check(kit)["startup kit"]
+    assert finding.severity == "PASS"
+    assert ("not provisioned" in finding.text) == is_approved
+    assert origin in finding.text
+
+
+def write_certificates(kit: Path, days: int, *, is_approved: bool = False) -> None:
+    """Write one certificate as the site's and as that of the authority, with the days until its end."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hospital")])
-    certificate = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+    start, end = now - timedelta(days=2), now + timedelta(days=days)
+    certificate = x509.CertificateBuilder(name, name, key.public_key(), 1, start, end)
     certificate = certificate.add_extension(x509.SubjectAlternativeName([x509.DNSName("hospital")]), critical=False)
     if is_approved:
         usage = x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.CLIENT_AUTH])
@@ -76,10 +94,6 @@ def test_kit_says_whether_the_centre_has_held_its_key(kit: Path, is_approved: bo
     pem = certificate.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
     for file in ("client.crt", "client.key", "rootCA.pem"):
         (kit / "startup" / file).write_bytes(pem)
-    finding = check(kit)["startup kit"]
-    assert finding.severity == "PASS"
-    assert ("not provisioned" in finding.text) == is_approved
-    assert origin in finding.text
 
 
 def test_data_is_read_as_the_job_would_read_it(kit: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ FLARE_SERIES = "2.9"
 ALLOW_COMMAND = "flare-sparse site allow"
 DISK_NEEDED = 2 * 10**9
 CONNECT_TIMEOUT_S = 5.0
+RENEWAL = timedelta(days=30)
+"""Time before the end of a certificate in which a new one is asked for."""
 REFUSAL_TIMEOUT_S = 1.0
 _WRONG_KIT = "Is this the kit of this project?"
 
@@ -108,10 +111,26 @@ def _check_kit(kit: Path) -> tuple[Severity, str]:
     if missing:
         return "FAIL", f"{startup}: {', '.join(missing)} missing; unpack the kit from the coordinating centre again"
     # FLARE 2.9 states the usage of a key in the certificates that it approves, not in those of central provisioning.
-    extensions = load_pem_x509_certificate((startup / "client.crt").read_bytes()).extensions
-    if any(isinstance(extension.value, ExtendedKeyUsage) for extension in extensions):
-        return "PASS", f"{kit}: not provisioned centrally: its private key was made by nvflare cert request"
-    return "PASS", f"{kit}: provisioned centrally: the coordinating centre has held this site's private key"
+    certificate = load_pem_x509_certificate((startup / "client.crt").read_bytes())
+    if any(isinstance(extension.value, ExtendedKeyUsage) for extension in certificate.extensions):
+        origin = "not provisioned centrally: its private key was made by nvflare cert request"
+    else:
+        origin = "provisioned centrally: the coordinating centre has held this site's private key"
+    authority = load_pem_x509_certificate((startup / "rootCA.pem").read_bytes())
+    end = min(certificate.not_valid_after_utc, authority.not_valid_after_utc)
+    verdict, until = _judge_end(end)
+    return verdict, f"{kit}: {origin}; certificates {until}"
+
+
+def _judge_end(end: datetime) -> tuple[Severity, str]:
+    """Return the severity and the text of the end of a certificate; without a valid one no site can connect."""
+    renewal = "ask the coordinating centre for a new kit (docs/operate.md)"
+    left = end - datetime.now(UTC)
+    if left < timedelta():
+        return "FAIL", f"expired on {end:%Y-%m-%d}: {renewal}"
+    if left < RENEWAL:
+        return "WARN", f"expire on {end:%Y-%m-%d}: {renewal}"
+    return "PASS", f"valid until {end:%Y-%m-%d}"
 
 
 def _check_allow_list(kit: Path) -> tuple[Severity, str]:
