@@ -359,7 +359,8 @@ def count_bytes(workspace: Path, kit: Path | None, model: dict[str, torch.Tensor
         return sum(part.sent for part in up), sum(part.dense for part in up)
     logs = (workspace if kit is None else kit.parent).rglob("flare_sparse_egress/*/egress.jsonl")
     lines = [json.loads(text) for log in logs for text in log.read_text().splitlines()]
-    lines = [line for line in lines if kit is None or line["job"] == workspace.name]
+    # Messages outside of a result are FLARE's own, such as those that prepare a task.
+    lines = [line for line in lines if line["kind"] != "message" and (kit is None or line["job"] == workspace.name)]
     models = [line for line in lines if set(line["contents"]) & {"WEIGHTS", "WEIGHT_DIFF", "APP_DEFINED"}]
     dense = 4 * sum(tensor.numel() for tensor in model.values() if tensor.is_floating_point())
     return sum(line["bytes"] for line in lines), dense * len(models)
@@ -386,7 +387,6 @@ def measure_cell(name: str, kit: Path | None = None) -> str:
         sent, dense = count_bytes(workspace, kit, model)
         worst = find_difference(model, run_own(cell.own, folder)) if cell.own else None
     equality = "no such run" if worst is None else "bit-equal" if worst == 0 else f"{worst:.1e}"
-    # What sites of a swarm send each other has no line in an egress log.
     sizes = f"{sent:,} | {dense:,}" if sent else "- | -"
     figures = f"{compute_accuracy(cell.job, model):.3f} | {sizes} | {equality}"
     return f"| {name} | {cell.components} | {figures} |"
