@@ -150,16 +150,18 @@ def exclude(server: Config, client: Config) -> None:
 
 
 def mask_first(_: Config, client: Config) -> None:
-    """Hold the script to the mask before a site's own filters, which take differences."""
+    """Hold the script to the mask before a site's own filters, which want differences."""
     executor = client["executors"][0]["executor"]
     executor["path"] = f"{OWN}.masked_training.MaskedTraining"
+    executor["args"]["params_transfer_type"] = "DIFF"
     del client["task_result_filters"][0]["filters"][0]
 
 
-def mask_differences(server: Config, client: Config) -> None:
-    """The same with differences, which FLARE's privacy filters want."""
+def launch(server: Config, client: Config) -> None:
+    """Hold a script in a process of its own to the mask."""
     mask_first(server, client)
-    client["executors"][0]["executor"]["args"]["params_transfer_type"] = "DIFF"
+    command = {"execution_mode": "external_process", "command": [sys.executable, "-u", "custom/client.py"]}
+    client["executors"][0]["executor"]["args"] = {"params_exchange_format": "pytorch", **command}
 
 
 def average(server: Config, client: Config) -> None:
@@ -217,14 +219,14 @@ CELLS = {
     "lora_a2": Cell("lora_a2", "lora_a2", "RankMean, RankUpload, SparseExchange"),
     "metagater": Cell("metagater", "metagater", "MetaGaterController, MetaStep, KeepMask, CSR"),
     "ScatterAndGather": Cell("fedsparsify", "fedsparsify", "MagnitudePruning, KeepMask, CSR", scatter_and_gather),
-    "masked": Cell("fedsparsify", "fedsparsify", "MagnitudePruning, MaskedTraining, CSR", mask_first),
+    "own process": Cell("fedsparsify", "fedsparsify", "MagnitudePruning, MaskedTraining, CSR", launch),
     "mean": Cell("scbf", "fedavg", "OrderedMean, SparseExchange", average),
     "flexlora": Cell("lora_a2", "flexlora", "FlexLoRAMean, SparseExchange", decompose),
     "swarm": Cell("scbf", "", "FLARE's swarm, KeepMask, ChannelUpload, SparseExchange", swarm),
     "swarm CSR": Cell("scbf", "", "FLARE's swarm, KeepMask, CSR", swarm_csr),
     "ExcludeVars": Cell("scbf", "", "SelectiveSum, ChannelUpload, ExcludeVars, SparseExchange", exclude),
     "site's filter": Cell(
-        "fedsparsify", "", "MagnitudePruning, MaskedTraining, PercentilePrivacy, CSR", mask_differences, (SITES_OWN,)
+        "fedsparsify", "", "MagnitudePruning, MaskedTraining, PercentilePrivacy, CSR", mask_first, (SITES_OWN,)
     ),
     "HE": Cell("scbf", "scbf", "ChannelUpload, FLARE's HE", homomorphic),
 }
@@ -387,7 +389,8 @@ def measure_cell(name: str, kit: Path | None = None) -> str:
         sent, dense = count_bytes(workspace, kit, model)
         worst = find_difference(model, run_own(cell.own, folder)) if cell.own else None
     equality = "no such run" if worst is None else "bit-equal" if worst == 0 else f"{worst:.1e}"
-    sizes = f"{sent:,} | {dense:,}" if sent else "- | -"
+    # What sites of a swarm send each other is logged with FLARE's own messages.
+    sizes = f"{sent:,} | {dense:,}" if dense else "- | -"
     figures = f"{compute_accuracy(cell.job, model):.3f} | {sizes} | {equality}"
     return f"| {name} | {cell.components} | {figures} |"
 

@@ -166,9 +166,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
 }  # fmt: skip
 
+SCORED = (NETWORK, lambda: ScoredMask(0.7), None, lambda s: [KeepMask()], None)
+"""NeuroSFL, whose first round brings scores."""
+
 
 def start_job(case: str, root: Path, to_csr: bool = False) -> tuple[Job, Layout, torch.Tensor]:
-    network, build, _, filters, _ = CASES[case]
+    network, build, _, filters, _ = SCORED if case == "neurosfl" else CASES[case]
     layout = Layout.from_module(network)
     start = draw(layout, "start").abs()
     arrays = {n: v.numpy() for n, v in network.state_dict().items()} | to_numpy(start, layout)
@@ -198,13 +201,14 @@ def test_differences_end_within_float32(case: str, tmp_path: Path) -> None:
     assert torch.allclose(read(model.params, layout), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "neurosfl"])
 def test_resumed_job_ends_with_the_same_bits(case: str, tmp_path: Path) -> None:
     job, layout, _ = start_job(case, tmp_path / "whole")
-    expected = job.run(ROUNDS, build_script(layout)).params
+    start = score if case == "neurosfl" else build_script
+    expected = job.run(ROUNDS, start(layout)).params
     job, _, _ = start_job(case, tmp_path / "first")
     job.aggregator._rounds = ROUNDS  # type: ignore[attr-defined]
-    model = interrupt(job, build_script(layout))
+    model = interrupt(job, start(layout))
     snapshot = job.aggregator.get_persist_state(job.context)
     by_file, _, _ = start_job(case, tmp_path / "by_file")
     by_file.aggregator.resume_from = str(job.server.folder / f"{type(job.aggregator).__name__}.safetensors")  # type: ignore[attr-defined]
@@ -276,8 +280,8 @@ def test_scores_from_which_flare_subtracted_the_model_are_refused_with_the_cause
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     layout = Layout.from_module(NETWORK)
-    job = Job(tmp_path, to_numpy(draw(layout, "start"), layout), NETWORK, ScoredMask(0.7, min_sites=3), SITES)
-    answer = score(layout)
+    arrays = to_numpy(draw(layout, "start"), layout)
+    job, answer = Job(tmp_path, arrays, NETWORK, ScoredMask(0.7, min_sites=3), SITES), score(layout)
 
     def subtract(received: FLModel, site: str) -> FLModel:
         scores = answer(received, site)
@@ -287,6 +291,25 @@ def test_scores_from_which_flare_subtracted_the_model_are_refused_with_the_cause
     with pytest.raises(RoundFailed, match=r"E_QUORUM: 0 updates count.*site-3: ScoredMask: the scores have negative"):
         job.run(1, subtract)
     assert "params_type=ParamsType.DIFF; otherwise FLARE subtracts the model" in caplog.text
+
+
+def test_scores_that_are_not_finite_cost_the_site_its_part_in_the_mask(tmp_path: Path) -> None:
+    layout = Layout.from_module(NETWORK)
+    start, models = to_numpy(draw(layout, "start"), layout), []
+    for name, sites in (("all", SITES), ("others", SITES[1:])):
+        answer = score(layout)
+
+        def overflow(received: FLModel, site: str, answer: Any = answer) -> FLModel:
+            scores = answer(received, site)
+            scores.params["0.bias"][0] = np.inf if site == SITES[0] else 0
+            return scores  # type: ignore[no-any-return]
+
+        job = Job(tmp_path / name, dict(start), NETWORK, ScoredMask(0.7, min_sites=2), sites)
+        models.append(job.run(1, overflow).params)
+    assert all(np.array_equal(models[0][name], array) for name, array in models[1].items())
+    job = Job(tmp_path / "quorum", dict(start), NETWORK, ScoredMask(0.7, min_sites=3), SITES)
+    with pytest.raises(RoundFailed, match=r"E_QUORUM: 2 updates count.*site-1: ScoredMask: 1 values are not finite"):
+        job.run(1, lambda received, site: overflow(received, site, score(layout)))
 
 
 def break_update(what: str) -> Callable[..., FLModel]:
