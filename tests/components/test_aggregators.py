@@ -353,16 +353,17 @@ def test_bad_site_is_left_out_named_and_counted_against_the_quorum(
     assert all(np.array_equal(job.model.params[name], array) for name, array in start.items())
 
 
-def test_tensors_that_a_site_holds_back_count_as_its_owners_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("select", [[], [ChannelUpload(1.0, model=NETWORK)]], ids=["all", "channels"])
+def test_tensors_that_a_site_holds_back_count_as_its_owners_only(select: list[Any], tmp_path: Path) -> None:
     layout = Layout.from_module(NETWORK)
     start = to_numpy(draw(layout, "start"), layout)
     job = Job(
         tmp_path,
         dict(start),
         NETWORK,
-        SelectiveSum("count"),
+        SelectiveSum("count", min_sites=3),
         SITES,
-        lambda site: [ExcludeVars(["3.weight"])] if site != "site-3" else [],
+        lambda site: [*select, *([ExcludeVars(["3.weight"])] if site != "site-3" else [])],
     )
     model = job.run(1, build_script(layout))
     only = job.model.params["3.weight"]
