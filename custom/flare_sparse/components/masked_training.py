@@ -13,19 +13,29 @@ from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
 from ..core.errors import get_failure_code
 from .arrays import check_plain
 from .filters import MODELS
-from .keep_mask import KeepMask
+from .keep_mask import TASK, KeepMask
 from .received import check_received
 
 
 class MaskedTraining(ClientAPIExecutor):
     """``ClientAPIExecutor`` with ``KeepMask`` before all filters, so that a site's own filters see the masked result.
 
-    Arguments are those of ``ClientAPIExecutor``. The mask is the one that comes with the model.
+    In FLARE's swarm it holds the aggregating site, too, whose own result passes no filter.
+
+    Args:
+        source: of the mask, as of ``KeepMask``.
+        args, kwargs: arguments of ``ClientAPIExecutor``.
     """
 
-    def __init__(self, *args: object, **kwargs: object):
+    def __init__(self, *args: object, source: str = TASK, **kwargs: object):
         super().__init__(*args, **kwargs)
-        self._keep = KeepMask()
+        self.source = source
+        self._keep = KeepMask(source)
+
+    @staticmethod
+    def _requires_materialized_result(*_: object) -> bool:
+        """Return True: a script in a process of its own sends references, which FLARE resolves only for filters."""
+        return True
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         super().handle_event(event_type, fl_ctx)
