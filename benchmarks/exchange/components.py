@@ -181,20 +181,21 @@ def decompose(server: Config, client: Config) -> None:
 def swarm(_: Config, client: Config) -> None:
     """Put the filters on the messages between the sites of FLARE's swarm."""
     path = f"{OWN}.sparse_exchange.SparseExchange"
-    select = client.pop("selection")
-    send_to_peers(client, [select], [describe(path, content="model"), describe(path, content="update")] * 2)
+    limits = [describe(f"{OWN}.keep_mask.KeepMask", source="zeros"), client.pop("selection")]
+    send_to_peers(client, limits, [describe(path, content="model"), describe(path, content="update")] * 2)
 
 
 def swarm_csr(_: Config, client: Config) -> None:
-    """Put CSR on them."""
+    """Put CSR on them, and hold the script to the zeros, at the site that aggregates, too."""
     client.pop("selection")
+    (executor,) = [entry["executor"] for entry in client["executors"] if "train" in entry["tasks"]]
+    executor.update(path=f"{OWN}.masked_training.MaskedTraining", args={**executor["args"], "source": "zeros"})
     csr = [describe(f"{OWN}.csr.ToCSR")] * 2 + [describe(f"{OWN}.csr.FromCSR")] * 2
     send_to_peers(client, [], csr)
 
 
-def send_to_peers(client: Config, own: list[Config], codecs: list[Config]) -> None:
+def send_to_peers(client: Config, limits: list[Config], codecs: list[Config]) -> None:
     """Set the chains of models and updates, sent (the first two codecs) and received."""
-    limits = [describe(f"{OWN}.keep_mask.KeepMask", source="zeros"), *own]
     model_out, update_out, model_in, update_in = codecs
     chains = [
         ("swarm_learn", "out", [*limits, model_out]),
@@ -223,7 +224,7 @@ CELLS = {
     "mean": Cell("scbf", "fedavg", "OrderedMean, SparseExchange", average),
     "flexlora": Cell("lora_a2", "flexlora", "FlexLoRAMean, SparseExchange", decompose),
     "swarm": Cell("scbf", "", "FLARE's swarm, KeepMask, ChannelUpload, SparseExchange", swarm),
-    "swarm CSR": Cell("scbf", "", "FLARE's swarm, KeepMask, CSR", swarm_csr),
+    "swarm CSR": Cell("scbf", "", "FLARE's swarm, MaskedTraining, CSR", swarm_csr),
     "ExcludeVars": Cell("scbf", "", "SelectiveSum, ChannelUpload, ExcludeVars, SparseExchange", exclude),
     "site's filter": Cell(
         "fedsparsify", "", "MagnitudePruning, MaskedTraining, PercentilePrivacy, CSR", mask_first, (SITES_OWN,)
