@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -326,7 +327,7 @@ def _read_live(bits: Any, parameter: nn.Parameter) -> Tensor:
     """Return the live entries of a parameter; components of FLARE's own jobs send eight of them in a byte."""
     if isinstance(bits, Tensor):
         return bits
-    return Mask.from_packed(bits, parameter.numel()).bits.view(parameter.shape)
+    return Mask.from_packed(np.frombuffer(bits, np.uint8), parameter.numel()).bits.view(parameter.shape)
 
 
 def _name_parameters(net: nn.Module) -> dict[str, nn.Parameter]:

@@ -76,7 +76,7 @@ def test_what_is_no_mask_or_patch_is_refused(decomposer: Any, data: Any) -> None
 def test_dxo_of_another_kind_is_refused(dxo: DXO, reason: str | None) -> None:
     if reason is None:
         assert dxo_to_patch(dxo, LAYOUT).mask.count == 0
-        dxo.meta[MASK] = {"other": np.zeros(1, np.uint8)}
+        dxo.meta[MASK] = {"other": bytes(1)}
         reason = "the mask has other, which the model has not"
     with pytest.raises(ComponentError, match=f"dxo_to_patch: .*{reason}"):
         dxo_to_patch(dxo, LAYOUT)

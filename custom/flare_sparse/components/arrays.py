@@ -145,16 +145,18 @@ def hold(sent: Arrays, live: Mapping[str, Tensor], received: Arrays | None) -> d
     return held
 
 
-def pack_mask(mask: Mask, layout: Layout) -> dict[str, np.ndarray]:
-    """Return a mask as uint8 arrays by tensor name, eight entries per byte; full tensors are left out.
+def pack_mask(mask: Mask, layout: Layout) -> dict[str, bytes]:
+    r"""Return a mask as bytes by tensor name, eight entries in each; full tensors are left out.
+
+    Plain bytes, because torch loads a model that FLARE saved with its meta only if that holds no numpy arrays.
 
     Examples:
         >>> layout = Layout((TensorSpec("a", (2,)), TensorSpec("b", (3,))))
         >>> pack_mask(Mask(torch.tensor([True, True, True, False, True])), layout)
-        {'b': array([160], dtype=uint8)}
+        {'b': b'\xa0'}
     """
     named = layout.unflatten(mask.bits)
-    return {name: np.packbits(bits.numpy()) for name, bits in named.items() if not bool(bits.all())}
+    return {name: np.packbits(bits.numpy()).tobytes() for name, bits in named.items() if not bool(bits.all())}
 
 
 def read_mask(packed: object, layout: Layout, component: object) -> Mask:
@@ -184,11 +186,9 @@ def unpack_mask(packed: object, shapes: Mapping[str, tuple[int, ...]], component
     for name, bits in packed.items():
         shape = shapes[name]
         size = int(np.prod(shape, dtype=np.int64))
-        if not isinstance(bits, np.ndarray) or bits.dtype != np.uint8 or bits.shape != ((size + 7) // 8,):
+        if not isinstance(bits, bytes) or len(bits) != (size + 7) // 8:
             raise ComponentError(
-                component,
-                f"the mask of {name} is no uint8 array of {(size + 7) // 8} bytes",
-                "it is of another network",
+                component, f"the mask of {name} has no {(size + 7) // 8} bytes", "it is of another network"
             )
-        named[name] = Mask.from_packed(bits, size).bits.view(shape)
+        named[name] = Mask.from_packed(np.frombuffer(bits, np.uint8), size).bits.view(shape)
     return named
