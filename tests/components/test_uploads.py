@@ -21,8 +21,10 @@ from nvflare.apis.shareable import Shareable
 from nvflare.app_common.ccwf.common import Constant
 from nvflare.app_common.filters.exclude_vars import ExcludeVars
 from nvflare.app_opt.he.model_encryptor import HEModelEncryptor
+from nvflare.fuel.utils.fobs.decomposers.via_downloader import LazyDownloadRef
 from torch import nn
 
+from flare_sparse.components import received
 from flare_sparse.components.arrays import MASK, ComponentError, guess_layout, pack_mask, read_mask
 from flare_sparse.components.channel_upload import ChannelUpload
 from flare_sparse.components.csr import ToCSR
@@ -335,3 +337,17 @@ def test_upload_is_limited_before_flare_encrypts_it_and_refused_after(
     for item in (KeepMask(), ChannelUpload(model=NET), ToCSR()):
         assert send(site, [build_encryptor(), item], start, trained, is_delta=True).data == {}
     assert caplog.text.count("another filter has processed the values (CKKS); a selection cannot be made") == 3
+
+
+def test_references_that_an_external_script_would_fetch_are_fetched_for_the_filter(
+    site: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, trained = to_numpy(draw(1), LAYOUT), to_numpy(draw(2), LAYOUT)
+    task = build_task({name: LazyDownloadRef("server", "transaction", name) for name in start})
+    monkeypatch.setattr(received, "materialize_lazy_download_refs", lambda shareable, cell: build_task(start))
+    site.manager.engine.get_cell = lambda: None
+    sent = send_result(site, [ChannelUpload(0.2, model=NET)], task, DXO(DataKind.WEIGHTS, data=trained))
+    whole = send(site, ChannelUpload(0.2, model=NET), start, trained)
+    assert all(np.array_equal(sent.data[name], array) for name, array in whole.data.items())
+    # The script gets what the filter has fetched: FLARE serves one receiver.
+    assert all(np.array_equal(from_shareable(task).data[name], array) for name, array in start.items())

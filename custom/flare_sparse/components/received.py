@@ -13,6 +13,7 @@ from nvflare.apis.filter import FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.utils.task_utils import contains_lazy_download_ref, materialize_lazy_download_refs
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.ccwf.common import Constant
 from torch import Tensor
@@ -56,14 +57,14 @@ class ReceivingFilter(ModelFilter):
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             data = fl_ctx.get_prop(FLContextKey.TASK_DATA)
             if isinstance(data, Shareable):
-                fl_ctx.set_prop(_TASK, self.remember(data), private=True, sticky=True)
+                fl_ctx.set_prop(_TASK, self.remember(data, fl_ctx), private=True, sticky=True)
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         is_arriving = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.IN
         is_site = fl_ctx.get_process_type() != ProcessType.SERVER_JOB
         names_aggregator = shareable.get_header(Constant.AGGREGATOR) is not None
         if self._is_message and is_site and (is_arriving or names_aggregator):
-            fl_ctx.set_prop(_MESSAGE, self.remember(shareable), private=True, sticky=True)
+            fl_ctx.set_prop(_MESSAGE, self.remember(shareable, fl_ctx), private=True, sticky=True)
             return shareable
         if not is_site or is_arriving:
             raise ComponentError(
@@ -88,10 +89,10 @@ class ReceivingFilter(ModelFilter):
         """
         return check_received(fl_ctx.get_prop(_MESSAGE if self._is_message else _TASK), dxo, self)
 
-    def remember(self, shareable: Shareable) -> Received | None:
+    def remember(self, shareable: Shareable, fl_ctx: FLContext) -> Received | None:
         """Prepare the model of a task, in place, and return it; None: the task brings none."""
         try:
-            dxo = from_shareable(shareable)
+            dxo = from_shareable(_fetch(shareable, fl_ctx))
         except ValueError:
             return None
         if dxo.data_kind != DataKind.WEIGHTS or not dxo.data:
@@ -126,6 +127,13 @@ def check_received(received: object, dxo: DXO, component: object) -> Received:
                 "send tensors of the received model",
             )
     return replace(received, arrays=arrays, is_decrypted=is_decrypted)
+
+
+def _fetch(shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+    """Return a task with its arrays: a script in a process of its own gets references, and fetches them itself."""
+    if not contains_lazy_download_ref(shareable):
+        return shareable
+    return materialize_lazy_download_refs(shareable, fl_ctx.get_engine().get_cell())
 
 
 def _copy(array: Any) -> Any:
