@@ -84,6 +84,16 @@ def run_configuration(config: Path, options: argparse.Namespace) -> dict[str, st
         return digest_model(out)
 
 
+def compare_digests(found: dict[str, dict[str, str]], before: dict[str, dict[str, str]]) -> dict[str, list[str]]:
+    """Return the names of the configurations that are equal, different, or lack a digest in one of the trees."""
+    groups: dict[str, list[str]] = {"equal": [], "different": [], "no reference": []}
+    for name, digests in found.items():
+        own, other = digests, before.get(name, {"error": ""})
+        kind = "no reference" if "error" in own or "error" in other else "equal" if own == other else "different"
+        groups[kind].append(name)
+    return groups
+
+
 def main() -> None:
     """Run the configurations, and compare their digests with those of another tree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,7 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each run (default 2)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds of one run (default 300)")
     parser.add_argument("--out", type=Path, help="JSON file of the digests")
-    parser.add_argument("--against", type=Path, help="digests of another tree; the exit code is 1 where any differ")
+    parser.add_argument("--against", type=Path, help="digests of another tree; the exit code is 1 if any differ")
     options = parser.parse_args()
     found: dict[str, dict[str, str]] = {}
     for config in options.configs or sorted((ROOT / "app_configs").glob("*.yaml")):
@@ -103,9 +113,9 @@ def main() -> None:
             options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     if options.against:
         before = json.loads(options.against.read_text(encoding="utf-8"))
-        different = [name for name in found if name in before and found[name] != before[name]]
-        print(f"{len(found) - len(different)} equal, different: {', '.join(different) or 'none'}")
-        sys.exit(bool(different))
+        groups = compare_digests(found, before)
+        print("; ".join(f"{kind}: {', '.join(names) or 'none'}" for kind, names in groups.items()))
+        sys.exit(bool(groups["different"]))
 
 
 if __name__ == "__main__":
