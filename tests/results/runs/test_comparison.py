@@ -24,8 +24,8 @@ def predict(kind: Kind) -> Predictions:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("binary", {"local": {"accuracy", "auc"}, "pooled": {"accuracy", "auc"}}),
-        ("survival", {"local": {"c_index_within_sites"}, "pooled": {"c_index"}}),
+        ("binary", {"local": {"accuracy", "auc_across_sites"}, "pooled": {"accuracy", "auc_across_sites"}}),
+        ("survival", {"local": {"c_index_within_sites"}, "pooled": {"c_index_across_sites"}}),
     ],
 )
 def test_predictors_have_the_metrics_of_their_differences(kind: Kind, expected: dict[str, set[str]]) -> None:
@@ -36,7 +36,9 @@ def test_predictors_have_the_metrics_of_their_differences(kind: Kind, expected: 
         for metric, difference in differences.items():
             assert described[metric] == pytest.approx(difference["second"])
             assert described[f"{metric}_by_site"].keys() == {"a", "b", "c"}
-    assert {"binary": "auc", "survival": "c_index"}[kind] in describe_predictor(predictions, RUN)
+    assert {"binary": "auc_across_sites", "survival": "c_index_across_sites"}[kind] in describe_predictor(
+        predictions, RUN
+    )
 
 
 def test_site_with_too_few_subjects_has_no_metric_within_sites() -> None:

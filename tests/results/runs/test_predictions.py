@@ -95,10 +95,12 @@ def test_binary_runs_are_compared_by_accuracy_and_auc(visits: Path) -> None:
     task = "kind: binary, target: died, id: visit, missing: impute"
     paths = [run_table(visits, f"binary-{name}", task, name).path for name in ("fedavg", "local_only")]
     fedavg, local_only = describe_groups(read_runs(paths))
-    assert fedavg["differences"]["local_only"].keys() == {"accuracy", "auc"}
-    assert fedavg["auc"] == pytest.approx(read_predictions(RunResult.read(paths[0])).pooled["auc"])
-    difference = fedavg["differences"]["local_only"]["auc"]
-    assert (difference["first"], difference["second"]) == pytest.approx((fedavg["auc"], local_only["auc"]))
+    assert fedavg["differences"]["local_only"].keys() == {"accuracy", "auc_across_sites"}
+    assert fedavg["auc_across_sites"] == pytest.approx(read_predictions(RunResult.read(paths[0])).pooled["auc"])
+    difference = fedavg["differences"]["local_only"]["auc_across_sites"]
+    assert (difference["first"], difference["second"]) == pytest.approx(
+        (fedavg["auc_across_sites"], local_only["auc_across_sites"])
+    )
 
 
 @pytest.mark.slow
@@ -109,21 +111,21 @@ def test_survival_runs_are_compared_across_sites_unless_a_model_is_a_sites_own(
     paths = [run_table(visits, f"survival-{name}", task, name).path for name in ("fedavg", "local_only")]
     fedavg, local_only = describe_groups(read_runs(paths))
     assert {other: [*metrics] for other, metrics in fedavg["differences"].items()} == {
-        "site_mean": ["c_index"],
+        "site_mean": ["c_index_across_sites"],
         "cox_local": ["c_index_within_sites"],
-        "cox_pooled": ["c_index"],
+        "cox_pooled": ["c_index_across_sites"],
         "local_only": ["c_index_within_sites"],
     }
     run = RunResult.read(paths[0])
     assert read_predictions(run).differences["cox_local"].keys() == {"c_index_within_sites"}
-    assert fedavg["c_index"] == pytest.approx(read_predictions(run).pooled["c_index"])
-    assert "c_index" not in local_only
+    assert fedavg["c_index_across_sites"] == pytest.approx(read_predictions(run).pooled["c_index"])
+    assert "c_index_across_sites" not in local_only
     monkeypatch.setattr("flare_sparse.results.runs.bootstrap.MOST_PAIRED", 3)
     # Read again: a run keeps its differences.
     run = RunResult.read(paths[0])
     too_many = describe_groups([run])[0]
-    assert (too_many["c_index"], too_many["differences"]) == (None, {})
-    expected = "no c_index: it compares all pairs of at most"
+    assert (too_many["c_index_across_sites"], too_many["differences"]) == (None, {})
+    expected = "no c_index_across_sites: it compares all pairs of at most"
     assert too_many["notes"]["cox_pooled"].startswith(expected)
     assert describe_runs([run], {})["runs"][0]["notes"]["cox_pooled"].startswith(expected)
     table = build_comparisons([run])

@@ -265,11 +265,15 @@ def _get_risk(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:  # no
 
 MAE = PairedMetric("mae", is_lower_better=True, score=_compute_absolute_error)
 ACCURACY = PairedMetric("accuracy", is_lower_better=False, score=_compute_hits)
+# A task's own auc and c_index are means of rankings within sites: these rank the subjects of all sites together.
 AUC = PairedMetric(
-    "auc", is_lower_better=False, score=_get_risk, build_pairs=lambda risk, targets, _: build_auc(risk, targets)
+    "auc_across_sites",
+    is_lower_better=False,
+    score=_get_risk,
+    build_pairs=lambda risk, targets, _: build_auc(risk, targets),
 )
 C_INDEX = PairedMetric(
-    "c_index", is_lower_better=False, score=_get_risk, build_pairs=build_c_index, is_within_runs=True
+    "c_index_across_sites", is_lower_better=False, score=_get_risk, build_pairs=build_c_index, is_within_runs=True
 )
 C_INDEX_WITHIN_SITES = PairedMetric(
     "c_index_within_sites",

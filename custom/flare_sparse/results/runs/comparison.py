@@ -31,6 +31,8 @@ DEFINITIONS = {
     "more than the sites",
     "notes": "metrics that a comparison lacks, and sites that one of groups leaves out, because identifiers or targets "
     "are not the same in both",
+    "auc_across_sites": "ranks the subjects of all sites together, as c_index_across_sites does; a task's own auc and "
+    "c_index are those of final.all",
     "c_index_within_sites": "over pairs of subjects of one site with at least four, where a predictor is another "
     "model at each site",
 }
@@ -117,7 +119,10 @@ def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
         "note": note or (predictions.note if predictions else ""),
     }
     if predictions is not None:
-        description["pooled"] = predictions.pooled | describe_predictor(predictions, RUN)
+        described = describe_predictor(predictions, RUN)
+        # The task's ranking of all subjects is the one across sites, under the name of that within them.
+        kept = {name: value for name, value in predictions.pooled.items() if f"{name}_across_sites" not in described}
+        description["pooled"] = kept | described
         description["baselines"] = {name: describe_predictor(predictions, name) for name in predictions.baselines}
         description["differences"] = predictions.differences
         reasons = {
