@@ -74,7 +74,7 @@ def time_selections(layout: Layout, mask: Mask, draw: torch.Generator) -> dict[s
     wider = mask | Mask(torch.rand(layout.size, generator=draw) < 0.1)
     # Indices are cached by the mask: computing them here keeps them out of the measured calls.
     wider.indices  # noqa: B018
-    cases = {"slices": (channels, None), "bitmap": (mask, None), "shrink": (mask, wider), "csr": (mask, None)}
+    cases = {"slices": (channels, None), "bitmap": (mask, None), "shrink": (mask, wider), "gaps": (mask, None)}
     costs = {}
     for name, (selected, base) in cases.items():
         encoding = ENCODINGS[name]

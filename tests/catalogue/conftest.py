@@ -168,7 +168,6 @@ def build_selections(layout: Any) -> dict[str, tuple[Mask, Mask]]:
         "shared": (most, most),
         "shrink": (some & most, most),
         "bitmap": (some, most),
-        "csr": (Mask(few), full),
         "slices": (Mask(layout.flatten(rows)), full),
         "gaps": (Mask(few), full),
     }

@@ -27,11 +27,6 @@ from flare_sparse.wire.formats import FORMATS
 every_encoding = pytest.mark.parametrize("encoding", list(ENCODINGS))
 
 
-def encodings(*names: str) -> pytest.MarkDecorator:
-    """Parametrize a test by the encodings that can express its row."""
-    return pytest.mark.parametrize("encoding", names)
-
-
 def unpack_bits(sent: Any) -> np.ndarray:
     """Return the bits of a bitmap or shrink selection, with their padding."""
     raw = sent.parts.selection
@@ -46,10 +41,10 @@ def with_changed_bits(sent: Any, change: Callable[[np.ndarray], None]) -> Any:
     return sent.with_selection(b"\0" + np.packbits(changed).tobytes())
 
 
-def with_changed_indices(sent: Any, encoding: str, change: Callable[[np.ndarray], None]) -> Any:
-    """Change the column indices of a CSR's first matrix, or the row indices of the first slices."""
+def with_changed_indices(sent: Any, change: Callable[[np.ndarray], None]) -> Any:
+    """Change the row indices of the first slices."""
     raw = bytearray(sent.parts.selection)
-    start = 4 * 17 if encoding == "csr" else 5  # after 17 row pointers; after a mode and a count
+    start = 5  # after a mode and a count
     indices = np.frombuffer(raw, "<i4", 2, start).copy()
     change(indices)
     raw[start : start + 8] = indices.tobytes()
@@ -143,13 +138,13 @@ def test_values_must_be_as_many_as_selected_entries(wire: Any, encoding: str) ->
 
 
 @pytest.mark.slow
-@encodings("csr", "slices")
+@pytest.mark.parametrize("encoding", ["slices"])
 @pytest.mark.row(4)
-def test_unsorted_double_negative_or_large_indices_are_rejected(wire: Any, encoding: str) -> None:
+def test_unsorted_double_negative_or_large_indices_are_rejected(wire: Any) -> None:
     """The other encodings have no indices."""
 
     def send_indices(first: int, second: int) -> Any:
-        return ("E_INDEX", lambda sent: with_changed_indices(sent, encoding, lambda i: i.put([0, 1], [first, second])))
+        return ("E_INDEX", lambda sent: with_changed_indices(sent, lambda i: i.put([0, 1], [first, second])))
 
     wire.assert_rejects(*(send_indices(*pair) for pair in [(3, 0), (3, 3), (0, -1), (0, 12), (0, 2**31 - 1)]))
 
@@ -194,7 +189,6 @@ def test_entries_outside_the_requested_mask_are_rejected(catalogue: Any, encodin
         "shared": trainable,
         "shrink": asked | Mask(torch.arange(asked.size) == int((trainable - asked).indices[0])),
         "bitmap": asked | beyond,
-        "csr": (asked | beyond) - Mask(torch.arange(asked.size) == int(asked.indices[0])),
         "slices": rows,
         "gaps": beyond,
     }[encoding]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -92,33 +91,6 @@ def build_bitmap(bits: np.ndarray, flag: int = 0) -> bytes:
     return bytes([flag]) + np.packbits(bits).tobytes()
 
 
-def change_csr(change: Callable[[np.ndarray], None]) -> bytes:
-    numbers = np.frombuffer(ENCODINGS["csr"].encode(MASK, None, LAYOUT) or b"", "<i4").copy()
-    change(numbers)
-    return numbers.astype("<i4").tobytes()
-
-
-def _swap_columns(numbers: np.ndarray) -> None:
-    columns = numbers[11:]  # 6 + 1 row pointers of w, 1 + 1 each of b and s
-    columns[:2] = columns[1::-1]
-
-
-def _repeat_column(numbers: np.ndarray) -> None:
-    numbers[12] = numbers[11]
-
-
-def _exceed_width(numbers: np.ndarray) -> None:
-    numbers[11] = 5
-
-
-def _negate_column(numbers: np.ndarray) -> None:
-    numbers[11] = -1
-
-
-def _enlarge_pointer(numbers: np.ndarray) -> None:
-    numbers[6] = 2**30
-
-
 WRONG_BITS = np.concatenate([MASK.bits.numpy(), [True]])
 FLIPPED = np.where(np.arange(SIZE) == 0, ~MASK.bits.numpy(), MASK.bits.numpy())
 
@@ -155,13 +127,6 @@ CASES: dict[str, tuple[str, np.ndarray]] = {
     "bitmap without a byte": ("E_LEN", force_encoding("bitmap", b"")),
     "zstd of another size": ("E_SIZE", force_encoding("bitmap", b"\1" + zstandard.compress(bytes(10_000_000)))),
     "zstd that is none": ("E_LEN", force_encoding("bitmap", b"\1garbage")),
-    "csr unsorted": ("E_INDEX", force_encoding("csr", change_csr(_swap_columns))),
-    "csr duplicate": ("E_INDEX", force_encoding("csr", change_csr(_repeat_column))),
-    "csr out of range": ("E_INDEX", force_encoding("csr", change_csr(_exceed_width))),
-    "csr negative": ("E_INDEX", force_encoding("csr", change_csr(_negate_column))),
-    "csr pointer too large": ("E_INDEX", force_encoding("csr", change_csr(_enlarge_pointer))),
-    "csr truncated": ("E_LEN", force_encoding("csr", change_csr(_swap_columns)[:8])),
-    "csr trailing": ("E_LEN", force_encoding("csr", change_csr(lambda _: None) + bytes(4))),
     "slices of unknown mode": ("E_CANON", force_encoding("slices", b"\7\0\0")),
     "slices out of range": ("E_INDEX", force_encoding("slices", b"\2\1\0\0\0\6\0\0\0\0\0")),
     "slices unsorted": ("E_INDEX", force_encoding("slices", b"\2\2\0\0\0\1\0\0\0\1\0\0\0\0\0")),
@@ -248,7 +213,7 @@ def test_buffer_that_is_not_contiguous_bytes_is_refused(data: Any) -> None:
         decode(data, PLAN)
 
 
-SAMPLES = {name: force_encoding(name) for name in ("shrink", "bitmap", "csr")}
+SAMPLES = {name: force_encoding(name) for name in ("shrink", "bitmap")}
 SAMPLES["shared"] = build_message(BASE_MASK)
 SAMPLES["dense"] = build_message(Mask.full(SIZE), trainable=MASK)
 SAMPLES["slices"] = build_message(
@@ -333,17 +298,6 @@ def test_claimed_sizes_are_refused_without_allocation() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200_000
-
-
-def test_csr_section_longer_than_any_of_the_model_is_refused_unread() -> None:
-    layout = Layout((TensorSpec("w", (100, 100), "weight"),))
-    section = np.zeros(4 * (101 + layout.size + 1), np.uint8)
-    tracemalloc.start()
-    with pytest.raises(RejectedMessage, match="int32, 404 to 40404 bytes, found 40408"):
-        ENCODINGS["csr"].decode(section, None, layout)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < section.size
 
 
 def test_message_longer_than_any_of_the_model_is_refused_unread() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -187,15 +186,6 @@ def test_truncated_or_extended_section_is_refused(data: st.DataObject, layout: L
     )
     with pytest.raises(WireError):
         encoding.decode(np.frombuffer(wrong, np.uint8), base_mask, layout)
-
-
-def test_csr_equals_scipy_sparse() -> None:
-    layout = Layout((TensorSpec("w", (6, 2, 4), "weight"),))
-    mask = Mask(torch.rand(48, generator=torch.Generator().manual_seed(1)) < 0.3)
-    numbers = np.frombuffer(ENCODINGS["csr"].encode(mask, None, layout) or b"", "<i4")
-    oracle = scipy.sparse.csr_matrix(mask.bits.numpy().reshape(6, 8))
-    assert numbers[:7].tolist() == oracle.indptr.tolist()
-    assert numbers[7:].tolist() == oracle.indices.tolist()
 
 
 def test_channels_and_whole_tensors_need_only_their_indices() -> None:

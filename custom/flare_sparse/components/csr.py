@@ -14,10 +14,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from torch import Tensor
 
-from ..core.errors import RejectedMessage
-from ..core.mask import Mask
-from ..core.params import Layout, TensorSpec
-from ..wire.encodings.csr import Csr
+from ..core.params import TensorSpec
 from .arrays import ComponentError, is_float
 from .filters import MODELS, ModelFilter, check_last
 
@@ -82,16 +79,18 @@ def encode_csr(array: Any) -> Any:
     if dense.dtype.newbyteorder("<").str not in _FLOATS:
         return array
     flat, shape = np.ascontiguousarray(dense).reshape(-1), tuple(dense.shape)
-    layout, mask = Layout((TensorSpec("", shape),)), Mask(torch.from_numpy(flat != 0))
-    size = Csr().compute_min_bytes(mask, None, layout)
-    if size is None or size + mask.count * flat.itemsize >= flat.nbytes:
+    rows, count = _count_rows(shape), int(np.count_nonzero(flat))
+    # Row pointers and columns are int32.
+    if flat.size >= 2**31 or 4 * (rows + 1 + count) + count * flat.itemsize >= flat.nbytes:
         return array
-    numbers = np.frombuffer(Csr().encode(mask, None, layout), "<i4")
-    pointers = _count_rows(shape) + 1
+    grid = (flat != 0).reshape(rows, -1)
     return {
-        "indptr": numbers[:pointers].copy(), "indices": numbers[pointers:].copy(), "values": flat[mask.bits.numpy()],
-        "shape": list(shape), "is_torch": is_torch,
-    }  # fmt: skip
+        "indptr": np.concatenate([[0], np.cumsum(grid.sum(1, dtype=np.int64))]).astype("<i4"),
+        "indices": np.nonzero(grid)[1].astype("<i4"),
+        "values": flat[flat != 0],
+        "shape": list(shape),
+        "is_torch": is_torch,
+    }
 
 
 def decode_csr(name: str, table: dict[str, Any]) -> Any:
@@ -101,14 +100,20 @@ def decode_csr(name: str, table: dict[str, Any]) -> Any:
         ComponentError: the table is malformed.
     """
     spec = _check_table(name, table)
-    try:
-        # The package's decoder checks pointers and columns before it expands them.
-        section = np.concatenate([table["indptr"], table["indices"]]).view(np.uint8)
-        mask = Csr().decode(section, None, Layout((spec,)))
-    except RejectedMessage as error:
-        raise _refuse(name, str(error)) from error
-    dense = np.zeros(mask.size, table["values"].dtype)
-    dense[mask.bits.numpy()] = table["values"]
+    rows = _count_rows(spec.shape)
+    width = spec.size // max(rows, 1)
+    # int64: differences and offsets of hostile int32 numbers must not wrap around into the valid range.
+    pointers, columns = table["indptr"].astype(np.int64), table["indices"].astype(np.int64)
+    counts = np.diff(pointers)
+    # Before the columns are expanded: the last pointer is their number.
+    if pointers[0] != 0 or (counts < 0).any() or (counts > width).any() or pointers[-1] != columns.size:
+        raise _refuse(name, f"row pointers are not 0, ascending by at most {width} up to {columns.size}")
+    places = np.repeat(np.arange(rows, dtype=np.int64) * width, counts) + columns
+    # Ascending places rule out duplicates and a second order of the same table.
+    if ((columns < 0) | (columns >= width)).any() or (np.diff(places) <= 0).any():
+        raise _refuse(name, f"columns of a row are not ascending in 0..{width - 1}")
+    dense = np.zeros(spec.size, table["values"].dtype)
+    dense[places] = table["values"]
     dense = dense.reshape(spec.shape)
     return torch.from_numpy(dense) if table["is_torch"] else dense
 

@@ -62,7 +62,6 @@ SELECTIONS = {
     "shared": BASE_MASK,
     "shrink": NESTED,
     "bitmap": ~NESTED,
-    "csr": FEW,
     "slices": CHANNELS,
     "gaps": FEW,
 }

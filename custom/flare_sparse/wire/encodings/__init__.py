@@ -5,7 +5,6 @@ A name and a code always mean the same section: an encoding whose section change
 
 from ...core.errors import RejectedMessage
 from .bitmap import Bitmap
-from .csr import Csr
 from .dense import Dense
 from .encoding import Encoding
 from .gaps import Gaps
@@ -14,7 +13,7 @@ from .shrink import Shrink
 from .slices import Slices
 
 ENCODINGS: dict[str, Encoding] = {
-    encoding.name: encoding for encoding in (Dense(), Shared(), Shrink(), Bitmap(), Csr(), Slices(), Gaps())
+    encoding.name: encoding for encoding in (Dense(), Shared(), Shrink(), Bitmap(), Slices(), Gaps())
 }
 """Every encoding by name. Of two with the same number of bytes, the encoder uses the one listed first."""
 
