@@ -95,6 +95,7 @@ def test_missing_image_is_explained() -> None:
         ("participant_id\tage\n../x\t3\n", "line 2: participant_id '../x'; expected sub- and letters or digits"),
         ("participant_id\nsub-01\nsub-01\n", "line 3: sub-01 occurs twice"),
         ("participant_id\tage\nsub-01\t3\t4\n", "line 2: more fields than columns"),
+        ("participant_id\tage\tage \nsub-01\t3\t4\n", "2 columns 'age'; expected one"),
     ],
 )
 def test_malformed_table_is_refused_with_its_line(tmp_path: Path, table: str, message: str) -> None:

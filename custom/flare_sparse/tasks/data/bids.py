@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -224,11 +225,17 @@ def read_rows(
     """
     try:
         text = StringIO(decode_text(table.read_bytes()), newline="")
-        lines = list(csv.DictReader(text, delimiter="\t", quoting=csv.QUOTE_NONE, restval=""))
+        reader = csv.DictReader(text, delimiter="\t", quoting=csv.QUOTE_NONE, restval="")
+        lines, names = list(reader), [clean_name(name) for name in reader.fieldnames or ()]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{table}: cannot be read: {error}. Expected UTF-8 text, tab-separated columns") from error
     if lines and column not in lines[0]:
         raise DataError(f"{table}: no column {column!r}; found {', '.join(map(str, lines[0]))}")
+    # A dictionary of the line would keep the last one without a word.
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(
+            f"{table}: {Counter(names)[twice[0]]} columns {twice[0]!r}; expected one: remove or rename the others"
+        )
     rows: dict[str, dict[str, str]] = {}
     for number, line in enumerate(lines, start=2):
         name = line[column]
