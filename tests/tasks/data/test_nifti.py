@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.data.nifti import read_nifti
 from flare_sparse.tasks.data.volumes import build_preprocessing, read_voxels
 
 SHAPE = (24, 26, 22)
@@ -116,6 +117,14 @@ def test_unusable_affine_is_refused(affine: np.ndarray, message: str, tmp_path: 
     nib.save(image, tmp_path / "a.nii.gz")
     with pytest.raises(DataError, match=message):
         read_voxels(tmp_path / "a.nii.gz", SHAPE, (3, 3, 3))
+
+
+def test_image_without_orientation_is_read_as_it_is_stored_but_not_turned(tmp_path: Path) -> None:
+    file = tmp_path / "a.nii.gz"
+    nib.save(nib.Nifti1Image(smooth(), None), file)
+    with pytest.raises(DataError, match="does not say which side is left"):
+        read_nifti(file, None)
+    assert np.array_equal(read_nifti(file, None, canonical=False).dataobj, smooth())
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, [("R", "u1"), ("G", "u1"), ("B", "u1")]])

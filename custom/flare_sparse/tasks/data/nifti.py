@@ -53,14 +53,23 @@ def read_nifti(
         axes: axes of a volume: 3, or 2 for plane images.
 
     Raises:
-        DataError: the shape or the spacing differs, the affine or the data type is unusable, or the file is damaged.
+        DataError: the shape or the spacing differs, the affine or the data type is unusable, the orientation that an
+            image is turned from is not known, or the file is damaged.
     """
     try:
         image = nib.load(file)
         _check_header(file, image, shape, spacing, axes)
         if file.suffix == ".gz":
             image = type(image).from_bytes(_decompress(file, _compute_length(image.header)))
-        return nib.as_closest_canonical(image) if canonical and axes == 3 else image
+        if not canonical or axes != 3:
+            return image
+        # nibabel would guess that the first axis runs to the left, which other programs do not.
+        if not (image.header["sform_code"] or image.header["qform_code"]):
+            raise DataError(
+                f"{file.name}: the header does not say which side is left (sform_code and qform_code are 0); set sform "
+                "or qform from the original data"
+            )
+        return nib.as_closest_canonical(image)
     except FileNotFoundError as error:
         raise DataError(f"missing file {file.name}") from error
     except DataError:
