@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.tasks.data.cases import describe_left_out, find_cases, find_images, read_cohort
+from flare_sparse.tasks.data.cases import describe_left_out, find_cases, find_classes, find_images, read_cohort
 from flare_sparse.tasks.data.pairs import Pairs
 
 
@@ -202,3 +202,13 @@ def test_folder_without_cases_says_what_was_expected(tmp_path: Path) -> None:
         find_cases(tmp_path)
     with pytest.raises(DataError, match=r"expected files x/\{case\}.nii, y/\{case\}.nii"):
         find_cases(tmp_path, pairs=Pairs(images=("x/{case}.nii",), labels="y/{case}.nii"))
+
+
+def test_images_in_folders_that_are_no_class_and_of_other_formats_are_counted(tmp_path: Path) -> None:
+    for name in ("0/a.png", "1/b.JPG", "1/c.tif", "benign/d.png", "1/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    cases = find_classes(tmp_path)
+    assert list(cases) == ["0/a.png", "1/b.JPG"]
+    expected = "2 images are left out, since no case has them: 1/c.tif, benign/d.png"
+    assert describe_left_out(cases, tmp_path) == [expected]

@@ -50,6 +50,8 @@ EXPECTED_CLASSES = (
 )
 VOLUMES = r"\.(nii|nrrd|mha|mhd|mgz|img)(\.gz)?$"
 """Ends of the names of files of volumes, also of formats that other tools read."""
+IMAGES = rf"{VOLUMES}|\.(png|jpe?g|bmp|gif|tiff?|webp|dcm)$"
+"""Ends of the names of files of volumes and of plane images, likewise."""
 PHOTOGRAPHS = (".png", ".jpg", ".jpeg")
 """Extensions of plane images besides NIfTI."""
 
@@ -125,11 +127,14 @@ def describe_left_out(cases: Mapping[str, CaseFiles], path: Path) -> list[str]:
     # Label maps that no case has may be in a folder of their own.
     if any(case.labels is None and not case.row for case in cases.values()):
         folders |= {place for folder in folders for place in folder.parent.glob("label*/")}
+    # Folders of classes: one whose name is no number is none.
+    folders |= {place for folder in folders - {path} if folder.name.isdecimal() for place in folder.parent.glob("*/")}
+    endings = IMAGES if any(file.suffix.lower() in PHOTOGRAPHS for file in used) else VOLUMES
     beside = {file for folder in folders if folder.is_dir() for file in folder.iterdir()}
     left = sorted(
         f"{file.parent.name}/{file.name}"
         for file in beside - used
-        if not file.name.startswith(".") and re.search(VOLUMES, file.name, re.IGNORECASE)
+        if not file.name.startswith(".") and re.search(endings, file.name, re.IGNORECASE)
     )
     images = [f"{len(left)} images are left out, since no case has them: {list_first(left, 3)}"] if left else []
     return images + _compare_rows({case.subject for case in cases.values()}, path)
