@@ -179,8 +179,9 @@ def test_numbers_that_only_python_reads_are_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"", "expected a first line with a different name for each column"),
-        ("a.csv", b"x,x\n1,2\n", "expected a first line with a different name for each column"),
+        ("a.csv", b"", "no name for any column in the first line (empty); expected one for each column"),
+        ("a.csv", b"x,,\n1,2,\n", "no name for column 2 in the first line (x); expected one for each column"),
+        ("a.csv", b"x,x \n1,2\n", "two columns 'x'; expected one"),
         ("a.csv", b"x,y\n\n1,2\n", "line 2 has 0 fields, the first line 2"),
         ("a.csv", b"x,y\n1\n", "line 2 has 1 fields, the first line 2"),
         (
@@ -193,7 +194,7 @@ def test_numbers_that_only_python_reads_are_text(tmp_path: Path) -> None:
         ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:40], "cannot be read as a table"),
         ("a.npz", b"PK", "cannot be read as a table"),
         ("a.parquet", b"PAR1", "cannot be read as a table"),
-        ("a.xlsx", b"PK", "cannot be read as a table"),
+        ("a.xlsx", b"PK", "it is no xlsx workbook, or has a password"),
         ("a.sqlite", b"", "the database has 0 tables"),
         ("a.xls", b"", "expected a file that ends with one of .csv, .csv.gz, .tsv, .tsv.gz, .xlsx, .parquet"),
     ],
@@ -210,7 +211,14 @@ def test_npz_arrays_that_form_no_table_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros((2, 2, 2)))
     np.savez(tmp_path / "b.npz", x=np.zeros(2), y=np.zeros(3))
     np.savez(tmp_path / "c.npz", x=np.array([{}], dtype=object))
-    for name, message in (("a", "'x' has 3 dimensions"), ("b", "arrays have 2 and 3 rows"), ("c", "allow_pickle")):
+    np.savez(tmp_path / "d.npz", **{"x": np.zeros(2), "x ": np.ones(2)})
+    problems = {
+        "a": "'x' has 3 dimensions",
+        "b": "arrays have 2 and 3 rows",
+        "c": "allow_pickle",
+        "d": "two columns 'x'",
+    }
+    for name, message in problems.items():
         with pytest.raises(DataError, match=message):
             read_table(tmp_path / f"{name}.npz")
 

@@ -7,11 +7,12 @@ import gzip
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import numpy as np
 
@@ -132,10 +133,29 @@ def _build_columns(lines: Sequence[Sequence[Any]]) -> Columns:
         if len(row) != len(header):
             raise ValueError(f"line {number} has {len(row)} fields, the first line {len(header)}")
     columns = [np.array([_format_cell(row[i]) for row in rows], dtype=_TEXT) for i in range(len(header))]
-    used = [(name, column) for name, column in zip(header, columns, strict=True) if name or np.any(column != "")]
-    if not used or len({name for name, _ in used}) < len(used):
-        raise ValueError("expected a first line with a different name for each column")
-    return dict(used)
+    used = {place: name for place, name in enumerate(header, start=1) if name or np.any(columns[place - 1] != "")}
+    names = list(used.values())
+    if "" in names or not names:
+        place = next((f"column {place}" for place, name in used.items() if not name), "any column")
+        raise ValueError(
+            f"no name for {place} in the first line ({list_first(filter(None, header), 6) or 'empty'}); "
+            "expected one for each column: remove titles, merged cells and empty lines above the table"
+        )
+    return _collect((name, columns[place - 1]) for place, name in used.items())
+
+
+def _collect(columns: Iterable[tuple[str, np.ndarray]]) -> Columns:
+    """Return columns by their clean names.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    found: Columns = {}
+    for name, column in columns:
+        if (name := clean_name(name)) in found:
+            raise ValueError(f"two columns {name!r}; expected one: remove or rename the other")
+        found[name] = column
+    return found
 
 
 def _format_cell(value: object) -> str:
@@ -153,15 +173,14 @@ def _read_parquet(path: Path, columns: Collection[str] = ()) -> Columns:
     # An error about a missing column names those that the table has.
     wanted = sorted(columns, key=known.index) if columns and set(columns) <= set(known) else None
     table = parquet.read_table(path, columns=wanted)
-    values: Columns = {}
-    for name in table.column_names:
-        column = table.column(name)
+    values = []
+    for name, column in zip(table.column_names, table.columns, strict=True):
         # Whole numbers with missing ones would become float64, in which long identifiers are not exact.
         if types.is_floating(column.type) or (types.is_integer(column.type) and not column.null_count):
-            values[clean_name(name)] = _to_column(column.to_numpy())
+            values.append((name, _to_column(column.to_numpy())))
         else:
-            values[clean_name(name)] = _to_column(column.to_pylist())
-    return values
+            values.append((name, _to_column(column.to_pylist())))
+    return _collect(values)
 
 
 def _import_parquet(path: Path) -> Any:
@@ -182,6 +201,8 @@ def _read_excel(path: Path) -> Columns:
         raise DataError(
             f"{path}: xlsx needs openpyxl; pip install 'flare-sparse[excel]', or save the sheet as CSV UTF-8"
         ) from error
+    if not is_zipfile(path):
+        raise ValueError("it is no xlsx workbook, or has a password; save it as xlsx without one, or as CSV UTF-8")
     sheets: dict[bool, list[list[Any]]] = {}
     for has_values in (True, False):
         with closing(load_workbook(path, read_only=True, data_only=has_values)) as book:
@@ -235,10 +256,10 @@ def _read_npz(path: Path) -> Columns:
     for name, values in arrays.items():
         if len(values) == rows:
             columns |= {name: values} if values.ndim == 1 else {f"{name}_{i}": own for i, own in enumerate(values.T)}
-    return {
-        clean_name(name): _to_column(values.astype(np.int64) if values.dtype == bool else values)
+    return _collect(
+        (name, _to_column(values.astype(np.int64) if values.dtype == bool else values))
         for name, values in columns.items()
-    }
+    )
 
 
 _READERS: dict[str, Callable[[Path], Columns]] = {
