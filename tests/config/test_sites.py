@@ -75,6 +75,22 @@ def test_natural_sites_keep_their_names_in_the_characters_that_flare_accepts(tmp
     assert {data.path for data in sites.values()} == {tmp_path}
 
 
+def test_natural_sites_that_differ_in_spelling_are_sites_and_named(tmp_path: Path) -> None:
+    rows = [f"p{i},{['007', '7', 'Bonn', 'bonn', 'Ulm'][i % 5]},{i},{i % 2}" for i in range(30)]
+    (tmp_path / "t.csv").write_text("\n".join(["id,hospital,x,y", *rows]) + "\n")
+    job = {
+        "name": "n",
+        "method": {"name": "fedavg"},
+        "task": {"name": "table", "kind": "binary", "target": "y", "features": ["x"], "id": "id"},
+        "simulator": {"data": {"path": "t.csv", "partition": {"kind": "natural", "column": "hospital"}}},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    output = call("check", tmp_path / "job.yaml").output
+    assert "PASS sites: 007, 7, Bonn, Ulm, bonn" in output
+    assert "WARN sites: " in output
+    assert "names differ only in spelling are different sites: 007, 7; Bonn, bonn; if not, correct them" in output
+
+
 def test_fewer_natural_sites_than_labels_keep_the_largest(tmp_path: Path) -> None:
     sites = prepare_sites(tmp_path, sites=1, data={"path": str(tmp_path), "partition": {"kind": "natural"}})
     assert list(sites) == ["Zurich"]

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.errors import ConfigError, DataError, suggest
+from ..core.errors import ConfigError, DataError, list_first, suggest
+from ..core.names import list_similar
 from ..core.observer import SILENT, Observer
 from ..tasks.data.partition import PARTITIONERS, Partition, list_renamed_sites
 from ..tasks.data.phantom import write_phantoms
@@ -91,6 +92,11 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
     if renamed:
         pairs = ", ".join(f"{name} -> {flare_name}" for name, flare_name in sorted(renamed.items()))
         observer.note(f"sites renamed, because FLARE accepts only letters A to Z, digits, - and _: {pairs}")
+    if similar := list_similar(ids):
+        groups = "; ".join(list_first(group) for group in similar[:3])
+        observer.warn(
+            f"{path}: sites whose names differ only in spelling are different sites: {groups}; if not, correct them"
+        )
     return {name: SiteData(name, path, ids[name]) for name in sorted(ids)}
 
 

@@ -141,6 +141,19 @@ def find_similar(name: str, known: Iterable[str]) -> str:
     return next(same, "") or next(equal, "")
 
 
+def list_similar(names: Iterable[str]) -> list[list[str]]:
+    """Return the groups of names that differ only in spelling, as :func:`find_similar` compares them.
+
+    >>> list_similar(["a", "40", "A", "4E1", "b"])
+    [['40', '4E1'], ['A', 'a']]
+    """
+    groups: dict[object, list[str]] = {}
+    for name in sorted(set(names)):
+        number = find_number(name)
+        groups.setdefault(_fold(name) if number is None else number, []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
 def describe_unknown(name: str, known: Collection[str], where: str) -> str:
     """Return that a name is not among the known ones, with both spellings where one nearly matches.
 
