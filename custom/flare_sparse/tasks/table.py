@@ -193,10 +193,15 @@ class TableTask(Task):
         if self.config.id is None:
             return tuple(str(row) for row in range(1, table.rows + 1))
         ids = table.get_names(self.config.id)
+        if "" in ids:
+            raise DataError(
+                f"{table.source}: column {self.config.id!r} has no identifier in {ids.count('')} of {len(ids)} rows "
+                f"(first: row {ids.index('') + 1}); fill it in, or remove rows of units and totals"
+            )
         if repeated := [name for name, count in Counter(ids).items() if count > 1]:
             raise DataError(
-                f"{table.source}: {len(repeated)} identifiers in column {self.config.id!r} occur more than once or are "
-                f"missing (first: {repeated[0]!r}). If a subject has several rows, set task.group: {self.config.id} "
+                f"{table.source}: {len(repeated)} identifiers in column {self.config.id!r} occur more than once "
+                f"(first: {repeated[0]!r}). If a subject has several rows, set task.group: {self.config.id} "
                 "and task.id: null; otherwise remove the repeated rows"
             )
         return tuple(ids)

@@ -155,6 +155,13 @@ def test_one_bad_cell_is_shown_with_its_row_and_remedy(cell: str, remedy: str) -
     assert "'7'" not in text
 
 
+def test_column_of_numbers_with_one_unit_is_no_column_of_categories() -> None:
+    table = Table(Path("t.csv"), {"x": np.array([f"{i}.5 %" for i in range(12)]), "stage": np.array(["1a", "2a"] * 6)})
+    assert (table.is_text("x"), table.is_text("stage")) == (False, True)
+    with pytest.raises(DataError, match=r"'0\.5 %' \(row 1; 12 of 12 cells\); expected numbers\. Remove '%' from the"):
+        table.get_numbers("x")
+
+
 def test_a_column_with_both_decimal_marks_is_refused() -> None:
     table = Table(Path("t.csv"), {"x": np.array(["1,5", "1.234"])}, spelling=Spelling(","))
     with pytest.raises(DataError, match=r"'1\.234' \(row 2; the only such cell\).*write all cells of the column alike"):
@@ -184,6 +191,8 @@ def test_numbers_that_only_python_reads_are_text(tmp_path: Path) -> None:
         ("a.csv", b"x,x \n1,2\n", "two columns 'x'; expected one"),
         ("a.csv", b"x,y\n\n1,2\n", "line 2 has 0 fields, the first line 2"),
         ("a.csv", b"x,y\n1\n", "line 2 has 1 fields, the first line 2"),
+        ("a.csv", b"Export\nx,y\n1,2\n", "the first line 1; the names of all columns stand there: remove a title"),
+        ("a.csv", b"sep=;\nx;y\n1;2\n", "the first line, sep=, is meant for Excel alone; remove it"),
         (
             "a.csv",
             b"x\n\xe4\n",

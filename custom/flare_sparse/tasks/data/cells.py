@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +23,9 @@ _DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}([ T].*)?|\d{1,2}[./-]\d{1,2}[./-](\d{
 _NUMBER = r"[+-]?(?:\d+[.,]?\d*|[.,]\d+)(?:[eE][+-]?\d+)?"
 _CENSORED = r"([<>≤≥]=?)\s*(.+)"
 _THOUSANDS = r"[+-]?\d{1,3}(?:[ ,.'_\u00a0\u202f]\d{3})+(?:[.,]\d+)?"
+_WITH_UNIT = rf"{_NUMBER}\s*([^\d\s].*)"
+_MOST_LABELS = 10
+"""Most labels of a column of categories such as ``1a`` and ``2a``, which are no numbers with a unit."""
 _REMEDIES = {
     _CENSORED: "Set task.censored: half or limit, to compute with {2}, or correct the cell",
     r"#.*": "It is an error of a spreadsheet: correct the cell, or {code}",
@@ -29,7 +33,7 @@ _REMEDIES = {
     _NUMBER: "Set task.decimal: ',' if the comma is a decimal one, and write all cells of the column alike; else "
     "remove the mark of thousands",
     _THOUSANDS: "Remove the marks of thousands",
-    rf"{_NUMBER}\s*([^\d\s].*)": "Remove {1!r} from the cells: a column has one unit, which its name may say",
+    _WITH_UNIT: "Remove {1!r} from the cells: a column has one unit, which its name may say",
     r".*": "{units}If it stands for a missing value, {code}; else correct the cell",
 }
 """What to do about a cell, by pattern; the first one that fits."""
@@ -89,6 +93,16 @@ def describe_remedy(column: str, text: str, *, is_first: bool) -> str:
             units = "If the first row has units, remove it. " if is_first else ""
             return remedy.format(text, *found.groups(), code=code, units=units)
     raise AssertionError("the last pattern fits each text")
+
+
+def find_unit(texts: Collection[str]) -> str:
+    """Return the unit behind the numbers of more texts than a category has labels; else "".
+
+    >>> find_unit([f"{i} mmHg" for i in range(20)]), find_unit(["1a", "2a"])
+    ('mmHg', '')
+    """
+    units = {found[1] if (found := re.fullmatch(_WITH_UNIT, text)) else "" for text in texts}
+    return units.pop() if len(units) == 1 and len(texts) > _MOST_LABELS else ""
 
 
 def find_date(column: np.ndarray) -> str:

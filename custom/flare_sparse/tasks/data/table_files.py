@@ -99,6 +99,8 @@ def _read_text(path: Path) -> str:
 
 
 def _split_lines(text: str) -> Iterator[list[str]]:
+    if text[:4].lower() == "sep=":
+        raise ValueError("the first line, sep=, is meant for Excel alone; remove it")
     # strict: a quote without its partner would take the lines up to the next one into its field.
     return csv.reader(StringIO(text, newline=""), delimiter=_find_delimiter(text), strict=True)
 
@@ -131,7 +133,8 @@ def _build_columns(lines: Sequence[Sequence[Any]]) -> Columns:
         rows.pop()
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
-            raise ValueError(f"line {number} has {len(row)} fields, the first line {len(header)}")
+            title = "; the names of all columns stand there: remove a title above them" if len(header) == 1 else ""
+            raise ValueError(f"line {number} has {len(row)} fields, the first line {len(header)}{title}")
     columns = [np.array([_format_cell(row[i]) for row in rows], dtype=_TEXT) for i in range(len(header))]
     used = {place: name for place, name in enumerate(header, start=1) if name or np.any(columns[place - 1] != "")}
     names = list(used.values())

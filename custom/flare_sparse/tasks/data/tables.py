@@ -14,7 +14,7 @@ import numpy as np
 
 from ...core.errors import DataError, list_first, suggest
 from ...core.names import find_number, find_similar, format_names
-from .cells import DATES, PLAIN, Spelling, describe_remedy, find_date, read_cell
+from .cells import DATES, PLAIN, Spelling, describe_remedy, find_date, find_unit, read_cell
 from .table_files import Columns, read_columns
 
 
@@ -83,11 +83,12 @@ class Table:
         return self._numbers[name]
 
     def is_text(self, name: str) -> bool:
-        """Return whether most cells of a column that are not missing are no numbers."""
+        """Return whether most cells of a column that are not missing are no numbers, nor numbers with one unit."""
         if name in self._numbers:
             return False
         values, wrong = self._read_numbers(name)
-        return len(wrong) > int(np.count_nonzero(np.isfinite(values)))
+        is_most = len(wrong) > int(np.count_nonzero(np.isfinite(values)))
+        return is_most and not find_unit({str(text) for text in self.get_column(name)[wrong]})
 
     def _read_numbers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return a column's numbers, NaN where there is none, and the rows, from 0, of cells that are no numbers."""
