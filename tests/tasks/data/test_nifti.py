@@ -36,7 +36,7 @@ def nifti(
 def set_header_field(file: Path, field: str, value: Any) -> Path:
     """Rewrite the file with another number in its header and a valid checksum."""
     data = bytearray(gzip.decompress(file.read_bytes()))
-    header = nib.Nifti1Header(bytes(data[:348]))
+    header = nib.Nifti1Header(bytes(data[:348]), check=False)
     header[field] = value
     file.write_bytes(gzip.compress(header.binaryblock + bytes(data[348:])))
     return file
@@ -117,6 +117,15 @@ def test_unusable_affine_is_refused(affine: np.ndarray, message: str, tmp_path: 
     nib.save(image, tmp_path / "a.nii.gz")
     with pytest.raises(DataError, match=message):
         read_voxels(tmp_path / "a.nii.gz", SHAPE, (3, 3, 3))
+
+
+def test_voxels_of_no_size_are_refused_where_they_decide_the_affine(tmp_path: Path) -> None:
+    file = set_header_field(nifti(tmp_path / "a.nii.gz"), "pixdim", np.zeros(8))
+    assert read_nifti(file, None).shape == SHAPE
+    for field, value in (("sform_code", 0), ("qform_code", 1)):
+        set_header_field(file, field, value)
+    with pytest.raises(DataError, match="voxels of 0x0x0 mm in the header; correct pixdim"):
+        read_nifti(file, None)
 
 
 def test_image_without_orientation_is_read_as_it_is_stored_but_not_turned(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 from nibabel.affines import voxel_sizes
+from nibabel.openers import ImageOpener
 
 from ...core.errors import DataError
 
@@ -102,6 +103,13 @@ def _check_header(
         raise DataError(f"{file.name} contains {image.get_data_dtype()}; expected one number per voxel: convert it")
     if not np.isfinite(image.affine).all() or abs(np.linalg.det(image.affine[:3, :3])) < 1e-6:
         raise DataError(f"{file.name}: the affine does not map voxels to space; set sform or qform again")
+    # nibabel reads a voxel of 0 mm as one of 1 mm.
+    with ImageOpener(file) as stream:
+        stored = type(image.header).from_fileobj(stream, check=False)
+    if not stored["sform_code"] and not stored["pixdim"][1 : axes + 1].all():
+        raise DataError(
+            f"{file.name}: voxels of {format_shape(stored['pixdim'][1:4])} mm in the header; correct pixdim"
+        )
     sides = voxel_sizes(image.affine)
     description = f"{file.name}: voxels of {format_shape(sides)} mm"
     if not all(SPACING_MM[0] <= side <= SPACING_MM[1] for side in sides):
