@@ -125,7 +125,7 @@ def check_voxels(file: Path, voxels: np.ndarray) -> None:
         DataError: voxels are NaN, infinite, or so large that float32 cannot standardise the volume.
     """
     if bad := int(np.count_nonzero(~np.isfinite(voxels))):
-        raise DataError(f"{bad} voxels of {file.name} are NaN or infinite")
+        raise DataError(f"{bad} voxels of {file.name} are NaN or infinite; set them to 0 if they are background")
     largest = float(np.abs(voxels).max(initial=0))
     if largest > MAX_VOXEL:
         raise DataError(f"{file.name}: a voxel of {largest:.3g}; expected at most {MAX_VOXEL:g}: rescale the image")
