@@ -534,6 +534,9 @@ def test_foreign_payload_leaves_only_if_the_policy_allows_foreign_jobs(tmp_path:
     allowed = Hospital(tmp_path / "open", policy={"foreign_jobs": True}).run_task(foreign)
     assert from_shareable(allowed).data_kind == DataKind.WEIGHTS
     assert read_record(tmp_path / "open" / REQUESTS_FOLDER / "site-1" / "job-foreign.json").foreign == {"result": 1}
+    # What is this package's stays under its guards.
+    changed = Hospital(tmp_path / "own", policy={"foreign_jobs": True}).run_task(JobFilter(change_examples))
+    assert is_stripped(changed)
 
 
 def send_hello(hospital: Hospital, spoil: Callable[[Shareable], Shareable] = lambda reply: reply) -> Shareable:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -100,3 +102,18 @@ def test_damaged_ledger_grants_nothing(tmp_path: Path, content: bytes) -> None:
 
 def test_ledger_without_a_file_is_empty(tmp_path: Path) -> None:
     assert read_ledger(tmp_path / LEDGER_FILE).list_charges() == []
+    assert PrivacyAccount(tmp_path).compute_spent(RUN, DELTA) == 0.0
+
+
+def test_charge_waits_for_the_job_that_holds_the_ledger(tmp_path: Path) -> None:
+    account = PrivacyAccount(tmp_path)
+    account.charge(entry("q"), None)
+    waiting = Thread(target=account.charge, args=(entry("r"), None))
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+        assert len(account.read().entries) == 1
+    waiting.join()
+    assert len(account.read().entries) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.privacy.dp.account import BudgetSpent, PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan
 from flare_sparse.privacy.dp.config import PrivacyConfig
-from flare_sparse.privacy.dp.mechanism import PrivateQuery, SiteMechanism, clip_rows, limit_steps
+from flare_sparse.privacy.dp.mechanism import LEAST_NOISE, PrivateQuery, SiteMechanism, clip_rows, limit_steps
 
 PLAN = SamplingPlan(200, 20, 5, 4)
 START, MASK = torch.linspace(-1, 1, 30), Mask.full(30)
@@ -131,3 +132,8 @@ def test_settings_for_which_the_accountants_have_no_answer_are_refused(settings:
 def test_either_epsilon_or_noise_is_set(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="set either epsilon, from which the noise is computed, or noise_multiplier"):
         PrivacyConfig.model_validate(settings)
+
+
+def test_noise_hides_subjects_from_its_smallest_multiplier_on() -> None:
+    below = math.nextafter(LEAST_NOISE, 0.0)
+    assert [mechanism(noise_multiplier=noise).hides_subjects for noise in (below, LEAST_NOISE)] == [False, True]

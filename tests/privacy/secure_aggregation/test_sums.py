@@ -248,6 +248,14 @@ def test_steps_out_of_order_are_refused() -> None:
     assert refuses(lambda: party.pad(boxes, section, bench.ring)) == "E_REQUEST"
 
 
+def test_collector_takes_shares_of_survivors_alone_one_of_each_site() -> None:
+    bench = prepare_reveal()
+    shares = bench.parties["site-1"].reveal(NAMES[:4])
+    for name, sent in (("site-9", shares), ("site-1", shares[:-1]), ("site-1", [*shares[:-1], b""])):
+        with pytest.raises(RejectedMessage, match="E_REPLAY" if name == "site-9" else "E_LEN"):
+            bench.collector.accept_shares(name, sent)
+
+
 def test_server_notices_a_wrong_share() -> None:
     bench = prepare_reveal()
     bench.reveal(NAMES[:3])
