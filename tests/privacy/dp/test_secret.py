@@ -20,6 +20,7 @@ def test_secret_is_created_once_and_is_the_owners_alone(tmp_path: Path) -> None:
     assert len(secret) == 32
     assert read_secret(file) == secret
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     assert read_secret(tmp_path / "other.key") != secret
 
 

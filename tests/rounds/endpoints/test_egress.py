@@ -183,6 +183,11 @@ except EgressError as error: print(error.code)
     assert [line["line"] for line in read_log(tmp_path)] == [1, 2]
 
 
+def test_log_without_a_line_is_not_rotated(tmp_path: Path) -> None:
+    assert EgressLog(tmp_path, "age").rotate() is None
+    assert read_log(tmp_path) == []
+
+
 def test_rotated_log_is_one_chain_with_and_without_its_older_files(kit: Path, tmp_path: Path) -> None:
     folder = kit / EGRESS_FOLDER / "site-1"
     with (folder / LOG_FILE).open("ab") as file:
