@@ -114,8 +114,11 @@ class Job:
     def run(self, rounds: int, train: Train, first: int = 0, order: Callable[[list[str]], list[str]] = list) -> FLModel:
         """Run rounds; the sites answer in the given order."""
         self._fire(EventType.START_RUN)
-        self.context.set_prop(AppConstants.NUM_ROUNDS, rounds, private=True, sticky=False)
+        # FLARE's FedAvg counts the rounds of its own job, a snapshot of ScatterAndGather those of all.
+        left = rounds - first if self.aggregator.resume_from else rounds  # type: ignore[attr-defined]
+        self.context.set_prop(AppConstants.NUM_ROUNDS, left, private=True, sticky=False)
         for round_ in range(first, rounds):
+            self.context.set_prop(AppConstants.CURRENT_ROUND, round_, private=True, sticky=False)
             self._publish()
             self._fire(AppEventType.ROUND_STARTED)
             self.aggregator.reset_stats()

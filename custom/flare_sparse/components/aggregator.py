@@ -114,8 +114,10 @@ class MethodAggregator(ModelAggregator, ABC, Generic[StateT]):
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         super().handle_event(event_type, fl_ctx)
-        if event_type == AppEventType.ROUND_STARTED:
-            self._rounds = fl_ctx.get_prop(AppConstants.NUM_ROUNDS) or self._rounds
+        if event_type == AppEventType.ROUND_STARTED and self._rounds is None:
+            # A job that goes on from another one names the rounds that are left.
+            done = fl_ctx.get_prop(AppConstants.CURRENT_ROUND) if self.resume_from else 0
+            self._rounds = (fl_ctx.get_prop(AppConstants.NUM_ROUNDS) or 0) + (done or 0) or None
 
     def start(self, fl_ctx: FLContext, rounds: int) -> None:
         """Prepare the aggregator before the first round, for a controller that uses it there."""
