@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from brain_t1_report import update_docs
 from runs import CONFIGS, claim
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset
 
 from flare_sparse.config.assemble import Assembly, assemble
@@ -35,6 +36,9 @@ from flare_sparse.inputs.scaling import InputScaler
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation import Outcome
+from flare_sparse.tasks.models.fields import Channels, Count, Volume
+from flare_sparse.tasks.models.registry import MODELS
+from flare_sparse.tasks.models.voxels import HemisphereMean
 from flare_sparse.tasks.task import Examples, Task
 from flare_sparse.training import LocalTask, Site, build_site
 from flare_sparse.training.trainer import Trainer
@@ -95,7 +99,8 @@ LADDER = (
     *(build_masked("random mask", percent, *RANDOM) for percent in (90, 95, 98, 99)),
 )
 
-METHODS, UNIFORM, SKEWED, SEX = "methods", "uniform", "skewed", "sex"
+METHODS, UNIFORM, SKEWED, SEX, CNN = "methods", "uniform", "skewed", "sex", "cnn"
+CNN_SETTINGS = ("method.training.lr=0.001", "method.training.weight_decay=0.1")
 TRAINING = "{epochs: 1, batch_size: 16, optimizer: adamw, lr: 0.003, weight_decay: 1.0, schedule: {kind: cosine}}"
 
 
@@ -144,6 +149,41 @@ def list_sex() -> Iterator[Arm]:
         yield build_pruned(percent, task, table=SEX)
 
 
+def build_voxel_cnn(
+    *,
+    volume: Volume = (17, 21, 17),
+    outputs: Count = 1,
+    channels: Channels = (16, 32, 64, 64, 64),
+    pooled: Count = 2,
+    reduced: Count = 32,
+) -> nn.Sequential:
+    """Return FedSparsify's five 3x3x3 convolutions and a 1x1x1 one, on the voxels as ``voxel_mlp`` has them.
+
+    Both hemispheres share weights, and each voxel is standardised by statistics of all sites. Then a mean over a region
+    is a meaningful number, which instance normalisation would remove: there is none.
+    """
+    depth, *rest = volume
+    half = ((depth + 1) // 2, *rest)
+    layers: list[nn.Module] = [HemisphereMean(), nn.Flatten(), InputScaler([True] * prod(half))]
+    layers.append(nn.Unflatten(1, (1, *half)))
+    for number, (inputs, width) in enumerate(zip((1, *channels), channels, strict=False)):
+        layers += [nn.Conv3d(inputs, width, 3, padding=1), *([nn.MaxPool3d(2)] if number < pooled else []), nn.ReLU()]
+    layers += [nn.Conv3d(channels[-1], reduced, 1), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(reduced * prod(size // 2**pooled for size in half), outputs))
+
+
+MODELS["voxel_cnn"] = build_voxel_cnn
+
+
+def list_cnn() -> Iterator[Arm]:
+    """Yield a 3D-CNN and the MLP on the same voxels, with the settings that validation found for the CNN."""
+    yield Arm("FedAvg, MLP", table=CNN)
+    yield Arm("pooled, MLP", sites="pooled", table=CNN)
+    model = "task.model={name: voxel_cnn}"
+    yield Arm("FedAvg, CNN", overrides=(model, *CNN_SETTINGS), table=CNN)
+    yield Arm("pooled, CNN", overrides=(model, *CNN_SETTINGS), sites="pooled", table=CNN)
+
+
 MORE = {
     METHODS: (
         Arm(
@@ -157,6 +197,7 @@ MORE = {
     UNIFORM: tuple(list_eight(UNIFORM, "{kind: iid, sizes: uniform, seed: 1}")),
     SKEWED: tuple(list_eight(SKEWED, "{kind: age, sizes: skewed}")),
     SEX: tuple(list_sex()),
+    CNN: tuple(list_cnn()),
 }
 """Tables with one fold a seed."""
 
@@ -306,9 +347,10 @@ def count_live(assembly: Assembly, outcome: Outcome) -> dict[str, list[int]]:
         for name, module in assembly.task.model().named_modules()
         if isinstance(module, InputScaler)
     ]
-    if not statistics:
-        return live
     first = next(part for name, part in parts.items() if name in live)
+    # A convolution's weights belong to no voxel.
+    if not statistics or first.dim() > 2:
+        return live
     inside = first[:, statistics[0][3] > 0]
     return {**live, "inside the brain": [int(inside.sum()), inside.numel()]}
 
@@ -332,14 +374,14 @@ def run_baselines(arm: Arm, seed: int, fold: int, data: Path, volumes: Volumes) 
     return {"label": arm.label, "seed": seed, "fold": fold, "subjects": subjects}
 
 
-def list_plan(seeds: list[int]) -> Iterator[tuple[Arm, int, int]]:
+def list_plan(seeds: list[int], tables: Collection[str]) -> Iterator[tuple[Arm, int, int]]:
     """Yield all runs. The arms that carry a claim come first, so that an interrupted experiment shows them."""
     arms: tuple[Arm, ...]
-    for arms in ((LINEAR, *MAIN), LADDER):
+    for arms in ((LINEAR, *MAIN), LADDER) if "" in tables else ():
         yield from ((arm, seed, fold) for seed in seeds for fold in range(1, FOLDS + 1) for arm in arms)
     # One table after the other, each with its own federation.
-    for arms in MORE.values():
-        yield from ((arm, seed, 1) for seed in seeds for arm in arms)
+    for table, arms in MORE.items():
+        yield from ((arm, seed, 1) for seed in seeds for arm in arms if table in tables)
 
 
 def main() -> int:
@@ -347,13 +389,16 @@ def main() -> int:
     parser.add_argument("data", type=Path, help="folder with the BIDS data sets IXI-HH and NSK")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, default=Path("runs/brain_t1"))
+    parser.add_argument(
+        "--tables", nargs="+", choices=MORE, default=["", *MORE], help="of one fold a seed; default all"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after so many minutes")
     parser.add_argument("--docs", action="store_true", help="update docs/results/age.md from the files in --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
     began, volumes = time.monotonic(), Volumes(arguments.data)
-    for arm, seed, fold in list_plan(arguments.seeds):
+    for arm, seed, fold in list_plan(arguments.seeds, arguments.tables):
         if time.monotonic() - began > 60 * arguments.minutes:
             return 1
         file = arguments.out / f"{arm.file_name}_{seed}_{fold}.json"

@@ -61,6 +61,7 @@ MORE = {
         "local only",
     ),
     "sex": ("Sex, five sites", "% of subjects", 100, "FedAvg", "local only"),
+    "cnn": ("3D convolutions", "years", 1, "FedAvg, MLP", "pooled, MLP"),
 }
 """Title, unit of the error, its factor, and the arms compared with, by table."""
 Key = tuple[str, int, int]
