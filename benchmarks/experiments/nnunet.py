@@ -195,7 +195,13 @@ def run_nnunet(options: argparse.Namespace, assembly: Assembly, sites: dict[str,
     plans = {**plan["plans"], "continue_training": False}
     if options.batch:
         plans["configurations"][options.configuration]["batch_size"] = options.batch
-    trainer = nnUNetTrainer(plans, options.configuration, 0, plan["dataset"], device=torch.device("cpu"))
+    trainer = nnUNetTrainer(
+        plans,
+        options.configuration,
+        0,
+        plan["dataset"],
+        device=assembly.method.config.training.select_hardware().device,
+    )
     trainer.num_epochs, trainer.num_iterations_per_epoch = options.rounds, options.iterations
     trainer.num_val_iterations_per_epoch, trainer.initial_lr = 1, options.lr
     trainer.initialize()

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu/run.py --data DATA --out runs/gpu [--minutes 8] [--steps memory brain_t1] [--seeds 3]
 
-``DATA`` has the folders ``brain_t1`` and ``hippocampus`` (CONTRIBUTING.md). A step prints its figure as soon as it has
-one and writes a line to ``OUT/steps.jsonl``; a step whose line is there is skipped. No step starts after ``--minutes``.
-``--small`` shrinks networks, repeats and rounds, and with ``--device cpu`` it tests the script itself. FLARE is not
-needed: every federation runs in this process, through the real wire.
+``DATA`` has the folders ``brain_t1``, ``hippocampus`` and ``cifar10`` (CONTRIBUTING.md). A step prints its figure as
+soon as it has one and writes a line to ``OUT/steps.jsonl``; a step whose line is there is skipped. No step starts after
+``--minutes``. ``--small`` shrinks networks, repeats and rounds, and with ``--device cpu`` it tests the script itself.
+FLARE is not needed: every federation runs in this process, through the real wire. The steps ``nnunet`` need nnU-Net.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,17 +26,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "custom"))
 
+from flare_sparse.api.memory import PeakMemory  # noqa: E402
+from flare_sparse.compute.structure.graph import trace_network  # noqa: E402
+from flare_sparse.compute.structure.removal import build_live_mask, find_removable_layers, narrow_network  # noqa: E402
 from flare_sparse.config.assemble import assemble, build_initial_model, open_site  # noqa: E402
 from flare_sparse.config.loading import load_config  # noqa: E402
 from flare_sparse.config.sites import prepare_site_data  # noqa: E402
 from flare_sparse.core.mask import Mask  # noqa: E402
+from flare_sparse.core.params import Layout  # noqa: E402
+from flare_sparse.core.seeds import require_deterministic  # noqa: E402
 from flare_sparse.methods.registry import METHODS  # noqa: E402
 from flare_sparse.rounds.local.run import run_locally  # noqa: E402
 from flare_sparse.tasks.models import build_model  # noqa: E402
+from flare_sparse.tasks.models.fields import Count, Image  # noqa: E402
+from flare_sparse.tasks.models.registry import MODELS  # noqa: E402
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task  # noqa: E402
 from flare_sparse.training import LocalTask, Site, build_site  # noqa: E402
 from flare_sparse.training.config import Hardware, TrainingConfig  # noqa: E402
@@ -50,12 +59,20 @@ class Machine:
     Attributes:
         device: computes.
         data: folder of the cohorts.
+        out: folder of the results.
         is_small: whether every step is as short as it can be.
+        deadline: when the call ends, on the clock of ``time.monotonic``.
     """
 
     device: torch.device
     data: Path
+    out: Path
     is_small: bool
+    deadline: float
+
+    @property
+    def seconds_left(self) -> float:
+        return max(1.0, self.deadline - time.monotonic())
 
     @property
     def has_gpu(self) -> bool:
@@ -66,11 +83,17 @@ class Machine:
         if self.has_gpu:
             torch.cuda.synchronize(self.device)
 
+    def read_clock(self) -> float:
+        """Return seconds: of the wall, on a CPU those of its processor, which other work does not lengthen."""
+        self.wait()
+        return time.perf_counter() if self.has_gpu else time.process_time()
+
     def measure_peak(self, work: Callable[[], Any]) -> float:
-        """Return the most memory in MB that a GPU held while it did some work; 0 without a GPU."""
+        """Return the most memory in MB that a GPU held while it did some work; on a CPU, that of all storages."""
         if not self.has_gpu:
-            work()
-            return 0.0
+            with PeakMemory() as memory:
+                work()
+            return memory.peak / 1e6
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         work()
@@ -171,21 +194,19 @@ def describe_device(machine: Machine) -> dict[str, Any]:
     left, right = (torch.randn(size, size, device=machine.device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         left @ right
-    machine.wait()
-    began = time.perf_counter()
+    began = machine.read_clock()
     for _ in range(10):
         left @ right
-    machine.wait()
-    rate = 10 * 2 * size**3 / (time.perf_counter() - began) / 1e12
+    rate = 10 * 2 * size**3 / (machine.read_clock() - began) / 1e12
     name = torch.cuda.get_device_name(machine.device) if machine.has_gpu else platform.processor()
     return {"name": name, "torch": torch.__version__, "cuda": torch.version.cuda, "bfloat16_tflops": rate}
 
 
 def build_small_network() -> nn.Module:
-    """Return a network with a convolution, normalisation and linear layers, that every method can train."""
+    """Return a network that every method can train, of layers that torch has deterministic kernels of."""
     return nn.Sequential(
-        nn.Conv3d(1, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), nn.AdaptiveAvgPool3d(2), nn.Flatten(), nn.Linear(64, 16),
-        nn.ReLU(), nn.Linear(16, 1),
+        nn.Conv3d(1, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), nn.Conv3d(8, 8, 3, stride=2), nn.Flatten(),
+        nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 1),
     )  # fmt: skip
 
 
@@ -211,8 +232,18 @@ def compare_with_cpu(machine: Machine) -> dict[str, Any]:
 
 
 def compare_bits(machine: Machine) -> dict[str, Any]:
-    """Return whether two runs of a seed end with the same bits, with and without ``deterministic``, and its time."""
-    figures: dict[str, Any] = {}
+    """Return whether two runs of a seed end with the same bits, with and without ``deterministic``, and its time.
+
+    ``refused`` are layers whose backward pass torch refuses then.
+    """
+    figures: dict[str, Any] = {"refused": []}
+    volume = torch.randn(1, 1, 8, 8, 8, device=machine.device)
+    for layer in (nn.Conv3d(1, 1, 3), nn.MaxPool3d(2), nn.AvgPool3d(2), nn.AdaptiveAvgPool3d(1), nn.Upsample(4)):
+        with require_deterministic(required=True):
+            try:
+                layer.to(machine.device)(volume.requires_grad_()).sum().backward()
+            except RuntimeError:
+                figures["refused"].append(type(layer).__name__)
     for deterministic in (False, True):
         began = time.perf_counter()
         runs = [run_small("neurosfl", Hardware(machine.device), deterministic=deterministic) for _ in range(2)]
@@ -281,7 +312,7 @@ def time_steps(network: Network) -> Callable[[Machine], dict[str, Any]]:
     """Return a step that compares masked training with a plain loop of torch, each repeat one after the other."""
 
     def run(machine: Machine) -> dict[str, Any]:
-        steps, repeats = (2, 1) if machine.is_small else (20, 5)
+        steps, repeats = (2, 3) if machine.is_small else (20, 5)
         load = Workload(machine, network, "bfloat16", steps)
         variants: dict[str, Callable[[], Any]] = {"torch": load.train_plainly}
         variants |= {f"{sparsity:.0%} off": load.build_training(sparsity) for sparsity in (0.0, 0.9, 0.99)}
@@ -289,11 +320,11 @@ def time_steps(network: Network) -> Callable[[Machine], dict[str, Any]]:
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         for repeat in range(repeats + 1):
             for name, train in variants.items():
-                began = time.perf_counter()
+                began = machine.read_clock()
                 train()
                 # The first repeat pays for memory and for the choice of algorithms.
                 if repeat:
-                    seconds[name].append((time.perf_counter() - began) / steps)
+                    seconds[name].append((machine.read_clock() - began) / steps)
         plain = seconds.pop("torch")
         ratios = {name: median(a / b for a, b in zip(own, plain, strict=True)) for name, own in seconds.items()}
         return {"parameters": load.layout.num_parameters, "torch_ms": 1e3 * median(plain), "ratios": ratios}
@@ -313,38 +344,53 @@ def measure_memory(network: Network) -> Callable[[Machine], dict[str, Any]]:
     return run
 
 
-def time_removal(machine: Machine) -> dict[str, Any]:
-    """Return the time of a forward and backward pass of a network with a share of its channels, against its FLOPs."""
-    from torch.utils.flop_counter import FlopCounterMode
+def count_needs(network: Network) -> Callable[[Machine], dict[str, Any]]:
+    """Return a step that counts FLOPs and memory of a step of training in float32, without computing it anywhere."""
 
-    figures: dict[str, Any] = {}
-    shape, repeats = ((16, 16, 16), 2) if machine.is_small else ((91, 109, 91), 20)
+    def run(machine: Machine) -> dict[str, Any]:
+        chosen = network.shrink() if machine.is_small else network
+        with torch.device("meta"):
+            built, batch = chosen.build(), torch.randn(chosen.batch, 1, *chosen.shape)
+            with FlopCounterMode(display=False) as counter, PeakMemory() as memory:
+                built(batch).sum().backward()
+        weights = 4e-6 * sum(parameter.numel() for parameter in built.parameters())
+        # Weights, and Adam's two moments of each; the gradients are among what the passes allocate.
+        megabytes = memory.peak / 1e6 + 3 * weights
+        return {"batch": chosen.batch, "gflops": counter.get_total_flops() / 1e9, "mb": megabytes}
+
+    return run
+
+
+def time_removal(machine: Machine) -> dict[str, Any]:
+    """Return the time of a forward and backward pass of a network without a share of its channels, and its FLOPs."""
+    network = NETWORKS["brain_age_cnn"]
+    network, repeats = (network.shrink(), 2) if machine.is_small else (network, 20)
+    whole, figures = network.build(), dict[str, Any]()
+    layers, layout = find_removable_layers(trace_network(whole)), Layout.from_module(whole)
+    batch = torch.randn(network.batch, 1, *network.shape, device=machine.device)
     for share in (1.0, 0.5, 0.25, 0.125):
-        channels = [max(1, int(share * width)) for width in (32, 64, 128, 256)]
-        layers: list[nn.Module] = []
-        for before, after in zip([1, *channels], channels, strict=False):
-            layers += [nn.Conv3d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool3d(2)]
-        network = nn.Sequential(*layers).to(machine.device)
-        batch = torch.randn(4, 1, *shape, device=machine.device)
+        kept = [torch.arange(layer.units) < max(1, int(share * layer.units)) for layer in layers]
+        part = narrow_network(whole, build_live_mask(layout, layers, kept))
+        for parameter in part.parameters():
+            nn.init.normal_(parameter, std=0.01)
+        part.to(machine.device)
         with FlopCounterMode(display=False) as counter:
-            network(batch).sum().backward()
-        machine.wait()
-        began = time.perf_counter()
+            part(batch).sum().backward()
+        began = machine.read_clock()
         for _ in range(repeats):
-            network(batch).sum().backward()
-        machine.wait()
-        seconds = (time.perf_counter() - began) / repeats
+            part(batch).sum().backward()
+        seconds = (machine.read_clock() - began) / repeats
         figures[f"{share:g}"] = {"gflops": counter.get_total_flops() / 1e9, "ms": 1e3 * seconds}
     return figures
 
 
-CNN = "task.model={name: brain_age_cnn_3mm}"
 SETTINGS = "rounds: 30, training: {epochs: 2, batch_size: 8, optimizer: adamw, lr: 0.001, schedule: {kind: cosine}}"
 BRAIN_ARMS = {
     "FedAvg": f"{{name: fedavg, {SETTINGS}}}",
     "NeuroSFL 90 %": f"{{name: neurosfl, sparsity: 0.9, {SETTINGS}}}",
     "FedSparsify 90 %": f"{{name: fedsparsify, sparsity: 0.9, {SETTINGS}}}",
     "random mask 90 %": f"{{name: neurosfl, sparsity: 0.9, scores: random, {SETTINGS}}}",
+    "pooled": f"{{name: fedavg, {SETTINGS}}}",
     "FedSparsify 99 %": f"{{name: fedsparsify, sparsity: 0.99, {SETTINGS}}}",
     "NeuroSFL 95 %": f"{{name: neurosfl, sparsity: 0.95, {SETTINGS}}}",
     "NeuroSFL 50 %": f"{{name: neurosfl, sparsity: 0.5, {SETTINGS}}}",
@@ -352,17 +398,77 @@ BRAIN_ARMS = {
     "FedSparsify 95 %": f"{{name: fedsparsify, sparsity: 0.95, {SETTINGS}}}",
     "local only": f"{{name: local_only, {SETTINGS}}}",
 }
-"""Methods of the brain-age table, at 3 mm by FedSparsify's network for such volumes."""
+"""Methods of the tables on brains; those of which a small part is run first."""
+POOLED = ("simulator.sites=1", "simulator.data.partition={kind: iid, sizes: uniform, seed: 1}")
+TEN_SITES = ("simulator.sites=10", "simulator.data.partition={kind: dirichlet, column: sex, alpha: 0.3}")
+BRAIN_TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "brain_t1": ("brain_age", ()),
+    "brain_t1_sex": ("sex_classification", ()),
+    "brain_t1_dirichlet": ("sex_classification", TEN_SITES),
+}
+"""Task and settings of each table on brains."""
 HIPPOCAMPUS_ARMS = ("fedavg_hippocampus", "neurosfl_hippocampus", "fedsparsify_hippocampus")
+NNUNET_ROWS = ("pooled", "nnunet", "fedavg", "neurosfl", "topk_ef")
+"""Rows of ``benchmarks/experiments/nnunet.py`` at full width, for 100 epochs of nnU-Net's own 250 steps."""
+CIFAR = (
+    "rounds: 500, participation: 0.1, training: {epochs: 5, batch_size: 16, optimizer: sgd, lr: 0.1, lr_decay: 0.998}"
+)
+CIFAR_ARMS = {
+    "FedAvg": f"{{name: fedavg, {CIFAR}}}",
+    "NeuroSFL 50 %": f"{{name: neurosfl, sparsity: 0.5, {CIFAR}}}",
+}
+"""SSFL's table, with ResNet-18."""
+HUNDRED_SITES = ("simulator.sites=100", "simulator.data.partition={kind: dirichlet, column: label, alpha: 0.3}")
+RATES = (10, 100, 1000)
+"""Mbit/s of the link of a site, for the time of a run."""
 
 
-def run_configuration(config: str, data: str, overrides: list[str]) -> Callable[[Machine], dict[str, Any]]:
+def build_resnet18(*, image: Image = (3, 32, 32), outputs: Count = 10, width: float = 1.0) -> nn.Module:
+    """Return MONAI's ResNet-18 for small images: a first convolution of 3x3 without a stride, and no first pooling."""
+    from monai.networks.nets import resnet18
+
+    first = {"conv1_t_size": 3, "conv1_t_stride": 1, "no_max_pool": True}
+    axes = len(image) - 1
+    return resnet18(spatial_dims=axes, n_input_channels=image[0], num_classes=outputs, widen_factor=width, **first)
+
+
+MODELS["resnet18"] = build_resnet18
+
+
+def describe_brain(task: str, *, is_small: bool) -> str:
+    """Return the task of a table on brains, at 3 mm; FedSparsify's channels, with a pooling less than at 2 mm."""
+    settings = "{name: brain_age_cnn_3mm, channels: [32, 64, 128, 256, 256], reduced: 64, pooled: 4}"
+    model, downsample = ("{name: brain_age_cnn_3mm}", 2) if is_small else (settings, 1)
+    augmentation = "{mirror: true, shift: 2, intensity: 0.05}"
+    more = f"downsample: {downsample}, normalization: brain_first, augmentation: {augmentation}"
+    return f"task={{name: {task}, model: {model}, {more}}}"
+
+
+def estimate_seconds(rounds: Sequence[Any], compute_s: float, sites: int) -> dict[str, list[float]]:
+    """Return, by the rate of a site's link, the seconds until each round's model is evaluated.
+
+    Sites compute and exchange side by side; a link carries a site's part of the bytes, one direction after the other.
+    """
+    sent = list(accumulate((record.bytes_down + record.bytes_up) / sites for record in rounds))
+    share = compute_s / sites / max(len(rounds), 1)
+    return {
+        f"{rate} Mbit/s": [round(8 * size / rate / 1e6 + share * number, 2) for number, size in enumerate(sent, 1)]
+        for rate in RATES
+    }
+
+
+def run_configuration(config: str, data: str, overrides: Sequence[str]) -> Callable[[Machine], dict[str, Any]]:
     """Return a step that runs a configuration at all its sites and returns metrics, bytes and seconds."""
 
     def run(machine: Machine) -> dict[str, Any]:
         more = ["method.rounds=1", "method.training.epochs=1"] if machine.is_small else []
+        if machine.is_small and data.startswith("cifar10"):
+            more += ["task.model={name: resnet18, width: 0.0625}", "method.participation=0.02"]
         settings = [
-            *overrides,
+            *(
+                describe_brain(part[5:], is_small=machine.is_small) if part[:5] == "TASK " else part
+                for part in overrides
+            ),
             *more,
             f"simulator.data.path={(machine.data / data).resolve()}",
             f"method.training.device={machine.device}",
@@ -375,6 +481,7 @@ def run_configuration(config: str, data: str, overrides: list[str]) -> Callable[
         }
         loaded = time.perf_counter()
         outcome, ledger = run_locally(assembly.method, assembly.weights, sites, assembly.task.metric)
+        took = time.perf_counter() - loaded
         by_site = {name: metrics for name, metrics in outcome.evaluation.sites.items() if metrics}
         weights = {name: metrics["test_examples"] for name, metrics in by_site.items()}
         metric = assembly.task.metric.name
@@ -384,8 +491,27 @@ def run_configuration(config: str, data: str, overrides: list[str]) -> Callable[
             "sites": {name: metrics[metric] for name, metrics in by_site.items()},
             "megabytes": sum(line.payload_bytes for line in ledger.lines) / 1e6,
             "load_s": loaded - began,
-            "run_s": time.perf_counter() - loaded,
+            "run_s": took,
+            "curve": [record.evaluation.overall.get(metric) for record in outcome.rounds],
+            "link_s": estimate_seconds(outcome.rounds, took, len(sites)),
         }
+
+    return run
+
+
+def run_nnunet(row: str, seed: int) -> Callable[[Machine], dict[str, Any]]:
+    """Return a step that goes on with a row of nnunet.py, which commits every round, until it is finished."""
+
+    def run(machine: Machine) -> dict[str, Any]:
+        size = ("1", "1", "4") if machine.is_small else ("100", "250", "32")
+        script = [sys.executable, ROOT / "benchmarks" / "experiments" / "nnunet.py", machine.data / "hippocampus"]
+        options = ["--runs", machine.out / "nnunet", "--rows", row, "--seeds", str(seed), "--precision", "bfloat16"]
+        for name, value in zip(("--rounds", "--iterations", "--features"), size, strict=True):
+            options += [name, value]
+        subprocess.run([*script, *options], check=True, capture_output=True, text=True, timeout=machine.seconds_left)
+        line = json.loads((machine.out / "nnunet" / f"{row}-seed{seed}" / "line.json").read_text())
+        cases = [values[0] for site in line["sites"].values() for values in site.values()]
+        return {"dice": sum(cases) / len(cases), "cases": len(cases), "megabytes": line["bytes"] / 1e6}
 
     return run
 
@@ -398,16 +524,25 @@ def list_steps(seeds: int, folds: int) -> Iterator[Step]:
     yield from (Step(f"step_time {name}", time_steps(network)) for name, network in NETWORKS.items())
     yield from (Step(f"memory {name}", measure_memory(network)) for name, network in NETWORKS.items())
     yield Step("removal", time_removal)
+    yield from (Step(f"needs {name}", count_needs(network)) for name, network in NETWORKS.items())
     for seed in range(1, seeds + 1):
         for fold in range(1, folds + 1):
             common = [f"seed={seed}", f"task.split={{folds: {folds}, fold: {fold}}}"]
-            for arm, method in BRAIN_ARMS.items():
-                settings = [*common, CNN, f"method={method}"]
-                name = f"brain_t1 {arm}, seed {seed}, fold {fold}"
-                yield Step(name, run_configuration("neurosfl_brain_t1", "brain_t1", settings))
+            for table, (task, sites) in BRAIN_TABLES.items():
+                for arm, method in BRAIN_ARMS.items():
+                    where = POOLED if arm == "pooled" else sites
+                    settings = [f"TASK {task}", *common, *where, f"method={method}"]
+                    name = f"{table} {arm}, seed {seed}, fold {fold}"
+                    yield Step(name, run_configuration("neurosfl_brain_t1", "brain_t1", settings))
             for config in HIPPOCAMPUS_ARMS:
                 name = f"hippocampus {config}, seed {seed}, fold {fold}"
                 yield Step(name, run_configuration(config, "hippocampus", common))
+        for row in NNUNET_ROWS:
+            yield Step(f"nnunet {row}, seed {seed}", run_nnunet(row, seed))
+        for arm, method in CIFAR_ARMS.items():
+            settings = [f"seed={seed}", f"method={method}", "task.model={name: resnet18}", *HUNDRED_SITES]
+            name = f"cifar10 {arm}, seed {seed}"
+            yield Step(name, run_configuration("fedavg_one_step_cifar10", "cifar10/cifar10_jpeg.npz", settings))
 
 
 def read_finished(file: Path) -> set[str]:
@@ -442,7 +577,7 @@ def run_step(step: Step, machine: Machine, file: Path) -> bool:
 def main() -> int:
     """Run the steps that have no line yet, until the time is over."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with brain_t1 and hippocampus")
+    parser.add_argument("--data", type=Path, required=True, help="folder with brain_t1, hippocampus, cifar10")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of steps.jsonl (default runs/gpu)")
     parser.add_argument("--minutes", type=float, default=8, help="no step starts after this time (default 8)")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (default cuda)")
@@ -457,18 +592,21 @@ def main() -> int:
             "--device cpu --small"
         )
         return 1
+    if options.folds < 2:
+        parser.error(f"--folds: {options.folds}; expected 2 or more")
     steps = list(list_steps(options.seeds, options.folds))
     groups = {step.name.split()[0] for step in steps}
     if unknown := set(options.steps) - groups:
         parser.error(f"--steps: no group {', '.join(sorted(unknown))}; choose among {', '.join(sorted(groups))}")
-    machine = Machine(torch.device(options.device), options.data, options.small)
+    deadline = time.monotonic() + 60 * options.minutes
+    machine = Machine(torch.device(options.device), options.data, options.out, options.small, deadline)
     options.out.mkdir(parents=True, exist_ok=True)
-    file, began, failed = options.out / STEPS_FILE, time.monotonic(), 0
+    file, failed = options.out / STEPS_FILE, 0
     finished = read_finished(file)
     for step in steps:
         if step.name in finished or (options.steps and step.name.split()[0] not in options.steps):
             continue
-        if time.monotonic() - began > 60 * options.minutes:
+        if time.monotonic() > deadline:
             print(f"{options.minutes:g} minutes are over; the same command goes on with {step.name!r}")
             break
         failed += not run_step(step, machine, file)
