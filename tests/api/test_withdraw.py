@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "neurosfl": {"name": "neurosfl", "sparsity": 0.5, "rounds": 3},
     "fedsparsify": {"name": "fedsparsify", "sparsity": 0.6, "rounds": 3},
     "topk_ef": {"name": "topk_ef", "fraction": 0.2, "rounds": 4},
+    "scbf": {"name": "scbf", "budget": 0.3, "aggregation": "mean", "rounds": 3},
 }
 
 
