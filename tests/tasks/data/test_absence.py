@@ -34,6 +34,7 @@ OPENERS = {
     "api/estimate.py name_sites": "names of sites",
     "cli/nnunet.py _read_sources": "folders that a person names, of no site and no run",
     "cli/predict.py predict": "from open_data",
+    "config/nnunet_study.py write_nnunet_study": "folders that a person names, of no site and no run",
     "config/sites.py _locate_data": "opened by prepare_site_data",
     "config/table_study.py describe_table": "a file that a person names, of no site and no run",
     "config/withdrawals.py open_data": "the run's list",
