@@ -124,6 +124,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], Mapping[str, Any]]] = {
     "Opacus": lambda net: {f"_module.{k}": v for k, v in net.state_dict().items()},
     "FSDP": lambda net: {f"_fsdp_wrapped_module.{k}": v for k, v in net.state_dict().items()},
     "Lightning": lambda net: {f"model.{k}": v for k, v in net.state_dict().items()},
+    "Lightning of compile": lambda net: {f"model._orig_mod.{k}": v for k, v in net.state_dict().items()},
+    "PEFT without adapters": lambda net: {f"base_model.model.{k}": v for k, v in net.state_dict().items()},
     "Lightning and a loss": lambda net: (
         {"loss.weight": torch.ones(2)} | {f"net.{k}": v for k, v in net.state_dict().items()}
     ),
@@ -169,7 +171,7 @@ def read(kind: str, wrapper: str) -> str:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_sent_tensors_are_those_of_the_network_or_refused_with_the_line_to_write(kind: str) -> None:
-    """One test a network: each with 19 wrappers."""
+    """One test a network: each with 21 wrappers."""
     # torch copies no network with the older weight norm, so there is no average of it.
     wrappers = [name for name in WRAPPERS if kind != "old weight norm" or not name.startswith(("SWA", "EMA"))]
     assert {wrapper for wrapper in wrappers if read(kind, wrapper)} == CANNOT
