@@ -75,7 +75,7 @@ print(from_shareable(sent).data["w"].tolist())
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """The distribution of docs/new-method.md, built as a wheel and installed into a folder of its own."""
-    source, installed = tmp_path / "source", tmp_path / "installed"
+    source, installed = tmp_path / "source", tmp_path / "site-packages"
     text = PAGE.read_text(encoding="utf-8")
     method = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
     project = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)[0]

@@ -21,6 +21,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     """
     from ..flare.launch.poc import read_client_context, start_poc
     from ..flare.launch.submission import run_deployed
+    from ..flare.recipe import list_user_classes
 
     out, encrypted = folder.path, study.config.encrypted
     if folder.resume and encrypted:
@@ -32,7 +33,8 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     with observer.wait("preparing the sites' data ..."):
         sites = study.prepare_sites(out, observer)
     observer.say(describe_start(study, f"{len(sites)} sites as separate processes (nvflare poc, mTLS)"))
-    with start_poc(out / "poc", sites, checkpoints, encrypted=encrypted) as kit:
+    also = list_user_classes(study.config)
+    with start_poc(out / "poc", sites, checkpoints, encrypted=encrypted, also=also) as kit:
         run_deployed(build_recipe(study, out, deployment), kit, out, on_line=observer.say)
     if encrypted:
         decrypt_run(out, study.assembly, read_client_context(out / "poc", next(iter(sites))))

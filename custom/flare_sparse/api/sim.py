@@ -21,6 +21,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     # FLARE takes seconds to import; a local run must not wait for it.
     from ..flare.kits import write_kits
     from ..flare.launch.simulator import Workplace, simulate
+    from ..flare.recipe import list_user_classes
 
     out, config = folder.path, study.config
     checkpoints = folder.open_checkpoints(study, observer)
@@ -33,7 +34,8 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     if kits:
         write_kits(kits, sites)
     recipe = build_recipe(study, out, deployment)
-    workplace = Workplace(checkpoints=checkpoints, keys=out / KEYS if contexts else None, kits=kits)
+    keys = out / KEYS if contexts else None
+    workplace = Workplace(list_user_classes(config), checkpoints=checkpoints, keys=keys, kits=kits)
     simulate(recipe, sorted(sites), site_files, out, workplace, observer)
     if contexts:
         decrypt_run(out, study.assembly, contexts.client)

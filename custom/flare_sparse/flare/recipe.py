@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -244,6 +244,22 @@ def describe_user_task(config: JobConfig) -> dict[str, Any]:
     path = f"{ScriptTask.__module__}.{ScriptTask.__qualname__}"
     args = {"script": config.task.name, "config": settings.model_dump(mode="json"), "model": network}
     return {"path": path, "args": args}
+
+
+def list_user_classes(config: JobConfig) -> list[str]:
+    """Return the paths of a job's classes of other packages, which a site allows by name."""
+
+    def iterate_paths(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            if isinstance(path := value.get("path"), str) and "args" in value:
+                yield path
+            for part in value.values():
+                yield from iterate_paths(part)
+
+    task = describe_user_task(config) if config.task.has_own_code else {}
+    method = describe_user_class(config.method) if config.method.key == "class" else {}
+    own = f"{flare_sparse.__name__}."
+    return [path for part in (task, method) for path in iterate_paths(part) if not path.startswith(own)]
 
 
 def describe_user_class(choice: Choice[Any]) -> dict[str, Any]:

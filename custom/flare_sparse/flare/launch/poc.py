@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,7 @@ def start_poc(
     checkpoints: Path,
     *,
     encrypted: bool = False,
+    also: Sequence[str] = (),
 ) -> Iterator[Path]:
     """Prepare and start a POC federation, and stop it at the end of the block.
 
@@ -40,6 +41,7 @@ def start_poc(
         sites: data of each site, by name.
         checkpoints: folder of the checkpoints; outside the workspace, which is removed before the next run.
         encrypted: let FLARE put CKKS key contexts into the kits.
+        also: further class paths that the sites allow, such as that of a user task.
 
     Yields:
         The startup kit of an admin who may submit jobs.
@@ -59,7 +61,7 @@ def start_poc(
     for kit in kits.values():
         # Admins build no components and have no allow-list.
         if not (kit / "startup" / "fed_admin.json").is_file():
-            allow_classes(kit)
+            allow_classes(kit, also)
     for name, data in sites.items():
         (kits[name] / "local" / LOCAL_FILE).write_text(format_site_file(data), encoding="utf-8")
     try:
