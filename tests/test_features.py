@@ -22,7 +22,8 @@ FEATURES = {
         r"(?<!DataKind\.)\bSTATISTICS\b|statistics_mask|\bcompute_statistics|select_statistics|drop_rests",
         3,
     ),
-    "few-bit values": (r"is_quantized|quantized\b", 4),
+    # Not torch's quantised modules and tensors.
+    "few-bit values": (r'\bis_quantized\(|(?<!"\.)\bquantized\b', 4),
     "transition of the link": (r"ServerLink|SiteLink", 1),
 }
 """By feature: the names and words by which code mentions it, and the rooms that do."""
