@@ -110,7 +110,7 @@ def test_run_that_learned_nothing_withstands(runs: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("privacy", "claim", "is_wrong"), [("epsilon: 2", 2, False), ("noise_multiplier: 0.001", 0.1, True)]
+    ("privacy", "claim", "is_wrong"), [("epsilon: 2", 2, False), ("noise_multiplier: 0.0001", 0.1, True)]
 )
 def test_canaries_believe_an_honest_budget_and_not_a_false_one(
     runs: Path, tmp_path: Path, privacy: str, claim: float, is_wrong: bool

@@ -98,7 +98,7 @@ class SparseRecipe(Recipe):
         weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
         job.set_app_packages(["flare_sparse"])
         if config.federation.gpus:
-            job.add_resource_spec(PORTABLE_RESOURCE_DEFAULT_KEY, {"num_of_gpus": config.federation.gpus})
+            job.job.add_resource_spec(PORTABLE_RESOURCE_DEFAULT_KEY, {"num_of_gpus": config.federation.gpus})
         self._config = config
         self._add_server_components(job, tracker)
         self._add_site_components(job, has_sums=config.sum_rules is not None)

@@ -378,7 +378,7 @@ def test_difference_of_two_rounds_reveals_rows_unless_models_may_not_jump_or_ans
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("noise_multiplier", "is_withheld"), [(4.0, False), (0.0001, True)])
+@pytest.mark.parametrize(("noise_multiplier", "is_withheld"), [(4.0, False), (0.00001, True)])
 def test_noise_of_a_job_replaces_the_withholding_of_units_only_if_it_hides_a_subject(
     noise_multiplier: float, *, is_withheld: bool, tmp_path: Path
 ) -> None:
