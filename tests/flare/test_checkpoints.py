@@ -116,3 +116,14 @@ def test_policy_term_decides_after_how_many_days_checkpoints_go(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
     delete_ended(tmp_path, "site-1", now, days=30)
     assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_without_a_lock_file_are_as_old_as_they_were_before_they_were_looked_at(tmp_path: Path) -> None:
+    for job, age_s in (("new", 0), ("old", 8 * 86_400)):
+        folder = tmp_path / job / "site-1"
+        folder.mkdir(parents=True)
+        os.utime(folder, (time.time() - age_s,) * 2)
+    assert delete_old(tmp_path, "site-1", days=7) == ["old"]
+    # A clock that was set back: the folder is of the future.
+    os.utime(tmp_path / "new" / "site-1", (time.time() + 3600,) * 2)
+    assert delete_old(tmp_path, "site-1", days=0) == ["new"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -76,17 +77,19 @@ def delete_old(root: Path, end: str, now: float | None = None, *, days: float, a
         root: checkpoint folder of the server or a site.
         end: ``"server"`` or the site's name.
         now: Unix time; None: the current one.
-        days: the days.
+        days: the days; 0: all that no job uses now.
         and_finished: delete those of finished jobs, too, however new they are.
     """
-    oldest, deleted = (time.time() if now is None else now) - days * 86_400, []
+    oldest = (time.time() if now is None else now) - days * 86_400 if days else math.inf
+    deleted = []
     for folder in sorted(root.glob(f"*/{end}")):
-        store = Store(folder, {})
+        # Before the claim, whose file is a change of the folder.
+        store, used = Store(folder, {}), folder.stat().st_mtime
         # A store that cannot be claimed belongs to a running job, such as the one that calls this.
         with suppress(CheckpointError):
             store.claim()
             # An interrupted job may be submitted again, so its checkpoints stay until they are old.
-            if (and_finished and (folder / FINISHED).is_file()) or folder.stat().st_mtime <= oldest:
+            if (and_finished and (folder / FINISHED).is_file()) or used <= oldest:
                 shutil.rmtree(folder, ignore_errors=True)
                 deleted.append(folder.parent.name)
             store.release()
