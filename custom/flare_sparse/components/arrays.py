@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from nvflare.apis.controller_spec import ControllerSpec as Controller
 from nvflare.apis.dxo import DXO, MetaKey
+from nvflare.apis.executor import Executor
+from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from torch import Tensor
 
 from ..core.errors import FlareSparseError, list_first
@@ -26,13 +29,21 @@ MASK = TRAINABLE
 
 
 class ComponentError(FlareSparseError, ValueError):
-    """A component cannot serve a message. The text names the component, what it found, and the remedy."""
+    """A component cannot serve a message. The text names component, problem, remedy, and the file of the job."""
 
     code = "E_COMPONENT"
 
     def __init__(self, component: object, problem: str, remedy: str):
         name = component if isinstance(component, str) else type(component).__name__
-        super().__init__(f"{name}: {problem}; {remedy}")
+        text = f"{name}: {problem}; {remedy}"
+        super().__init__(text if "config_fed_" in text else f"{text} ({_name_file(component)} of the job)")
+
+
+def _name_file(component: object) -> str:
+    """Return the file of a job that names a component; filters stand in both."""
+    if isinstance(component, (ModelAggregator, Controller)):
+        return "config_fed_server.json"
+    return "config_fed_client.json" if isinstance(component, Executor) else "config_fed_client.json or _server.json"
 
 
 def guess_layout(arrays: Arrays) -> Layout:
