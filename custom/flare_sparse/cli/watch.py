@@ -16,11 +16,13 @@ from rich.text import Text
 
 from ..core.errors import ConfigError
 from ..results.runs.progress import (
+    CELLS,
     ProgressFormatter,
     append_round,
     compare_with_dense,
     estimate_seconds_left,
     format_bytes,
+    format_cells,
     format_duration,
 )
 from .console import out as stdout
@@ -205,19 +207,11 @@ def show_updates(
 def build_table(lines: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of the last rounds, with the bytes so far and the time left below it."""
     table = Table(title=_describe_run(lines), caption=_describe_total(lines), title_justify="left")
-    for column in ("round", "request", "sites", "metric", "bytes", "seconds"):
+    for column in CELLS:
         table.add_column(column, justify="left" if column == "request" else "right")
     for line in lines[-SHOWN_ROUNDS:]:
-        value = line["metrics"].get(line["metric"])
-        table.add_row(
-            "final" if line["round"] > line["rounds"] else f"{line['round']}/{line['rounds']}",
-            # A Text: names that come from sites are shown as they are, and never read as markup.
-            Text(line["kind"]),
-            f"{len(line['sites_contributed'])}/{len(line['sites_asked'])}",
-            "-" if value is None else f"{value:.3f}",
-            format_bytes(line["bytes_up"] + line["bytes_down"]),
-            f"{line['seconds']:.1f}",
-        )
+        # As Text: names that come from sites are shown as they are, and never read as markup.
+        table.add_row(*map(Text, format_cells(line)))
     return table
 
 

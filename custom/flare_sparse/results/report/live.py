@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ..runs.progress import compare_with_dense, estimate_seconds_left, format_bytes, format_duration
+from ..runs.progress import (
+    CELLS,
+    compare_with_dense,
+    estimate_seconds_left,
+    format_bytes,
+    format_cells,
+    format_duration,
+)
 from .tables import ReportTable, format_metric
 from .template import fill_template
 
@@ -51,8 +58,7 @@ def _build_cards(lines: Sequence[Line]) -> list[tuple[str, str]]:
     last = lines[-1]
     sent = sum(line["bytes_up"] + line["bytes_down"] for line in lines)
     dense = sum(line["dense_bytes"] for line in lines)
-    values = [line["metrics"].get(line["metric"]) for line in lines]
-    value = next((value for value in reversed(values) if value is not None), None)
+    value = _find_last(line["metrics"].get(line["metric"]) for line in lines)
     spent = [epsilon for line in lines for epsilon in line.get("spent_epsilon", {}).values()]
     return [
         (f"{min(last['round'], last['rounds'])} of {last['rounds']}", "rounds"),
@@ -60,6 +66,11 @@ def _build_cards(lines: Sequence[Line]) -> list[tuple[str, str]]:
         (format_bytes(sent), compare_with_dense(sent, dense)),
         *([(f"{max(spent):.2f}", "epsilon, the most that a site has spent")] if spent else []),
     ]
+
+
+def _find_last(values: Iterable[float | None]) -> float | None:
+    """Return the last value that is there; None without one."""
+    return next((value for value in reversed(list(values)) if value is not None), None)
 
 
 def _draw_curve(lines: Sequence[Line]) -> SimpleNamespace | None:
@@ -88,8 +99,7 @@ def _build_sites(lines: Sequence[Line]) -> ReportTable:
     rows = []
     for site in names:
         asked = [line for line in lines if site in line["sites_asked"]]
-        values = [line.get("site_metrics", {}).get(site, {}).get(line["metric"]) for line in lines]
-        value = next((value for value in reversed(values) if value is not None), None)
+        value = _find_last(line.get("site_metrics", {}).get(site, {}).get(line["metric"]) for line in lines)
         contributed = sum(site in line["sites_contributed"] for line in asked)
         rows.append([site, f"{contributed} of {len(asked)}", format_metric(value), _explain_absence(site, asked[-1])])
     return ReportTable("Sites", ["site", "contributed", str(lines[-1]["metric"]), "last request"], rows, "")
@@ -118,16 +128,6 @@ def _build_events(lines: Sequence[Line]) -> list[ReportTable]:
 
 def _build_rounds(lines: Sequence[Line]) -> ReportTable:
     """Return the last rounds, the newest first."""
-    rows = [
-        [
-            "final" if line["round"] > line["rounds"] else str(line["round"]),
-            line["kind"],
-            f"{len(line['sites_contributed'])} of {len(line['sites_asked'])}",
-            format_metric(line["metrics"].get(line["metric"])),
-            format_bytes(line["bytes_up"] + line["bytes_down"]),
-            f"{line['seconds']:.1f}",
-        ]
-        for line in reversed(lines[-SHOWN_ROUNDS:])
-    ]
-    columns = ["round", "request", "sites", str(lines[-1]["metric"]), "bytes", "seconds"]
+    rows = [format_cells(line) for line in reversed(lines[-SHOWN_ROUNDS:])]
+    columns = [str(lines[-1]["metric"]) if head == "metric" else head for head in CELLS]
     return ReportTable("Rounds", columns, rows, f"the last {SHOWN_ROUNDS}" if len(lines) > SHOWN_ROUNDS else "")

@@ -77,6 +77,23 @@ def estimate_seconds_left(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return max(int(total - current), 0) * seconds / int(current - before)
 
 
+CELLS = ("round", "request", "sites", "metric", "bytes", "seconds")
+"""Heads of the cells of a round in a table."""
+
+
+def format_cells(line: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a round in a table, as display text; see ``CELLS``."""
+    value = line["metrics"].get(line["metric"])
+    return [
+        "final" if line["round"] > line["rounds"] else f"{line['round']}/{line['rounds']}",
+        line["kind"],
+        f"{len(line['sites_contributed'])}/{len(line['sites_asked'])}",
+        "-" if value is None else f"{value:.3f}",
+        format_bytes(line["bytes_up"] + line["bytes_down"]),
+        f"{line['seconds']:.1f}",
+    ]
+
+
 def append_round(lines: list[Mapping[str, Any]], line: Mapping[str, Any]) -> None:
     """Append the line of a round; the rounds that the run stepped back from before it are removed."""
     from ...rounds.federation.events import STEPPED_BACK
