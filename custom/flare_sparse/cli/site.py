@@ -77,7 +77,7 @@ def setup(
     """
     from ..config.policy.policy import POLICY_FILE
     from ..flare.site.allow_list import find_local_folder
-    from ..flare.site.setup import set_up_site, write_unit
+    from ..flare.site.setup import UNIT_FILE, set_up_site, write_unit
 
     if policy is None and not (find_local_folder(kit) / POLICY_FILE).is_file():
         policy = Path("careful")
@@ -86,7 +86,7 @@ def setup(
     if systemd:
         console.print(f"service: {write_unit(kit)}; its first line says where it goes", markup=False)
     code = _check_site(kit, job, as_json=False)
-    start = "systemctl enable --now" if systemd else f"{kit.resolve() / 'startup' / 'start.sh'}"
+    start = f"systemctl enable --now {UNIT_FILE}" if systemd else f"{kit.resolve() / 'startup' / 'start.sh'}"
     console.print(f"left for you: read the policy (docs/site-policy.md); start the site: {start}", markup=False)
     raise typer.Exit(code)
 

@@ -66,6 +66,9 @@ def test_site_file_with_other_settings_is_kept_and_named(kit: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file or folder"):
         list(set_up_site(kit, kit.parent / "nothing", None))
     assert not file.exists()
+    with pytest.raises(ConfigError, match="does not exist yet; give --data, too"):
+        list(set_up_site(kit, None, None, "patient"))
+    assert not file.exists()
 
 
 def test_command_ends_with_the_checks_and_says_what_is_left(kit: Path) -> None:
@@ -76,6 +79,7 @@ def test_command_ends_with_the_checks_and_says_what_is_left(kit: Path) -> None:
     assert "policy: min_examples: 20" in result.output
     assert "FAIL startup kit" in result.output
     assert "left for you: read the policy" in result.output
+    assert f"systemctl enable --now {UNIT_FILE}" in " ".join(result.output.split())
     unit = (kit / UNIT_FILE).read_text()
     assert f"ExecStart={kit}/startup/start.sh" in unit
     assert "Restart=always" in unit

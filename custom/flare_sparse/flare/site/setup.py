@@ -46,8 +46,8 @@ def set_up_site(kit: Path, data: Path | None, policy: Path | None, id_column: st
         id_column: column of a table with the identifiers of subjects.
 
     Raises:
-        ConfigError: there is no such kit, or the site file names other data.
-        DataError: there is no data at the path.
+        ConfigError: there is no such kit or data, or the site file has other settings.
+        DataError: the site has no location for its data.
     """
     local = find_local_folder(kit)
     file, settings = local / LOCAL_FILE, {"data": str(data.absolute())} if data else {}
@@ -55,6 +55,8 @@ def set_up_site(kit: Path, data: Path | None, policy: Path | None, id_column: st
         settings["id"] = id_column
     if settings and file.is_file() and yaml.safe_load(file.read_text(encoding="utf-8")) != settings:
         raise ConfigError(f"{file} has other settings already; change that file, and leave --data and --id out")
+    if id_column is not None and data is None and not file.is_file():
+        raise ConfigError(f"--id {id_column}: {file} does not exist yet; give --data, too")
     if data is not None and not data.exists():
         raise ConfigError(f"--data {data}: there is no such file or folder")
     if settings and not file.is_file():
