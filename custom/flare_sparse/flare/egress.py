@@ -110,12 +110,15 @@ class EgressRecorder(FLComponent):
     def _record_messages(self, topic: str, messages: Mapping[str, Shareable], fl_ctx: FLContext) -> bool:
         """Write a line for each message by its receiver, and return whether they may leave."""
         try:
+            # One message to many receivers is serialized once: it may be a piece of a model.
+            sent: dict[int, bytes] = {}
             for receiver, message in messages.items():
                 if topic in _CONTROL and set(message) <= {ReservedHeaderKey.HEADERS}:
                     continue
                 self._log = self._log or _open_log(fl_ctx)
-                beside = {"receiver": receiver}
-                self._log.record(Outgoing("message", [topic], [serialize(message, fl_ctx)], beside))
+                if id(message) not in sent:
+                    sent[id(message)] = serialize(message, fl_ctx)
+                self._log.record(Outgoing("message", [topic], [sent[id(message)]], {"receiver": receiver}))
         except Exception as error:  # noqa: BLE001 - fail closed, whatever goes wrong
             self.log_error(
                 fl_ctx, f"{get_failure_code(error)}: a message was withheld: it has no line in the egress log"
