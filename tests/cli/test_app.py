@@ -236,3 +236,10 @@ def test_export_sends_a_user_task_with_byoc_and_otherwise_tells_how_to_install_i
     byoc = call("export", str(file), "--out", str(out), "--byoc")
     assert byoc.exit_code == 0, byoc.output
     assert list(out.rglob("custom/line_task.py"))
+
+
+@pytest.mark.parametrize("option", [("--memory",), ("--subjects", "20")])
+def test_figures_of_one_method_are_not_asked_for_beside_a_comparison(option: tuple[str, ...]) -> None:
+    result = call("estimate", "neurosfl_brain_age", "--methods", "fedavg,neurosfl", *option)
+    assert result.exit_code == 2
+    assert f"{option[0]} is for one method" in result.output

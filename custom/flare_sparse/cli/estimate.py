@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..core.errors import FlareSparseError
+from ..core.errors import ConfigError, FlareSparseError
 from ..results.runs.progress import compare_with_dense, format_bytes, format_duration
 from .console import build_table
 from .console import out as stdout
@@ -70,6 +70,9 @@ def estimate(
 
     rate = None if link is None else parse_link(link)
     if methods is not None:
+        if memory or subjects is not None:
+            option = "--memory" if memory else "--subjects"
+            raise ConfigError(f"{option} is for one method; leave it or --methods out")
         names = [name.strip() for name in methods.split(",")]
         _show_methods(compare_methods(config, set_ or (), names), config, rate, as_json=as_json)
         return
@@ -82,11 +85,16 @@ def estimate(
 
         figures["memory"] = measure_memory(study)
     if rate is not None:
-        figures["seconds_on_link"] = 8 * figures["busiest_site_bytes"] / rate
+        figures["seconds_on_link"] = compute_seconds(figures, rate)
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
     else:
         _show(stdout, figures)
+
+
+def compute_seconds(figures: Mapping[str, Any], rate: float) -> float:
+    """Return the seconds that the messages of the busiest site take on a link of ``rate`` bits per second."""
+    return 8 * float(figures["busiest_site_bytes"]) / rate
 
 
 def _show_methods(
@@ -102,7 +110,7 @@ def _show_methods(
         total, dense = found["bytes"]["total"], sum(way["dense_bytes"] for way in found["traffic"].values())
         row = {"method": name, "fits": True, "bytes": total, "dense_bytes": dense}
         if rate is not None:
-            row["seconds_on_link"] = 8 * found["busiest_site_bytes"] / rate
+            row["seconds_on_link"] = compute_seconds(found, rate)
         rows.append(
             {**row, "command": shlex.join(["flare-sparse", "run", str(config), "--set", f"method.name={name}"])}
         )
