@@ -32,8 +32,8 @@ from flare_sparse.tasks.task import TaskConfig
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
 """Folder of the site with files of the repository that pages link to."""
-RANKS = {"questions.md": 5.0, "results": 0.2, "reference": 0.3, "algorithms.md": 0.2, "wire-format.md": 0.2}
-"""How far the search moves a page, or the pages of a folder, up or down: answers first, tables of figures last."""
+RANKS = {"results": 0.2, "reference": 0.3, "algorithms.md": 0.2, "wire-format.md": 0.2}
+"""How far the search moves a page, or the pages of a folder, down: tables of figures come last."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -63,6 +63,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     folder = (ROOT / "docs" / page.file.src_uri).parent
     if rank := RANKS.get(page.file.src_uri.partition("/")[0]):
         page.meta["search"] = {"boost": rank}
+    page.meta["tags"] = list(list_questions(page.file.src_uri))
 
     def insert_table(match: re.Match[str]) -> str:
         with (folder / match[1]).open(encoding="utf-8", newline="") as file:
@@ -82,6 +83,14 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     markdown = re.sub(r"^<!-- table: (\S+) -->$", insert_table, markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^Table of \d+ rows: \[\S+\]\((\S+)\)\.$", insert_table, markdown, flags=re.MULTILINE)
     return LINK.sub(move_link, markdown.replace("<!-- api -->", format_api()))
+
+
+def list_questions(page: str) -> Iterator[str]:
+    """Yield the questions that a page answers: the search weighs them above every title."""
+    for part in (ROOT / "docs" / "questions.md").read_text(encoding="utf-8").split("\n### ")[1:]:
+        question, _, answer = part.partition("\n")
+        if page in (target for _, _, target, _ in LINK.findall(answer)):
+            yield question
 
 
 def find_title(page: Path) -> str:
