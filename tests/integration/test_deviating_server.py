@@ -5,43 +5,71 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from nnunet_data import require_nnunet, write_raw
 
 from flare_sparse.api.describe import run_statistics_job
 from flare_sparse.config.study import Study
 from flare_sparse.core.observer import SILENT
-from flare_sparse.flare import statistics
+from flare_sparse.flare import fingerprints, statistics
+from flare_sparse.flare.questions import QuestionRecipe
 from flare_sparse.rounds.endpoints.request_log import read_record
 
 pytestmark = pytest.mark.long
 
 
-def test_sites_refuse_and_count_what_a_changed_controller_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = np.random.default_rng(1).normal(size=180).round(3)
-    rows = "".join(f"s{i},h{i % 3},{value},{i % 2}\n" for i, value in enumerate(values))
-    (tmp_path / "t.csv").write_text(f"id,site,a,y\n{rows}")
-    task = {"name": "table", "kind": "binary", "target": "y", "features": ["a"], "id": "id"}
-    partition = {"kind": "natural", "column": "site"}
-    (tmp_path / "study.yaml").write_text(
-        yaml.safe_dump({
-            "name": "study", "seed": 1, "method": {"name": "fedavg", "rounds": 1}, "task": task,
-            "federation": {"min_sites": 3}, "simulator": {"data": {"path": "t.csv", "partition": partition}},
-        })
-    )  # fmt: skip
+def write_study(folder: Path, **sections: Any) -> Study:
+    settings = {"name": "study", "seed": 1, "method": {"name": "fedavg", "rounds": 1}, "federation": {"min_sites": 2}}
+    (folder / "study.yaml").write_text(yaml.safe_dump({**settings, **sections}))
+    return Study.load(folder / "study.yaml")
+
+
+def deviate(study: Study, recipe: QuestionRecipe, result: str, out: Path, sites: list[str], *terms: str) -> Any:
+    """Return what a deviating server gets by its honest question, after each other one was refused and not counted."""
+    content = run_statistics_job(study, recipe, result, out, None, SILENT)
+    (codes,) = out.rglob("codes.json")
+    refused = dict.fromkeys(sites, "E_REQUEST")
+    assert json.loads(codes.read_text()) == dict.fromkeys(("flare", "kind", "no terms", *terms), refused)
+    records = [read_record(file) for file in out.rglob("flare_sparse_requests/*/study-*.json")]
+    assert [(len(record.requests), len(record.questions)) for record in records] == [(1, 1)] * 2
+    return content
+
+
+@pytest.fixture(autouse=True)
+def _changed(monkeypatch: pytest.MonkeyPatch) -> None:
     # As in the processes of the job.
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    controller = importlib.import_module("deviating_server").DeviatingController
-    monkeypatch.setattr(statistics, "DescriptionController", controller)
-    study, out = Study.load(tmp_path / "study.yaml"), tmp_path / "out"
+    changed = importlib.import_module("deviating_server")
+    monkeypatch.setattr(statistics, "DescriptionController", changed.DeviatingDescription)
+    monkeypatch.setattr(fingerprints, "FingerprintController", changed.DeviatingFingerprint)
+
+
+def test_sites_describe_only_what_their_copy_of_the_job_asks(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).normal(size=120).round(3)
+    rows = "".join(f"s{i},h{i % 2},{value},{i // 2 % 2}\n" for i, value in enumerate(values))
+    (tmp_path / "t.csv").write_text(f"id,site,a,y\n{rows}")
+    study = write_study(
+        tmp_path,
+        task={"name": "table", "kind": "binary", "target": "y", "features": ["a"], "id": "id"},
+        simulator={"data": {"path": "t.csv", "partition": {"kind": "natural", "column": "site"}}},
+    )
     recipe = statistics.DescriptionRecipe(study.config.job, 10)
-    columns = run_statistics_job(study, recipe, statistics.RESULT, out, None, SILENT)
-    assert [columns["a"][site]["count"] for site in ("h0", "h1", "h2")] == [60, 60, 60]
-    (codes,) = out.rglob("codes.json")
-    refused = dict.fromkeys(("h0", "h1", "h2"), "E_REQUEST")
-    assert json.loads(codes.read_text()) == dict.fromkeys(("flare", "few", "other", "bins"), refused)
-    records = [read_record(file) for file in out.rglob("flare_sparse_requests/*/study-*.json")]
-    assert [[entry.kind for entry in record.requests] for record in records] == [["describe"]] * 3
-    assert [len(record.questions) for record in records] == [1, 1, 1]
+    columns = deviate(study, recipe, statistics.RESULT, tmp_path / "out", ["h0", "h1"], "least", "quantiles", "bins")
+    assert [site["count"] for site in columns["a"].values()] == [60, 60]
+
+
+def test_sites_collect_only_the_fingerprint_that_their_copy_of_the_job_asks(tmp_path: Path) -> None:
+    require_nnunet()
+    names = ["site-1", "site-2"]
+    for number, name in enumerate(names):
+        write_raw(tmp_path / name, 3, number)
+    study = write_study(
+        tmp_path, task={"name": "nnunet"}, simulator={"sites": 2, "data": {"path": str(tmp_path / "{site}")}}
+    )
+    recipe = fingerprints.FingerprintRecipe(study.config.job, 500)
+    content = deviate(study, recipe, fingerprints.RESULT, tmp_path / "out", names, "samples_per_case")
+    assert content["sites"] == names
