@@ -151,7 +151,7 @@ def find_used(done: Run) -> set[str]:
 
 
 @pytest.mark.slow
-def test_nothing_of_the_subject_is_left_but_the_record_and_the_marked_model(tmp_path: Path) -> None:
+def test_no_way_back_by_a_longer_run_or_an_evaluation_and_nothing_is_left_but_the_marked_model(tmp_path: Path) -> None:
     done = run(tmp_path / "all", write_table(tmp_path / "all.csv"), METHODS["topk_ef"])
     (done.path / "evaluations").mkdir()
     (done.path / "evaluations" / "test_predictions.json").write_text("{}")

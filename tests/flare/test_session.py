@@ -17,6 +17,7 @@ from toy import Toy, ToyBench
 from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import load_config, parse_job, serialize_job
 from flare_sparse.config.schema import JobConfig
+from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError, PolicyRefusal
 from flare_sparse.flare import session as session_module
 from flare_sparse.flare.executor import SparseExecutor
@@ -199,3 +200,19 @@ def test_executor_whose_arguments_do_not_show_what_runs_answers_with_its_version
     for task in (TASK, SUM):
         assert get_refusal_code(executor.execute(task, Shareable(), context, Signal())) == "E_CONFIG"
     assert "shows 'neurosfl' for method" in (tmp_path / "site_error.txt").read_text()
+
+
+def test_no_way_back_by_a_script_at_a_site_without_a_site_file(tmp_path: Path) -> None:
+    (tmp_path / "flare_sparse_withdrawn.txt").write_text("sub-07\n")
+    study = Study.load(Path(__file__).parents[2] / "app_configs" / "script_cifar10.yaml")
+    assembly = assemble(study.config, study.load_task())
+    folder = lambda *job: str(tmp_path)  # noqa: E731
+    folders = dict.fromkeys(("get_app_custom_dir", "get_run_dir", "get_root_dir", "get_site_config_dir"), folder)
+    fl_ctx: Any = SimpleNamespace(
+        get_engine=lambda: SimpleNamespace(get_workspace=lambda: SimpleNamespace(**folders)),
+        get_identity_name=lambda: "site-1",
+        get_job_id=lambda: "job",
+    )
+    session = SiteSession()
+    with pytest.raises(ConfigError, match="1 subjects have withdrawn, and a training script reads its data by itself"):
+        session._open_site(assembly, "site-1", tmp_path, fl_ctx)

@@ -17,6 +17,7 @@ from flare_sparse.config.study import Study
 from flare_sparse.core.observer import SILENT
 from flare_sparse.flare import fingerprints, statistics
 from flare_sparse.flare.questions import QuestionRecipe
+from flare_sparse.rounds.endpoints.egress import find_logs, read_log
 from flare_sparse.rounds.endpoints.request_log import read_record
 
 pytestmark = pytest.mark.long
@@ -29,13 +30,15 @@ def write_study(folder: Path, **sections: Any) -> Study:
 
 
 def deviate(study: Study, recipe: QuestionRecipe, result: str, out: Path, sites: list[str], *terms: str) -> Any:
-    """Return what a deviating server gets by its honest question, after each other one was refused and not counted."""
+    """Return what a deviating server gets by its honest question; each other one was refused, which is logged."""
     content = run_statistics_job(study, recipe, result, out, None, SILENT)
     (codes,) = out.rglob("codes.json")
     refused = dict.fromkeys(sites, "E_REQUEST")
     assert json.loads(codes.read_text()) == dict.fromkeys(("flare", "kind", "no terms", *terms), refused)
     records = [read_record(file) for file in out.rglob("flare_sparse_requests/*/study-*.json")]
     assert [(len(record.requests), len(record.questions)) for record in records] == [(1, 1)] * 2
+    logs = [read_log(folder) for folder in find_logs(out).values()]
+    assert [[line["contents"] for line in lines].count(["E_REQUEST"]) for lines in logs] == [3 + len(terms)] * 2
     return content
 
 

@@ -82,13 +82,13 @@ def test_subjects_are_left_out_of_all_later_jobs_and_what_jobs_hold_goes(kit: Pa
     assert find_site_data("site-1", kit / "local", {}).withdrawn == {"s0", "s1", "s2", "s3"}
 
 
-def test_one_misspelt_identifier_of_several_is_refused_and_nothing_is_written(kit: Path, tmp_path: Path) -> None:
+def test_no_way_back_by_one_misspelt_identifier_of_several(kit: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1 of 2 withdrawn identifiers match nothing \(first: 's02'"):
         withdraw_at_site(kit, write_list(tmp_path, "s1", "s02"))
     assert not (kit / "local" / "flare_sparse_withdrawn.txt").exists()
 
 
-def test_job_that_uses_the_data_is_named_waited_for_or_ended(kit: Path, tmp_path: Path) -> None:
+def test_no_way_back_by_a_job_that_runs_meanwhile(kit: Path, tmp_path: Path) -> None:
     """In another process, before its first checkpoint, with a folder of checkpoints that only this process knows."""
     leaving, scratch = write_list(tmp_path, "s1"), tmp_path / "scratch"
     Store(scratch / "study-0123" / "site-1", {}).save(1, Content(1))

@@ -69,7 +69,7 @@ def build_table(**task: Any) -> Task:
         {"id": "visit", "group": "patient"},
     ],
 )
-def test_subject_is_absent_whatever_identifiers_the_job_names(task: dict[str, Any], tmp_path: Path) -> None:
+def test_no_way_back_by_other_identifiers_of_a_job(task: dict[str, Any], tmp_path: Path) -> None:
     data, table = find_site_data("site", write_site(tmp_path, "p003"), {}), build_table(**task)
     examples = load_examples(table, data, 1)
     ages = {float(part[k][0].flatten()[0]) for part in (examples.train, examples.test) for k in range(len(part))}
@@ -88,7 +88,7 @@ def test_subject_is_absent_whatever_identifiers_the_job_names(task: dict[str, An
         ([f"p{i}" for i in range(ROWS)], "p3\nP4", False),
     ],
 )
-def test_identifier_is_matched_as_text_and_one_that_matches_nothing_is_refused(
+def test_no_way_back_by_another_spelling_of_a_number(
     names: list[str], withdrawn: str, is_known: bool, tmp_path: Path
 ) -> None:
     local = write_site(tmp_path, withdrawn, names)
