@@ -5,9 +5,9 @@
 Each kind of job (a method of the package, the user's script under a method, FLARE's recipe with components of the
 package) runs twice in FLARE's simulator with two sites: with a network of about 258,000 parameters and with one of some
 ten, whose bytes beyond its results are FLARE's own control messages. *Kernel* are the bytes that the sites' processes
-sent (``ss``, Linux, read ten times a second until the job ends), *logged* the ``sent_bytes`` of the egress logs, *ratio*
-the one by the other in the large job, *results alone* the same of the differences of both jobs, *control* the rest of
-the small job by site and round.
+sent (``ss``, Linux, read ten times a second until the job ends), *logged* the ``sent_bytes`` of the egress logs,
+*ratio* the one by the other in the large job, *results alone* the same of the differences of both jobs, *control* the
+rest of the small job by site and round.
 """
 
 from __future__ import annotations
