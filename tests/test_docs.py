@@ -124,7 +124,7 @@ def find_unknown_options(line: str) -> set[str]:
     root: Any = get_command(app)
     command, words = root, line.split()
     while words and hasattr(command, "commands"):
-        names = words.pop(0).split("|")  # site allow|no-code KIT
+        names = words.pop(0).split("|")  # site setup|log KIT
         if names[0] in ("CONFIG", "COMMAND") or names[0].startswith("-"):
             break
         if any(name not in command.commands for name in names):
@@ -165,9 +165,9 @@ def test_benchmarks_on_a_page_have_the_options_shown(page: Path) -> None:
 
 
 def test_unknown_commands_and_options_are_found() -> None:
-    assert find_unknown_options("run CONFIG --env poc --sites 3") == set()
+    assert find_unknown_options("run CONFIG --env poc --byoc") == set()
     assert find_unknown_options("run CONFIG --envv poc") == {"--envv"}
-    assert find_unknown_options("site allow|nocode KIT") == {"site allow|nocode KIT"}
+    assert find_unknown_options("site setup|allow KIT") == {"site setup|allow KIT"}
 
 
 def find_missing_imports(code: str) -> set[str]:
@@ -440,7 +440,7 @@ def test_federation_of_the_page_on_nnunet_is_planned_trained_and_saved(
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
     _, commands, job, *_ = find_fenced_blocks("nnunet.md", "bash")
     for line in (*job.splitlines(), *commands.splitlines()):
-        if "nnunet plan data" in line:
+        if "plan data" in line:
             collected = Path("plan.json").read_bytes()
         if "flare-sparse check" in line:
             assert Path("plan.json").read_bytes() == collected

@@ -43,7 +43,7 @@ def measure(name: str, sparsity: float, folder: Path) -> list[str]:
     flare_sparse.run(folder / "study.yaml", env="local", out=out, observer=flare_sparse.Observer())
     site = ["--model", "site-1"] if name == "dispfl" else []
     bytes_by_kind = {}
-    for kind, flags in {"dense": [], "sparse": ["--sparse"], "int8": ["--int8"]}.items():
+    for kind, flags in {"dense": [], "sparse": ["--format", "sparse"], "int8": ["--format", "int8"]}.items():
         result = CliRunner().invoke(app, ["save", str(out), "--out", str(folder / kind), *flags, *site])
         assert result.exit_code == 0, result.output
         (file,) = (folder / kind).rglob("*.safetensors")
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.9, 0.95, 0.99])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args()
-    print("| method | asked | live | dense | gzip of dense | --sparse | --int8 |\n" + "| --- " * 7 + "|")
+    print("| method | asked | live | dense | gzip of dense | sparse | int8 |\n" + "| --- " * 7 + "|")
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.methods:
             for sparsity in options.sparsities if name != "fedavg" else [0.0]:

@@ -116,7 +116,7 @@ def assert_agreement(folder: Path, file: Path, *overrides: str) -> bool:
     """Check and run a study; return whether both pass."""
     options = [option for override in overrides for option in ("--set", override)]
     checked = call("check", file, *options)
-    ran = call("run", file, "--env", "local", *options, "--rounds", "1", "--out", folder / "out")
+    ran = call("run", file, "--env", "local", *options, "--set", "method.rounds=1", "--out", folder / "out")
     assert checked.exception is None or isinstance(checked.exception, SystemExit), checked.exception
     assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
     assert (checked.exit_code == 0) == (ran.exit_code == 0), f"{checked.output}\n--- run\n{ran.output}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flare_sparse.api.memory import PeakMemory, measure_memory
+from flare_sparse.api.memory import PeakMemory, measure_step
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
 
@@ -33,10 +33,10 @@ class Resident(memory.PeakMemory):
         self.peak = read("VmHWM") - self.before
 
 study = memory.Study.load(sys.argv[1])
-memory.measure_memory(study)
-counted = memory.measure_memory(study)["step"]
+memory.measure_step(study)
+counted = memory.measure_step(study)["step"]
 memory.PeakMemory = Resident
-print(memory.measure_memory(study)["step"] / counted)
+print(memory.measure_step(study)["step"] / counted)
 """
 """Prints what the process takes in a step, as a part of what was counted; the first step loads libraries."""
 
@@ -53,7 +53,7 @@ def test_storages_are_counted_once_and_until_they_end() -> None:
 
 def test_step_holds_weights_and_gradients_and_grows_with_the_minibatch() -> None:
     file = CONFIGS / "neurosfl_brain_age.yaml"
-    one, four = (measure_memory(Study.load(file, [f"method.training.batch_size={size}"])) for size in (1, 4))
+    one, four = (measure_step(Study.load(file, [f"method.training.batch_size={size}"])) for size in (1, 4))
     assert one["total"] == one["weights"] + one["step"]
     assert one["weights"] < one["step"] < four["step"]
     assert (one["batch_size"], four["batch_size"]) == (1, 4)
@@ -62,7 +62,7 @@ def test_step_holds_weights_and_gradients_and_grows_with_the_minibatch() -> None
 def test_study_without_data_here_is_told_what_is_missing() -> None:
     study = Study.load(CONFIGS / "neurosfl_brain_age.yaml")
     with pytest.raises(ConfigError, match="needs data in a simulator section"):
-        measure_memory(Study(study.config.model_copy(update={"simulator": None}), study.file))
+        measure_step(Study(study.config.model_copy(update={"simulator": None}), study.file))
 
 
 @pytest.mark.long

@@ -119,7 +119,7 @@ def test_folder_without_a_run_and_unknown_environment_are_refused(job: str) -> N
         fs.run(job, "simulator")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"--env prod needs --kit"):
         fs.run(job, "prod")
-    with pytest.raises(ConfigError, match=r"env local: kit, byoc, mlflow"):
+    with pytest.raises(ConfigError, match=r"env local: kit, byoc, track"):
         fs.run(job, deployment=fs.Deployment(byoc=True))
 
 

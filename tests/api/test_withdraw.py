@@ -166,7 +166,9 @@ def test_no_way_back_by_a_longer_run_or_an_evaluation_and_nothing_is_left_but_th
     for folder in (done, again):
         assert "s8" not in find_used(folder)
     # A longer run, a run of the same settings elsewhere, and an evaluation of the very table inherit the list.
-    longer = call("run", again.path / "config.yaml", "--rounds", 6, "--continue-from", again.path, "--env", "local")
+    longer = call(
+        "run", again.path / "config.yaml", "--set", "method.rounds=6", "--continue-from", again.path, "--env", "local"
+    )
     assert longer.exit_code == 0, longer.output
     elsewhere = start(again.path / "config.yaml", out=tmp_path / "elsewhere", observer=SILENT)
     for path in (again.path.with_name("run-without-6"), elsewhere.path):
@@ -285,7 +287,7 @@ def test_checkpoints_of_a_result_folder_live_as_long_as_the_settings_say(tmp_pat
     for folder in (kept.path / FINAL).glob("*/*/[0-9]*"):
         os.utime(folder, (long_ago, long_ago))
     result = call(
-        "run", kept.path / "config.yaml", "--env", "local", "--rounds", 5, "--continue-from", kept.path
+        "run", kept.path / "config.yaml", "--env", "local", "--set", "method.rounds=5", "--continue-from", kept.path
     )  # fmt: skip
     assert result.exit_code == 2
     assert "its checkpoints are older than federation.checkpoint_days and were deleted" in result.output

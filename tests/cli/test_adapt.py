@@ -51,7 +51,7 @@ def call() -> Callable[..., Result]:
 def test_adapt_writes_a_changed_model_and_metrics_before_and_after(
     finished: Path, call: Callable[..., Result], tmp_path: Path
 ) -> None:
-    result = call(finished / "run", "--data", finished / "site-9.npz", "--site", "nine", "--out", tmp_path)
+    result = call(finished / "run", "--data", finished / "site-9.npz", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "adaptation.json").read_text())
     assert figures["training_examples"] == 19
@@ -81,7 +81,7 @@ def test_adapt_reports_for_a_site_of_the_run_what_the_run_reported(
     finished: Path, call: Callable[..., Result], tmp_path: Path
 ) -> None:
     """The command and the end of a run adapt a model in the same way."""
-    call(finished / "run", "--data", finished / "site-1.npz", "--site", "site-1", "--out", tmp_path)
+    call(finished / "run", "--data", finished / "site-1.npz", "--out", tmp_path)
     figures = json.loads((tmp_path / "adaptation.json").read_text())
     summary = json.loads((finished / "run" / "summary.json").read_text())["final"]["sites"]["site-1"]
     assert {name: summary[name] for name in figures["after"]} == figures["after"]

@@ -59,7 +59,18 @@ def list_attacks(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_run_that_learned_by_heart_is_found_out_by_every_attack(runs: Path) -> None:
-    result = call(runs / "leaky", "--references", 2, "--resamples", 200, "--json", "--epsilon", 0.1, "--steps", 5)
+    result = call(
+        runs / "leaky",
+        "--set",
+        "references=2",
+        "--set",
+        "resamples=200",
+        "--json",
+        "--set",
+        "epsilon=0.1",
+        "--set",
+        "steps=5",
+    )
     # The audit contradicts the claim.
     assert result.exit_code == 1, result.output
     record = json.loads((runs / "leaky" / "audit.json").read_text())
@@ -90,7 +101,9 @@ def test_run_that_learned_by_heart_is_found_out_by_every_attack(runs: Path) -> N
 
 @pytest.mark.slow
 def test_run_that_learned_nothing_withstands(runs: Path) -> None:
-    result = call(runs / "idle", "--references", 2, "--resamples", 200, "--epsilon", 0.1, "--policy", "careful")
+    result = call(
+        runs / "idle", "--set", "references=2", "--set", "resamples=200", "--set", "epsilon=0.1", "--policy", "careful"
+    )
     assert result.exit_code == 0, result.output
     attacks = list_attacks(json.loads((runs / "idle" / "audit.json").read_text()))
     for name in ("loss threshold", "rmia"):
@@ -119,7 +132,7 @@ def test_canaries_believe_an_honest_budget_and_not_a_false_one(
     learning = "{epochs: 30, batch_size: 64, optimizer: adam, lr: 2e-2}"
     settings = [f"method={{name: fedavg, rounds: 1, training: {learning}}}", f"privacy={{{privacy}, delta: 1e-5}}"]
     run_in_process(Study.load(file, settings), RunFolder(tmp_path / "run"))
-    options = ("--references", 0, "--resamples", 0, "--attackers", "outsider", "--canaries", 200)
+    options = ("--set", "references=0", "--set", "resamples=0", "--attackers", "outsider", "--set", "canaries=200")
     result = call(tmp_path / "run", *options, "--epsilon", claim)
     assert result.exit_code == int(is_wrong), result.output
     canaries = list_attacks(json.loads((tmp_path / "run" / "audit.json").read_text()))["canaries"]
@@ -128,7 +141,17 @@ def test_canaries_believe_an_honest_budget_and_not_a_false_one(
 
 @pytest.mark.slow
 def test_interrupted_audit_trains_no_model_twice(runs: Path) -> None:
-    arguments = (runs / "idle", "--references", 1, "--canaries", 0, "--resamples", 0, "--attackers", "outsider")
+    arguments = (
+        runs / "idle",
+        "--set",
+        "references=1",
+        "--set",
+        "canaries=0",
+        "--set",
+        "resamples=0",
+        "--attackers",
+        "outsider",
+    )
     first, second = call(*arguments), call(*arguments)
     assert "training" not in second.stderr
     assert first.exit_code == second.exit_code == 0
@@ -154,8 +177,8 @@ def test_unknown_attacker_is_a_wrong_configuration(runs: Path, arguments: list[s
 
 @pytest.mark.slow
 def test_report_lists_the_attacks(runs: Path) -> None:
-    call(runs / "idle", "--references", 0, "--canaries", 0, "--resamples", 0, "--steps", 0)
-    result = CliRunner().invoke(app, ["report", str(runs / "idle"), "--no-baselines"])
+    call(runs / "idle", "--set", "references=0", "--set", "canaries=0", "--set", "resamples=0", "--set", "steps=0")
+    result = CliRunner().invoke(app, ["report", str(runs / "idle"), "--plain"])
     assert result.exit_code == 0, result.output
     page = (runs / "idle" / "report" / "report.html").read_text()
     assert "<h2>Attacks</h2>" in page

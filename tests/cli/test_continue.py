@@ -58,18 +58,18 @@ def compute_digests(folder: Path) -> dict[str, str]:
 def test_continued_run_has_the_record_of_all_rounds_and_leaves_the_finished_one_unchanged(folder: Path) -> None:
     before = compute_digests(folder / "short")
     result = call(
-        "run", folder / "job.yaml", "--env", "local", "--rounds", 4, "--continue-from", folder / "short"
+        "run", folder / "job.yaml", "--env", "local", "--set", "method.rounds=4", "--continue-from", folder / "short"
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert compute_digests(folder / "short") == before
-    once = call("run", folder / "job.yaml", "--env", "local", "--rounds", 4, "--out", folder / "once")
+    once = call("run", folder / "job.yaml", "--env", "local", "--set", "method.rounds=4", "--out", folder / "once")
     assert once.exit_code == 0, once.output
     continued = read_record(folder / "short-4")
     assert continued == read_record(folder / "once")
     assert [line["round"] for line in continued["lines"]] == [1, 2, 3, 4, 5]
     # A continued run can itself be continued.
     again = call(
-        "run", folder / "short-4" / "config.yaml", "--env", "local", "--rounds", 5, "--continue-from",
+        "run", folder / "short-4" / "config.yaml", "--env", "local", "--set", "method.rounds=5", "--continue-from",
         folder / "short-4", "--out", folder / "five",
     )  # fmt: skip
     assert again.exit_code == 0, again.output
@@ -78,7 +78,7 @@ def test_continued_run_has_the_record_of_all_rounds_and_leaves_the_finished_one_
 @pytest.mark.slow
 def test_interrupted_continuation_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(folder / "short", tmp_path / "short")
-    arguments = ("run", folder / "job.yaml", "--env", "local", "--rounds", 4, "--out", tmp_path / "long")
+    arguments = ("run", folder / "job.yaml", "--env", "local", "--set", "method.rounds=4", "--out", tmp_path / "long")
     from flare_sparse.results.runs.record import RecordWriter
 
     with monkeypatch.context() as patch:
@@ -91,7 +91,7 @@ def test_interrupted_continuation_resumes(folder: Path, tmp_path: Path, monkeypa
     again = call(*arguments, "--resume")
     assert again.exit_code == 1
     assert f"has finished. For more rounds: flare-sparse run {tmp_path / 'long' / 'config.yaml'}" in again.output
-    once = call("run", folder / "job.yaml", "--env", "local", "--rounds", 4, "--out", tmp_path / "once")
+    once = call("run", folder / "job.yaml", "--env", "local", "--set", "method.rounds=4", "--out", tmp_path / "once")
     assert once.exit_code == 0, once.output
     assert read_record(tmp_path / "long") == read_record(tmp_path / "once")
 
@@ -99,12 +99,18 @@ def test_interrupted_continuation_resumes(folder: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--rounds", 2), "method.rounds is 2, and the run has 2 already; set a larger total, such as --rounds 4"),
-        (("--rounds", 4, "--seed", 3), "only method.rounds may differ from the finished run, but also do seed: 0"),
-        (("--rounds", 4, "--resume"), "exclude each other"),
-        (("--rounds", 4, "--out", "SHORT"), "holds a finished run; choose another folder"),
-        (("--rounds", 4, "--overwrite"), "--continue-from replaces no run; leave --overwrite out"),
-        (("--rounds", 4, "--env", "prod", "--kit", "kit"), "does not apply to --env prod"),
+        (
+            ("--set", "method.rounds=2"),
+            "method.rounds is 2, and the run has 2 already; set a larger total, such as method.rounds=4",
+        ),
+        (
+            ("--set", "method.rounds=4", "--set", "seed=3"),
+            "only method.rounds may differ from the finished run, but also do seed: 0",
+        ),
+        (("--set", "method.rounds=4", "--resume"), "exclude each other"),
+        (("--set", "method.rounds=4", "--out", "SHORT"), "holds a finished run; choose another folder"),
+        (("--set", "method.rounds=4", "--overwrite"), "--continue-from replaces no run; leave --overwrite out"),
+        (("--set", "method.rounds=4", "--env", "prod", "--kit", "kit"), "does not apply to --env prod"),
     ],
 )
 def test_impossible_continuation_is_refused_with_the_reason(
@@ -119,7 +125,7 @@ def test_impossible_continuation_is_refused_with_the_reason(
 def test_continuation_without_record_or_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "short", tmp_path / "short")
     shutil.rmtree(tmp_path / "short" / "final_checkpoints")
-    arguments = ("run", folder / "job.yaml", "--env", "local", "--rounds", 4, "--continue-from")
+    arguments = ("run", folder / "job.yaml", "--env", "local", "--set", "method.rounds=4", "--continue-from")
     result = call(*arguments, tmp_path / "short")
     assert result.exit_code == 2
     assert "holds no checkpoint, so the run cannot be continued" in result.output
@@ -132,7 +138,7 @@ def test_method_whose_schedule_has_ended_is_refused(folder: Path, tmp_path: Path
     method = "method={name: fedsparsify, rounds: 2}"
     out = tmp_path / "short"
     assert call("run", folder / "job.yaml", "--env", "local", "--set", method, "--out", out).exit_code == 0
-    result = call("run", out / "config.yaml", "--env", "local", "--rounds", 4, "--continue-from", out)
+    result = call("run", out / "config.yaml", "--env", "local", "--set", "method.rounds=4", "--continue-from", out)
     assert result.exit_code == 2
     assert "method fedsparsify: the sparsity of every round depends on method.rounds" in result.output
     assert not (tmp_path / "short-4").exists()
@@ -144,12 +150,12 @@ def test_encrypted_run_continues_with_its_own_keys(folder: Path, tmp_path: Path)
     settings = ("--set", "method={name: fedavg}", "--set", "wire={encryption: ckks}", "--set", "federation.min_sites=2")
     short = tmp_path / "short"
     arguments = ("run", folder / "job.yaml", "--env", "local", *settings)
-    first = call(*arguments, "--rounds", 1, "--out", short)
+    first = call(*arguments, "--set", "method.rounds=1", "--out", short)
     assert first.exit_code == 0, first.output
-    result = call(*arguments, "--rounds", 2, "--continue-from", short)
+    result = call(*arguments, "--set", "method.rounds=2", "--continue-from", short)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "short-2" / "model.safetensors").is_file()
     shutil.rmtree(short / "he")
-    lost = call(*arguments, "--rounds", 3, "--continue-from", short)
+    lost = call(*arguments, "--set", "method.rounds=3", "--continue-from", short)
     assert lost.exit_code == 2
     assert "the keys of the run are missing" in lost.output

@@ -67,7 +67,7 @@ def test_test_split_of_a_site_has_the_metrics_of_the_run(finished: Path) -> None
     on_test = {name: value for name, value in final.items() if not name.startswith("validation_")}
     assert {**printed["metrics"], "test_examples": printed["examples"]} == on_test
     assert printed == read_json(finished / "fedavg" / "evaluations" / "site-1.json")
-    again = call(finished / "fedavg", "--data", finished / "site-1.csv", "--name", "own", "--resamples", 0)
+    again = call(finished / "fedavg", "--data", finished / "site-1.csv", "--name", "own")
     assert "this is the data that the run trained on: the metrics count training examples" in again.output
 
 
@@ -96,16 +96,15 @@ def test_metric_that_few_resamples_define_has_no_interval() -> None:
 
 
 def test_finished_evaluation_is_not_overwritten_unasked(finished: Path) -> None:
-    arguments = (finished / "fedavg", "--data", finished / "held-out.csv", "--name", "twice", "--resamples", 0)
+    arguments = (finished / "fedavg", "--data", finished / "held-out.csv", "--name", "twice")
     assert call(*arguments).exit_code == 0
     again = call(*arguments)
     assert again.exit_code == 2
-    assert "exists already; add --overwrite to replace it, or choose another --name" in again.output
-    assert call(*arguments, "--overwrite").exit_code == 0
+    assert "exists already; choose another --name, or remove the file" in again.output
 
 
 def test_every_model_is_evaluated_at_every_site(finished: Path) -> None:
-    result = call(finished / "local_only", finished / "per_fedavg", finished / "fedavg", "--matrix")
+    result = call(finished / "local_only", finished / "per_fedavg", finished / "fedavg")
     assert result.exit_code == 0, result.output
     for name in METHODS:
         record = read_json(finished / name / "evaluations" / "cross_site.json")
@@ -126,13 +125,13 @@ def test_sites_own_model_is_evaluated_on_request_and_named_where_it_is_not(finis
     result = call(finished / "local_only", "--data", data)
     assert result.exit_code == 2
     assert "local_only trains no common model: each site's model is trained at the site alone" in result.output
-    own = call(finished / "local_only", "--data", data, "--model", "site-2", "--resamples", 0)
+    own = call(finished / "local_only", "--data", data, "--model", "site-2")
     assert own.exit_code == 0, own.output
     assert (finished / "local_only" / "evaluations" / "held-out-site-2.json").is_file()
     wrong = call(finished / "local_only", "--data", data, "--model", "site-9")
     assert wrong.exit_code == 2
     assert "no own model of site 'site-9'" in wrong.output
-    adapting = call(finished / "per_fedavg", "--data", data, "--resamples", 0)
+    adapting = call(finished / "per_fedavg", "--data", data)
     assert "this is the run's common model" in adapting.output
     assert "flare-sparse adapt RUN --data DIR adapts and evaluates it" in adapting.output
 
@@ -140,9 +139,7 @@ def test_sites_own_model_is_evaluated_on_request_and_named_where_it_is_not(finis
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        ((), 2, "--data is missing: give the folder or file"),
         (("--data", "missing.csv"), 2, "--data missing.csv: there is no file or folder of this name"),
-        (("--data", "DATA", "--matrix"), 2, "leave --data out"),
         (("--data", "DATA", "--name", "a/b"), 2, "--name 'a/b': expected letters"),
         (("--data", "OTHER"), 2, "no column 'med_b'"),
     ],

@@ -35,7 +35,11 @@ def test_study_that_is_no_configuration_of_the_package_passes_its_check_and_runs
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in (["init", kind], ["check", "study.yaml"], ["run", "study.yaml", "--rounds", "1", "--env", "local"]):
+    for words in (
+        ["init", kind],
+        ["check", "study.yaml"],
+        ["run", "study.yaml", "--set", "method.rounds=1", "--env", "local"],
+    ):
         result = call(*words)
         assert result.exit_code == 0, result.output
 

@@ -65,7 +65,7 @@ def test_model_of_the_run_lacks_the_head_and_models_of_sites_have_their_own(fold
 
 
 def test_every_model_of_the_run_can_be_evaluated_at_every_site(folder: Path) -> None:
-    result = invoke("evaluate", folder / "run", "--matrix", "--json")
+    result = invoke("evaluate", folder / "run", "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.output)
     final = RunResult.read(folder / "run").site_metrics

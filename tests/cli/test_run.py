@@ -99,10 +99,10 @@ def test_interrupted_run_says_what_is_safe_and_the_command_that_continues_it(
     whole = run(config, "--out", "whole")
     assert whole.exit_code == 0, whole.output
     EVENTS.update(calls=0, at=5, do=lambda: os.kill(os.getpid(), number))
-    stopped = run(config, "--seed", "0", "--set", "method.training.lr=0.01", "--out", "a folder")
+    stopped = run(config, "--set", "seed=0", "--set", "method.training.lr=0.01", "--out", "a folder")
     assert stopped.exit_code == code
     lines = stopped.output.splitlines()
-    options = "--env local --seed 0 --set method.training.lr=0.01 --out 'a folder'"
+    options = "--env local --set seed=0 --set method.training.lr=0.01 --out 'a folder'"
     assert lines[2:] == [
         f"stopped by {cause}; the processes of the run are ended",
         "safe: round 2 is committed in a folder/checkpoints",
@@ -139,7 +139,7 @@ def test_interrupted_run_is_not_started_again_unasked(config: Path) -> None:
 def test_finished_run_is_not_overwritten_unasked(config: Path) -> None:
     assert run(config, "--out", "out").exit_code == 0
     before = (Path("out") / "model.safetensors").read_bytes()
-    again = run(config, "--out", "out", "--seed", "9")
+    again = run(config, "--out", "out", "--set", "seed=9")
     assert again.exit_code == 2
     assert "holds a finished run, which would be lost" in again.output
     assert (Path("out") / "model.safetensors").read_bytes() == before

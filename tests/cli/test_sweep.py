@@ -124,7 +124,17 @@ def test_sweep_needs_validation_examples_and_valid_settings(job: Path, tmp_path:
 
 @pytest.mark.slow
 def test_sampler_chooses_settings_within_the_range_and_rounds_win_over_the_file(job: Path, tmp_path: Path) -> None:
-    command = (job, "--grid", "method.training.lr=0.001..0.1,log", "--trials", "2", "--seeds", "1", "--rounds", "1")
+    command = (
+        job,
+        "--grid",
+        "method.training.lr=0.001..0.1,log",
+        "--trials",
+        "2",
+        "--seeds",
+        "1",
+        "--set",
+        "method.rounds=1",
+    )
     for finished in (0, 2):
         result = call(*command, "--out", tmp_path / "sweep")
         assert result.exit_code == 0, result.output

@@ -34,7 +34,7 @@ COMPONENTS = [
     filters.DecodeRequest(),
     filters.EncodeUpdate(),
     filters.DecodeUpdate(),
-    tracking.MlflowTracker("http://mlflow", "brain_age", "p98", {"seed": "0"}),
+    tracking.Tracker("mlflow", "brain_age", "p98", {"seed": "0"}),
 ]
 
 
@@ -58,7 +58,10 @@ def test_list_of_components_is_complete() -> None:
         name
         for module in (aggregator, controller, executor, filters, session, tracking)
         for name, thing in vars(module).items()
-        if inspect.isclass(thing) and thing.__module__ == module.__name__ and not issubclass(thing, Exception)
+        if inspect.isclass(thing)
+        and thing.__module__ == module.__name__
+        and not issubclass(thing, Exception)
+        and not name.startswith("_")
     }
     assert found == {type(component).__name__ for component in COMPONENTS}
 
@@ -75,7 +78,7 @@ def test_job_names_only_allowed_classes_and_some_of_flares_default_list(config: 
     text = "".join((app / "config" / f"config_fed_{side}.json").read_text() for side in ("server", "client"))
     paths = {line.split('"')[3] for line in text.splitlines() if '"path":' in line}
     ours = {path for path in paths if path.startswith("flare_sparse.")}
-    # Only in jobs with a user task or method, of flare-sparse describe and of nnunet collect.
+    # Only in jobs with a user task or method, of flare-sparse describe and of plan.
     parts = (".User", ".statistics.", ".fingerprints.")
     rare = {path for path in CLASSES if any(part in path for part in parts)}
     assert ours == {*CLASSES} - rare
@@ -141,21 +144,19 @@ def test_setting_that_flare_would_take_for_a_component_is_shown_as_text() -> Non
     }
 
 
-def test_job_sends_figures_to_mlflow_only_when_asked_and_only_from_the_server(
-    config: RunConfig, tmp_path: Path
-) -> None:
-    tracker = tracking.MlflowTracker("http://mlflow", "brain_age", "p98", {"seed": "0"})
+def test_job_sends_figures_only_when_asked_and_only_from_the_server(config: RunConfig, tmp_path: Path) -> None:
+    tracker = tracking.Tracker("mlflow", "brain_age", "p98", {"seed": "0"})
     texts = {}
     for name, recipe in {"with": SparseRecipe(config, tracker=tracker), "without": SparseRecipe(config)}.items():
         recipe.export(str(tmp_path / name))
         folder = tmp_path / name / config.name / "app" / "config"
         texts[name] = [(folder / f"config_fed_{side}.json").read_text() for side in ("server", "client")]
-    (component,) = [part for part in json.loads(texts["with"][0])["components"] if part["id"] == "mlflow"]
+    (component,) = [part for part in json.loads(texts["with"][0])["components"] if part["id"] == "tracker"]
     assert component == {
-        "id": "mlflow",
+        "id": "tracker",
         "path": SERVER_CLASSES[0],
         "args": {
-            "tracking_uri": "http://mlflow",
+            "service": "mlflow",
             "experiment_name": "brain_age",
             "run_name": "p98",
             "run_tags": {"seed": "0"},

@@ -1,10 +1,13 @@
-"""FLARE's MLflow receiver records the server's own figures in one run of MLflow, and no failure of it ends a job."""
+"""FLARE's receivers record the server's own figures in one run of their service, and no failure of it ends a job."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,9 +18,10 @@ from nvflare.apis.fl_constant import FLContextKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.utils.analytix_utils import create_analytic_dxo
 
-from flare_sparse.flare.tracking import MlflowTracker
+from flare_sparse.flare.tracking import FOLDERS, MLFLOW_VARIABLES, Tracker
 
 RECEIVER = "nvflare.app_opt.tracking.mlflow.mlflow_receiver"
+WANDB_RECEIVER = "nvflare.app_opt.tracking.wandb.wandb_receiver"
 
 
 class Client:
@@ -25,11 +29,13 @@ class Client:
 
     failures = 0
 
-    def __init__(self, tracking_uri: str):
+    uri = "http://mlflow"
+
+    def __init__(self) -> None:
         self.sent: list[tuple[str, str, float, int]] = []
         self.requests = 0
         Client.last = self
-        if "down" in tracking_uri:
+        if "down" in Client.uri:
             raise ConnectionError("MLflow does not reply")
 
     def get_experiment_by_name(self, name: str) -> None:
@@ -60,25 +66,35 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
         "Param": namedtuple("Param", "key value"),
         "RunTag": namedtuple("RunTag", "key value"),
     }
-    contents = {"": {}, ".entities": entities, ".tracking": {}, ".tracking.client": {"MlflowClient": Client}}
+
+    def set_tracking_uri(uri: str) -> None:
+        Client.uri = uri
+
+    members = {"set_tracking_uri": set_tracking_uri}
+    contents = {"": members, ".entities": entities, ".tracking": {}, ".tracking.client": {"MlflowClient": Client}}
     for name, members in contents.items():
         module = ModuleType(f"mlflow{name}")
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, f"mlflow{name}", module)
     monkeypatch.delitem(sys.modules, RECEIVER, raising=False)
-    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_ALLOW_FILE_STORE"):
+    for name in MLFLOW_VARIABLES:
         monkeypatch.setenv(name, "")
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow")
 
 
 @pytest.fixture
-def context() -> FLContext:
+def context(tmp_path: Path) -> FLContext:
+    workspace = SimpleNamespace(get_run_dir=lambda _job: str(tmp_path))
+    engine = SimpleNamespace(get_workspace=lambda: workspace)
     context = FLContext()
+    context.set_prop(ReservedKey.ENGINE, engine, private=True, sticky=False)
     context.set_prop(ReservedKey.RUN_NUM, "job-7")
     context.set_prop(ReservedKey.IDENTITY_NAME, "the server")
     return context
 
 
-def run_job(tracker: MlflowTracker, context: FLContext) -> None:
+def run_job(tracker: Tracker, context: FLContext) -> None:
     tracker.handle_event(EventType.START_RUN, context)
     if tracker._receiver is not None:
         tracker._receiver.buff_flush_time = 0  # a request for each figure
@@ -91,8 +107,10 @@ def run_job(tracker: MlflowTracker, context: FLContext) -> None:
 
 @pytest.mark.usefixtures("mlflow")
 def test_figures_of_the_server_go_to_one_run_with_its_names_and_tags(context: FLContext) -> None:
-    run_job(MlflowTracker("http://mlflow", "brain_age", "p98", {"method": "neurosfl"}), context)
-    assert Client.last.run == ("experiment brain_age", "p98", {"method": "neurosfl", "job_id": "job-7"})
+    run_job(Tracker("mlflow", "brain_age", "p98", {"method": "neurosfl"}), context)
+    tags = {"method": "neurosfl", "job_id": "job-7", "run_name": "p98"}
+    assert Client.last.run == ("experiment brain_age", "p98", tags)
+    assert Client.uri == "http://mlflow"
     assert Client.last.sent == [("run-1", "mae", 2.5, 1), ("run-1", "mae", 2.0, 2)]
     assert Client.last.terminated == "run-1"
 
@@ -102,26 +120,67 @@ def test_figures_that_could_not_be_sent_are_sent_at_the_end(
     context: FLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Client, "failures", 1)
-    run_job(MlflowTracker("http://mlflow", "brain_age", "p98"), context)
+    run_job(Tracker("mlflow", "brain_age", "p98"), context)
     assert Client.last.sent == [("run-1", "mae", 2.5, 1), ("run-1", "mae", 2.0, 2)]
     assert Client.last.requests == 2, "after a failure only the end of the job tries again within RETRY_S"
 
 
 @pytest.mark.usefixtures("mlflow")
 def test_mlflow_that_does_not_reply_leaves_an_error_in_the_log(
-    context: FLContext, caplog: pytest.LogCaptureFixture
+    context: FLContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://down")
     with caplog.at_level(logging.ERROR):
-        run_job(MlflowTracker("http://down", "brain_age", "p98"), context)
+        run_job(Tracker("mlflow", "brain_age", "p98"), context)
     assert "Receiver initialize failed with MLflow does not reply" in caplog.text
     assert Client.last.sent == []
 
 
-def test_server_without_mlflow_goes_on_and_its_log_says_how_to_install_it(
-    context: FLContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("mlflow")
+def test_server_without_an_address_writes_to_the_folder_of_the_job(
+    context: FLContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("mlflow", "mlflow.tracking.client"):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    run_job(Tracker("mlflow", "brain_age", "p98"), context)
+    assert Client.uri == (tmp_path / FOLDERS["mlflow"]).as_uri()
+
+
+@pytest.mark.parametrize("service", ["mlflow", "wandb"])
+def test_server_without_the_package_goes_on_and_its_log_says_how_to_install_it(
+    service: str, context: FLContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mlflow", "mlflow.tracking.client", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
+    for name in (RECEIVER, WANDB_RECEIVER):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with caplog.at_level(logging.ERROR):
-        run_job(MlflowTracker("http://mlflow", "brain_age", "p98"), context)
-    assert "pip install 'flare-sparse[mlflow]'" in caplog.text
+        run_job(Tracker(service, "brain_age", "p98"), context)
+    assert "pip install 'flare-sparse[track]'" in caplog.text
+
+
+def test_weights_and_biases_without_a_key_keeps_a_run_of_the_figures_for_later(
+    context: FLContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_job(Tracker("wandb", "brain_age", "p98", {"method": "neurosfl"}), context)
+    (file,) = (tmp_path / FOLDERS["wandb"]).glob("offline-run-*/*.wandb")
+    records = [messages.Record.FromString(data) for data in read_records(file)]
+    assert {record.run.project for record in records} - {""} == {"brain_age"}
+    figures = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+    ]
+    assert [figure["mae"] for figure in figures if "mae" in figure] == [2.5, 2.0]
+
+
+def read_records(file: Path) -> Iterator[bytes]:
+    """The records of a file of W&B that has one block: a head of 7 bytes, then checksum, length, kind and content."""
+    content, position = file.read_bytes(), 7
+    while position + 7 <= len(content):
+        size = int.from_bytes(content[position + 4 : position + 6], "little")
+        yield content[position + 7 : position + 7 + size]
+        position += 7 + size

@@ -290,7 +290,7 @@ def test_site_without_the_allow_list_refuses_the_job_and_names_the_log_with_the_
         resources.write_bytes(kept)
     assert done.returncode == 1
     assert "E_JOB" in done.stderr
-    assert "flare-sparse site preflight" in done.stderr
+    assert "flare-sparse check --kit" in done.stderr
     log = "".join(file.read_text(errors="replace") for file in (kits / "site-3").glob("*/log.txt"))
     assert "is not in allow_list" in log
     verdicts = dict(line.split(":")[0].split(maxsplit=1)[::-1] for line in result.output.splitlines() if ":" in line)

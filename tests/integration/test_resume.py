@@ -135,7 +135,7 @@ def test_simulator_continues_a_finished_run_of_any_environment(tmp_path: Path) -
     file = configuration(tmp_path / "config", TOPK)
     short, long, whole = tmp_path / "short", tmp_path / "long", tmp_path / "whole"
     for arguments in (
-        ("--env", "local", "--rounds", 4, "--out", short),
+        ("--env", "local", "--set", "method.rounds=4", "--out", short),
         ("--env", "sim", "--continue-from", short, "--out", long),
         ("--env", "local", "--out", whole),
     ):
@@ -148,6 +148,6 @@ def test_simulator_continues_a_finished_run_of_any_environment(tmp_path: Path) -
     # In the simulator the updates of a round arrive in any order.
     assert sorted(ledger.splitlines()) == sorted((whole / "ledger.jsonl").read_text().splitlines())
     # The simulator's run can itself be continued.
-    more = command("run", file, "--env", "local", "--rounds", 9, "--continue-from", long)
+    more = command("run", file, "--env", "local", "--set", "method.rounds=9", "--continue-from", long)
     subprocess.run(more, check=True, capture_output=True)
     assert read_summary(tmp_path / "long-9")["rounds"] == 9

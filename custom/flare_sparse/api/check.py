@@ -136,7 +136,7 @@ def _check_sites(
         yield Finding(
             "SKIP",
             "sites",
-            "there is no simulator section; flare-sparse site preflight KIT --job CONFIG reads the data at each site",
+            "there is no simulator section; flare-sparse check CONFIG --kit KIT reads the data at each site",
         )
     else:
         problems = _DataWarnings()

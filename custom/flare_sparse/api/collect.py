@@ -31,7 +31,7 @@ def collect_fingerprints(
     """
     task = read_yaml(config).get("task")
     if (name := task.get("name") if isinstance(task, dict) else task) != "nnunet":
-        raise ConfigError(f"{config}: task is {name}; collect needs task: {{name: nnunet}}")
+        raise ConfigError(f"{config}: task is {name}; a plan needs task: {{name: nnunet}}")
     study = Study.load(config, ["task.plan=null"])
     from ..flare.fingerprints import RESULT, FingerprintRecipe
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import urlsplit
 
 from ..core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ..config.study import Study
     from ..flare.recipe import SparseRecipe
-    from ..flare.tracking import MlflowTracker
+    from ..flare.tracking import Tracker
 
 Env = Literal["local", "sim", "poc", "prod"]
-EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
-"""MLflow's own variable for the name of the experiment."""
-SQLITE = "sqlite:///"
+Service = Literal["tensorboard", "mlflow", "wandb"]
+"""Where a run's figures can be sent to, through FLARE's receivers."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Deployment:
     Attributes:
         kit: startup kit of an admin who may submit jobs; only for ``prod``, which needs one.
         byoc: send the package's source with the job.
-        mlflow: tracking URI, resolved; None: no tracking.
+        track: service that receives the figures of every round; None: none.
         restart_command: command that submits the job again, for the user; empty: unknown.
 
     Examples:
@@ -40,7 +37,7 @@ class Deployment:
 
     kit: Path | None = None
     byoc: bool = False
-    mlflow: str | None = None
+    track: Service | None = None
     restart_command: str = ""
 
 
@@ -51,12 +48,18 @@ def build_recipe(study: Study, folder: Path, deployment: Deployment) -> SparseRe
     """Return the job; a user task travels as code, and then the package's source travels, too."""
     from ..flare.recipe import SparseRecipe
 
-    return SparseRecipe(
+    track = deployment.track
+    recipe = SparseRecipe(
         study.config,
         packaging="byoc" if study.user_code or deployment.byoc else "installed",
         modules=study.user_code,
-        tracker=build_tracker(deployment.mlflow, study, folder),
+        tracker=build_tracker(track, study, folder) if track in ("mlflow", "wandb") else None,
     )
+    if track == "tensorboard":
+        from nvflare.recipe import add_experiment_tracking
+
+        add_experiment_tracking(recipe, track)
+    return recipe
 
 
 def describe_start(study: Study, environment: str) -> str:
@@ -65,54 +68,29 @@ def describe_start(study: Study, environment: str) -> str:
     return f"{study.config.name}: {method.name}, {method.config.rounds} rounds, {environment}"
 
 
-def resolve_tracking_uri(uri: str, env: Env) -> str:
-    """Return a tracking URI that means the same in every working folder; a path becomes absolute.
-
-    Args:
-        uri: an address, a database, or the path of a folder, with or without ``file:``.
-        env: where the job runs.
+def check_service(service: Service, env: Env) -> None:
+    """Refuse a tracking service that would receive nothing.
 
     Raises:
-        ConfigError: the run has no FLARE server, MLflow is not installed, the URI holds a password, or is a relative
-            path on another host.
+        ConfigError: the run has no FLARE server, or the service's package is missing where it runs.
     """
     if env == "local":
-        raise ConfigError("--mlflow: a local run has no FLARE server that could send figures; use --env sim")
-    if env != "prod" and importlib.util.find_spec("mlflow") is None:
-        raise ConfigError("--mlflow needs MLflow: pip install 'flare-sparse[mlflow]'")
-    parts = urlsplit(uri)
-    if parts.username or parts.password:
-        raise ConfigError(
-            "--mlflow: leave user and password out of the URI, because the job carries it to every site; set "
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD at the server instead"
-        )
-    if uri.startswith(SQLITE):
-        prefix, path = SQLITE, uri.removeprefix(SQLITE)
-    elif parts.scheme in {"", "file"}:
-        prefix, path = "file://", parts.path
-    else:
-        return uri
-    if not path or (env == "prod" and not path.startswith("/")):
-        raise ConfigError(f"--mlflow {uri}: give the address of an MLflow server, such as https://mlflow.our.org")
-    return prefix + str(Path(path).absolute())
+        raise ConfigError("--track: a local run has no FLARE server that could send figures; use --env sim")
+    # The lead builds FLARE's receiver of TensorBoard, and the server the others.
+    if (env != "prod" or service == "tensorboard") and importlib.util.find_spec(service) is None:
+        raise ConfigError(f"--track {service} needs its package: pip install 'flare-sparse[track]'")
 
 
-def build_tracker(uri: str | None, study: Study, out: Path) -> MlflowTracker | None:
-    """Return the component that sends a run's figures to MLflow; None without a URI.
+def build_tracker(service: Service, study: Study, out: Path) -> Tracker:
+    """Return the component that sends a run's figures to MLflow or Weights & Biases.
 
     Args:
-        uri: tracking URI, resolved.
-        study: the run; its name is the experiment unless ``MLFLOW_EXPERIMENT_NAME`` names another.
+        service: one of them.
+        study: the run; its name is the experiment.
         out: result folder; its name is the name of the run.
     """
-    if uri is None:
-        return None
-    from ..flare.tracking import MlflowTracker
+    from ..flare.tracking import Tracker
 
     config = study.config
-    return MlflowTracker(
-        tracking_uri=uri,
-        experiment_name=os.environ.get(EXPERIMENT_VARIABLE) or config.name,
-        run_name=out.resolve().name,
-        run_tags={"method": config.method.name, "task": config.task.name, "seed": str(config.seed)},
-    )
+    tags = {"method": config.method.name, "task": config.task.name, "seed": str(config.seed)}
+    return Tracker(service, config.name, out.resolve().name, tags)

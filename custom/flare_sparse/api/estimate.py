@@ -19,6 +19,7 @@ from ..rounds.local.dry_run import DryTrainer, dry_run
 from ..tasks.data.partition import PARTITIONERS
 from ..tasks.task import SiteData, Task
 from ..training import Site
+from .memory import measure_step
 
 
 def compute_figures(study: Study) -> dict[str, Any]:
@@ -69,16 +70,18 @@ def compute_figures(study: Study) -> dict[str, Any]:
 
 
 def compare_methods(
-    file: str | Path, overrides: Sequence[str], names: Sequence[str]
+    file: str | Path, overrides: Sequence[str], names: Sequence[str], *, measures: bool = False
 ) -> dict[str, dict[str, Any] | FlareSparseError]:
     """Return the figures of a study with each of some methods, by name; for a method that does not fit, its error.
 
-    Settings that the file's method has and another one lacks are left out for that one.
+    Settings that the file's method has and another one lacks are left out for that one. With ``measures`` the figures
+    have ``memory``, see :func:`.memory.measure_step`.
     """
     figures: dict[str, dict[str, Any] | FlareSparseError] = {}
     for name in names:
         try:
-            figures[name] = compute_figures(Study.load(file, [*overrides, f"method.name={name}"]))
+            study = Study.load(file, [*overrides, f"method.name={name}"])
+            figures[name] = compute_figures(study) | ({"memory": measure_step(study)} if measures else {})
         except FlareSparseError as error:
             figures[name] = error
     return figures
@@ -175,11 +178,11 @@ def name_sites(config: RunConfig, task: Task, named: Sequence[str] = ()) -> list
             return sorted(PARTITIONERS["natural"](task.cohort(path), count, **settings))
         if count is None:
             raise ConfigError(
-                f"the sites are those that the data names, and there is no data at {path}; add --sites N, or the path: "
-                "--set simulator.data.path=FILE"
+                f"the sites are those that the data names, and there is no data at {path}; add --set "
+                "simulator.sites=N, or the path: --set simulator.data.path=FILE"
             )
         numbered = (f"site-{i}" for i in range(1, count + len(named) + 1))
         return sorted(list(dict.fromkeys([*named, *numbered]))[:count])
     if count is None:
-        raise ConfigError("the configuration does not give the number of sites; add --sites N")
+        raise ConfigError("the configuration does not give the number of sites; add --set simulator.sites=N")
     return sorted(f"site-{i}" for i in range(1, count + 1))

@@ -48,7 +48,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     """
     if deployment != UNSPECIFIED:
         raise ConfigError(
-            "env local: kit, byoc, mlflow and restart_command are for environments of FLARE; leave them out"
+            "env local: kit, byoc, track and restart_command are for environments of FLARE; leave them out"
         )
     config, assembly = study.config, study.assembly
     check_kernels(assembly.method)

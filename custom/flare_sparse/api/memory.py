@@ -1,8 +1,9 @@
-"""The memory that training needs at a site, counted in one step on its own data."""
+"""The memory and the time that training needs at a site, measured in steps on its own data."""
 
 from __future__ import annotations
 
 import tempfile
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -56,19 +57,20 @@ class PeakMemory(TorchDispatchMode):
         self.peak = max(self.peak, self._now)
 
 
-def measure_memory(study: Study) -> dict[str, Any]:
+def measure_step(study: Study) -> dict[str, Any]:
     """Return what a training step needs at the first site of a study, in bytes: ``weights``, ``step`` and ``total``.
 
     The step is a real one, on the study's device: activations, gradients, the optimiser's state, the minibatch, and
     what the method copies. The data set itself, Python and the libraries come on top. Differential privacy is left
-    out.
+    out. ``step_seconds`` is the time of a second such step, and ``training_seconds`` that of all steps of the run at
+    this site; scores, evaluations and messages come on top.
 
     Raises:
         ConfigError: no data of a site is on this machine, or the training is a script's.
     """
     if study.config.simulator is None or isinstance(study.load_task(), ScriptTask):
         raise ConfigError(
-            "--memory takes one training step: it needs data in a simulator section, and a task that is no script"
+            "--measure takes training steps: it needs data in a simulator section, and a task that is no script"
         )
     assembly = replace(study.assembly, privacy=None)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,6 +80,10 @@ def measure_memory(study: Study) -> dict[str, Any]:
         weights, config = assembly.weights.clone(), assembly.method.config.get_training(1)
         with PeakMemory() as memory:
             site.train(weights, Mask.full(weights.numel()), config, 1)
+        began = time.perf_counter()
+        site.train(weights, Mask.full(weights.numel()), config, 2)
+        seconds = time.perf_counter() - began
+        steps = config.count_steps(opened.num_examples)
     # The received model, and the network.
     held = 2 * weights.numel() * weights.element_size()
     return {
@@ -86,4 +92,6 @@ def measure_memory(study: Study) -> dict[str, Any]:
         "weights": held,
         "step": memory.peak,
         "total": held + memory.peak,
+        "step_seconds": seconds,
+        "training_seconds": seconds * steps * assembly.method.config.rounds,
     }

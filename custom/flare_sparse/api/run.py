@@ -321,6 +321,6 @@ def _make_room(target: Path, *, overwrite: bool) -> None:
         return
     is_crate = target.suffix == ".zip" or (target / "ro-crate-metadata.json").is_file()
     if not overwrite or not is_crate:
-        raise ConfigError(f"--out {target}: exists; choose another name" + (", or add --overwrite" if is_crate else ""))
+        raise ConfigError(f"--out {target}: exists; choose another name, or remove it")
     if target.is_dir():
         shutil.rmtree(target)

@@ -19,10 +19,10 @@ from .console import Commands, join_lines
 from .console import out as console
 
 GROUPS = {
-    "Run": ("init", "check", "estimate", "run", "sweep", "adapt", "export"),
+    "Run": ("init", "check", "estimate", "plan", "run", "sweep", "adapt", "export"),
     "Look": ("watch", "report", "describe", "evaluate", "predict", "audit"),
     "Share": ("save", "evidence", "withdraw"),
-    "Site": ("site", "nnunet"),
+    "Site": ("site",),
     "Develop": ("settings", "phantom"),
 }
 """Commands by what a user does with them, in the order of ``--help``."""
@@ -88,10 +88,26 @@ def _show_version(requested: bool) -> None:
         raise typer.Exit
 
 
+def _trust(context: typer.Context, value: bool) -> None:
+    """Let the command execute the code of result folders, until it ends."""
+    if value:
+        from ..config.user_code import trust_all_code
+
+        context.with_resource(trust_all_code())
+
+
 @app.callback()
 def main(
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit")
+    ] = False,
+    _trust_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-code",
+            callback=_trust,
+            help="Execute the code in result folders, which whoever made a folder wrote; read it first",
+        ),
     ] = False,
 ) -> None:
     """Train one model over many sites with NVIDIA FLARE and send only what matters.

@@ -12,7 +12,7 @@ from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, DataError
 from .console import build_table
 from .console import out as console
-from .options import Overrides, TrustCode
+from .options import Overrides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,12 +25,10 @@ if TYPE_CHECKING:
 def adapt(
     run_dir: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)],
     data: Annotated[Path, typer.Option(help="Data of the new site: the folder or file that its site file would name")],
-    site: Annotated[
-        str, typer.Option(help="Name of the site; the order of its random minibatches depends on it")
-    ] = "new-site",
-    out: Annotated[Path | None, typer.Option(help="Result folder; default: RUN_DIR/adapted/SITE")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Result folder; default: RUN_DIR/adapted/NAME, NAME as the data")
+    ] = None,
     set_: Overrides = None,
-    _trust_code: TrustCode = False,
 ) -> None:
     """Adapt a run's model to a site that took no part in the run.
 
@@ -47,6 +45,7 @@ def adapt(
     from ..core.seeds import limit_threads
     from ..results.runs.record import CONFIG
 
+    site = data.resolve().name.split(".")[0]
     folder = (out or run_dir / "adapted" / site).resolve()
     config_file = run_dir / CONFIG
     if not config_file.is_file():

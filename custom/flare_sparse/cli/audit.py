@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import BaseModel, Field, ValidationError
 
 from ..core.errors import ConfigError
 from .console import build_table, err
 from .console import out as console
-from .options import TrustCode, take_options
+from .options import AsJson, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
     from ..results.audit.attacks import Attacker
+
+
+class AttackSettings(BaseModel, extra="forbid"):
+    """What ``--set`` may set; see ``AuditOptions``."""
+
+    references: int = Field(4, ge=0, le=8)
+    canaries: int = Field(100, ge=0)
+    epsilon: float | None = Field(None, ge=0)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    resamples: int = Field(1000, ge=0)
+    steps: int = Field(200, ge=0)
 
 
 @dataclass(frozen=True)
@@ -25,25 +38,19 @@ class AuditCommandOptions:
 
     runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)]
     attackers: Annotated[str, typer.Option(help="Attackers, separated by commas")] = "outsider,member,server"
-    references: Annotated[
-        int, typer.Option(min=0, max=8, help="Reference models of RMIA; each takes as long as a run; 0: no RMIA")
-    ] = 4
-    canaries: Annotated[
-        int, typer.Option(min=0, help="Canaries of one more run, which bound epsilon from below; 0: none")
-    ] = 100
-    epsilon: Annotated[
-        float | None, typer.Option(min=0, help="Epsilon that the run claims; exit code 1 if the canaries contradict it")
-    ] = None
-    delta: Annotated[float, typer.Option(min=0, max=1, help="Delta of the claim")] = 1e-5
-    resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000
-    steps: Annotated[
-        int, typer.Option(min=0, help="Steps of the optimisation that inverts a message; 0: linear layers only")
-    ] = 200
     policy: Annotated[
         str | None, typer.Option(help="Policy of the sites whose messages the server inverts: a file or a preset")
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON")] = False
-    trust_code: TrustCode = False
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting of the attacks, such as epsilon=3: the run's claim, exit code 1 if contradicted; "
+            "repeatable",
+        ),
+    ] = None
+    as_json: AsJson = False
 
 
 @take_options(AuditCommandOptions)
@@ -52,7 +59,10 @@ def audit(options: AuditCommandOptions) -> None:
 
     Members are the training examples of the sites, non-members their test examples, so the data of all sites must be on
     this machine. Writes RUN/audit.json, which report and model card show. A second call continues an interrupted one.
-    Needs the extra audit. docs/audit.md explains the attacks and their figures.
+    Settings (--set): references (reference models of RMIA, each takes as long as a run; 4), canaries (of one more run,
+    which bound epsilon from below; 100), epsilon and delta (the run's claim), resamples (of the bootstrap; 1000), steps
+    (of the optimisation that inverts a message; 200); 0 leaves each out. Needs the extra audit. docs/audit.md explains
+    the attacks and their figures.
 
     [dim]flare-sparse audit runs/neurosfl_brain_age[/]
 
@@ -65,16 +75,8 @@ def audit(options: AuditCommandOptions) -> None:
 
     chosen = _parse_attackers(options.attackers)
     site_policy = read_policy(find_policy_file(Path(options.policy))) if options.policy else None
-    settings = AuditOptions(
-        references=options.references,
-        canaries=options.canaries,
-        epsilon=options.epsilon,
-        delta=options.delta,
-        resamples=options.resamples,
-        steps=options.steps,
-        policy=site_policy,
-        policy_name=options.policy or "",
-    )
+    given = _read_settings(options.set_ or ())
+    settings = AuditOptions(**given.model_dump(), policy=site_policy, policy_name=options.policy or "")
     records = [Run(run, Screen(err)).audit(chosen, settings) for run in options.runs]
     if options.as_json:
         console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
@@ -85,6 +87,23 @@ def audit(options: AuditCommandOptions) -> None:
     if any(attack.get("contradicts_claim") for record in records for attack in record["attacks"]):
         err.print("the canaries contradict the claimed epsilon", markup=False)
         raise typer.Exit(1)
+
+
+def _read_settings(given: Sequence[str]) -> AttackSettings:
+    """Return the settings of ``--set``.
+
+    Raises:
+        ConfigError: one has an unknown name or a value out of range.
+    """
+    from ..config.problems import describe_problem
+    from ..config.yaml_files import apply_overrides
+
+    data = apply_overrides({}, given)
+    try:
+        return AttackSettings.model_validate(data)
+    except ValidationError as error:
+        problems = [describe_problem(e, AttackSettings, data, {}) for e in error.errors(include_url=False)]
+        raise ConfigError(f"--set: {'; '.join(problems)}") from error
 
 
 def _parse_attackers(text: str) -> list[Attacker]:

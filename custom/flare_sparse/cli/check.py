@@ -10,20 +10,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..config.configurations import find_configuration
+from ..core.errors import ConfigError
 from ..core.findings import Finding, attempt, get_exit_code
 from .console import out, print_finding
-from .options import AsJson, ConfigFile, Overrides
+from .options import AsJson, Overrides
 
 if TYPE_CHECKING:
     from ..config.study import Study
 
 
 def check(
-    config: ConfigFile,
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="Configuration file, or the name of one of the package's own", show_default=False),
+    ] = None,
     overrides: Overrides = None,
     policy: Annotated[
         Path | None,
         typer.Option(help="Check the job against a site's policy, too: a file, or one of open, careful, strict"),
+    ] = None,
+    kit: Annotated[
+        Path | None,
+        typer.Option(help="Check the site of this startup kit instead: is it ready, for any job or for CONFIG?"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -35,10 +44,21 @@ def check(
     verdict. Exit code: 0 if a run of one round would end with all sites, 2 for a wrong configuration, else 1. Nothing
     leaves this machine. In Python: Study.check().
 
+    With --kit a site's startup kit is checked, and changed in nothing: certificates, classes, guards, policy, data, the
+    way to the server; with CONFIG also whether the job can read the data there and the policy allows it.
+
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.95[/]
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --policy careful[/]
+
+    [dim]flare-sparse check study.yaml --kit /opt/flare/site-1[/]
     """
+    if kit is not None:
+        if policy is not None:
+            raise ConfigError("--policy: the policy of --kit is in force; leave one of them out")
+        raise typer.Exit(min(print_findings(_check_site(kit, config, overrides or ()), as_json=as_json), 1))
+    if config is None:
+        raise ConfigError("name a configuration to check, or with --kit the startup kit of a site")
     raise typer.Exit(print_findings(_check(config, overrides or (), policy), as_json=as_json))
 
 
@@ -49,6 +69,16 @@ def _check(config: Path, overrides: Sequence[str], policy: Path | None) -> Itera
     yield tried.finding
     if tried.result is not None:
         yield from tried.result.check(site_policy=policy)
+
+
+def _check_site(kit: Path, file: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
+    from ..config.loading import load_config
+    from ..config.user_tasks import load_task
+    from ..flare.site.preflight import check_site
+
+    config = None if file is None else load_config(find_configuration(file), overrides)
+    task = None if file is None or config is None else load_task(config, find_configuration(file).parent)
+    yield from check_site(kit, config, task)
 
 
 def print_findings(findings: Iterable[Finding], *, as_json: bool = False) -> int:

@@ -19,7 +19,6 @@ def describe(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the page; default: runs/NAME-description", show_default=False)
     ] = None,
-    least: Annotated[int, typer.Option(min=5, help="Fewest rows from which a figure is computed")] = 10,
     kit: Annotated[
         Path | None,
         typer.Option(
@@ -35,7 +34,7 @@ def describe(
     Writes a page with plots, and warns of what may decide the study: a site with one class, sites that differ in a
     label such as the scanner, a column in another unit. Needs the extra report.
 
-    [dim]flare-sparse describe study.yaml --least 20[/]
+    [dim]flare-sparse describe study.yaml[/]
     [dim]flare-sparse describe study.yaml --kit kits/lead@our.org[/]
     """
     from ..api.describe import describe_study
@@ -43,7 +42,7 @@ def describe(
 
     study = Study.load(config)
     folder = out or Path("runs") / f"{study.config.name}-description"
-    record = describe_study(study, folder, least=least, kit=kit, observer=Screen(err))
+    record = describe_study(study, folder, kit=kit, observer=Screen(err))
     if as_json:
         typer.echo(json.dumps(record, indent=2))
         return

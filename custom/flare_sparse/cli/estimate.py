@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -27,8 +26,12 @@ def estimate(
             min=1, help="With privacy: training subjects of every site, where the data is not here to count them"
         ),
     ] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Also take one training step on a site's data, and count its memory")
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Also take training steps on a site's data: memory, and the time of all steps on this machine",
+        ),
     ] = False,
     link: Annotated[
         str | None,
@@ -61,7 +64,7 @@ def estimate(
 
         flare-sparse estimate app_configs/dp_morphometry_age.yaml --subjects 100 --json
 
-        flare-sparse estimate app_configs/neurosfl_segmentation.yaml --memory
+        flare-sparse estimate app_configs/neurosfl_segmentation.yaml --measure
 
         flare-sparse estimate app_configs/neurosfl_brain_age.yaml --methods fedavg,neurosfl,topk_ef --link 10mbit
     """
@@ -70,20 +73,20 @@ def estimate(
 
     rate = None if link is None else parse_link(link)
     if methods is not None:
-        if memory or subjects is not None:
-            option = "--memory" if memory else "--subjects"
-            raise ConfigError(f"{option} is for one method; leave it or --methods out")
+        if subjects is not None:
+            raise ConfigError("--subjects is for one method; leave it or --methods out")
         names = [name.strip() for name in methods.split(",")]
-        _show_methods(compare_methods(config, set_ or (), names), config, rate, as_json=as_json)
+        compared = compare_methods(config, set_ or (), names, measures=measure)
+        _show_methods(compared, shlex.join([str(config), *_repeat(set_ or ())]), rate, as_json=as_json)
         return
     study = Study.load(config, set_ or ())
     figures = compute_figures(study)
     if study.config.privacy is not None:
         figures |= forecast_privacy(study, subjects)
-    if memory:
-        from ..api.memory import measure_memory
+    if measure:
+        from ..api.memory import measure_step
 
-        figures["memory"] = measure_memory(study)
+        figures["memory"] = measure_step(study)
     if rate is not None:
         figures["seconds_on_link"] = compute_seconds(figures, rate)
     if as_json:
@@ -98,7 +101,7 @@ def compute_seconds(figures: Mapping[str, Any], rate: float) -> float:
 
 
 def _show_methods(
-    compared: Mapping[str, dict[str, Any] | FlareSparseError], config: Path, rate: float | None, *, as_json: bool
+    compared: Mapping[str, dict[str, Any] | FlareSparseError], study: str, rate: float | None, *, as_json: bool
 ) -> None:
     """Print a row for each method: whether it fits, its bytes, and the command that starts it."""
     rows: list[dict[str, Any]] = []
@@ -111,25 +114,40 @@ def _show_methods(
         row = {"method": name, "fits": True, "bytes": total, "dense_bytes": dense}
         if rate is not None:
             row["seconds_on_link"] = compute_seconds(found, rate)
-        rows.append(
-            {**row, "command": shlex.join(["flare-sparse", "run", str(config), "--set", f"method.name={name}"])}
-        )
+        rows.append({**row, **_pick_needs(found), "command": f"flare-sparse run {study} --set method.name={name}"})
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
     fitting = [row for row in rows if row["fits"]]
-    times = [] if rate is None else [f"at {rate / 1e6:g} Mbit/s"]
+    heads = [] if rate is None else [f"at {rate / 1e6:g} Mbit/s"]
+    heads += ["memory", "training"] if any("memory_bytes" in row for row in fitting) else []
     cells = [
         [
             *(str(row["method"]), format_bytes(row["bytes"]), compare_with_dense(row["bytes"], row["dense_bytes"])),
             *([] if rate is None else [format_duration(row["seconds_on_link"])]),
+            *(
+                [format_bytes(row["memory_bytes"]), format_duration(row["training_seconds"])]
+                if "memory_bytes" in row
+                else []
+            ),
         ]
         for row in fitting
     ]
-    stdout.print(build_table("", ("method", "bytes", "than dense", *times), cells))
+    stdout.print(build_table("", ("method", "bytes", "than dense", *heads), cells))
     for row in rows:
         text = row["command"] if row["fits"] else f"{row['method']} does not fit: {row['reason']}"
         stdout.print(text, markup=False, soft_wrap=True)
+
+
+def _repeat(overrides: Sequence[str]) -> list[str]:
+    """Return the options that give the overrides."""
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def _pick_needs(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the memory of a step and the time of all, where they were measured."""
+    needs = figures.get("memory")
+    return {} if needs is None else {"memory_bytes": needs["total"], "training_seconds": needs["training_seconds"]}
 
 
 def _show(console: Console, figures: dict[str, Any]) -> None:
@@ -150,6 +168,11 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
         console.print(
             f"memory: {format_bytes(memory['total'])} in a step of {memory['batch_size']} examples at "
             f"{memory['site']}, {format_bytes(memory['weights'])} of it weights; data set and libraries come on top",
+            markup=False,
+        )
+        console.print(
+            f"training: {format_duration(memory['training_seconds'])} at {memory['site']} on this machine, "
+            f"{1000 * memory['step_seconds']:.1f} ms a step; evaluations and messages come on top",
             markup=False,
         )
     if "seconds_on_link" in figures:

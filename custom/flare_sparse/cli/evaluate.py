@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..cohorts.split import Part
-from ..core.errors import ConfigError
 from .console import build_table
 from .console import out as console
-from .options import ModelName, TrustCode, take_options
+from .options import ModelName, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -26,7 +25,11 @@ class EvaluateOptions:
 
     runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)]
     data: Annotated[
-        Path | None, typer.Option(help="Data to evaluate on: the folder or file that a site file would name")
+        Path | None,
+        typer.Option(
+            help="Data to evaluate on: the folder or file that a site file would name; default: every model of the run "
+            "at every simulated site's test examples"
+        ),
     ] = None
     split: Annotated[Part, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all"
     model: ModelName = "final"
@@ -34,14 +37,7 @@ class EvaluateOptions:
         str | None,
         typer.Option(help="Name of the cohort in file, table and report; default: that of the data"),
     ] = None
-    matrix: Annotated[
-        bool,
-        typer.Option("--matrix", help="Evaluate every model at every simulated site's test examples instead"),
-    ] = False
-    resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON")] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier evaluation of this name")] = False
-    trust_code: TrustCode = False
 
 
 @take_options(EvaluateOptions)
@@ -58,13 +54,12 @@ def evaluate(options: EvaluateOptions) -> None:
 
         flare-sparse evaluate runs/neurosfl_brain_age --data /data/new_hospital --model best --json
 
-        flare-sparse evaluate runs/neurosfl_brain_age runs/local_only_brain_age --matrix
+        flare-sparse evaluate runs/neurosfl_brain_age runs/local_only_brain_age
     """
     from ..api.run import Run
     from ..results.runs.evaluation import choose_evaluation_file
     from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS
 
-    _check_options(options)
     records = []
     for folder in options.runs:
         run = Run(folder, Screen())
@@ -73,8 +68,6 @@ def evaluate(options: EvaluateOptions) -> None:
             model=options.model,
             split=options.split,
             name=options.name,
-            resamples=options.resamples,
-            overwrite=options.overwrite,
         )
         records.append(record)
         if not options.as_json:
@@ -87,20 +80,6 @@ def evaluate(options: EvaluateOptions) -> None:
             console.print(f"record: {file}", markup=False)
     if options.as_json:
         console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
-
-
-def _check_options(options: EvaluateOptions) -> None:
-    """Refuse options that exclude each other.
-
-    Raises:
-        ConfigError: the options exclude each other.
-    """
-    if (options.data is None) != options.matrix:
-        raise ConfigError(
-            "--matrix evaluates at the simulated sites; leave --data out"
-            if options.matrix
-            else "--data is missing: give the folder or file to evaluate on, or --matrix for the sites of the run"
-        )
 
 
 def _show(result: dict[str, Any], metric: Metric) -> None:

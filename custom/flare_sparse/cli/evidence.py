@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from ..core.errors import ConfigError
-from ..results.evidence import NO_LICENSE
+from ..results.evidence import ANNEX_SUFFIXES, NO_LICENSE
 from .console import out as console
-from .options import TrustCode
 
 
 def evidence(
@@ -18,8 +17,8 @@ def evidence(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Archive that ends with .zip, or a folder; default: evidence.zip in the result folder. With --dpia a "
-            "file that ends with .md or .docx; default: dpia.md"
+            help="Archive that ends with .zip, or a folder; default: evidence.zip in the result folder. With a file "
+            "that ends with .md or .docx, an annex for an impact assessment is written instead, to be edited"
         ),
     ] = None,
     policy: Annotated[
@@ -37,15 +36,10 @@ def evidence(
     license_: Annotated[
         str, typer.Option("--license", help="License of the crate and its model: a URL or an SPDX identifier")
     ] = NO_LICENSE,
-    dpia: Annotated[
-        bool, typer.Option("--dpia", help="Write an annex for an impact assessment instead, to be edited")
-    ] = False,
     egress: Annotated[
         list[str] | None,
         typer.Option(metavar="SITE=FOLDER", help="Egress log that a site has handed out; repeatable"),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier crate")] = False,
-    _trust_code: TrustCode = False,
 ) -> None:
     """Pack a run's evidence as an RO-Crate: who took part, under which terms, what was sent, and what came out.
 
@@ -56,18 +50,18 @@ def evidence(
 
     [dim]flare-sparse evidence runs/neurosfl_brain_age[/]
 
+    [dim]flare-sparse evidence runs/neurosfl_brain_age --out annex.docx[/]
+
     [dim]flare-sparse evidence runs/study --kit kits/lead@coordination.org --policy site-1=careful --out study.zip[/]
     """
     from ..api.run import Run
 
     logs = {site: Path(folder) for site, folder in _parse_by_site("--egress", "FOLDER", egress or []).items()}
     policies = _parse_by_site("--policy", "FILE", policy or [])
-    if dpia:
+    if out is not None and out.suffix in ANNEX_SUFFIXES:
         console.print(str(Run(run).write_dpia(out, policies=policies, egress=logs, kit=kit)), markup=False)
         return
-    target, facts = Run(run).evidence(
-        out, policies=policies, egress=logs, kit=kit, license_=license_, overwrite=overwrite
-    )
+    target, facts = Run(run).evidence(out, policies=policies, egress=logs, kit=kit, license_=license_)
     console.print(str(target), markup=False, soft_wrap=True)
     console.print(f"signature of the job: {facts['approval']['signature']}; deviations: {len(facts['deviations'])}")
 

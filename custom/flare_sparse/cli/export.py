@@ -13,7 +13,7 @@ from .options import Overrides
 
 _INSTALLED = (
     "  {path} is not part of the job: install {module} at every site and run there "
-    "flare-sparse site allow KIT --also {path}, or export with --byoc"
+    "flare-sparse site setup KIT --also {path}, or export with --byoc"
 )
 
 _BUNDLE = (
@@ -29,8 +29,8 @@ def export(
     byoc: Annotated[
         bool,
         typer.Option(
-            "--byoc/--installed",
-            help="Send the package's source with the job, or rely on the wheel that every site has installed",
+            "--byoc",
+            help="Send the package's source with the job; default: every site has installed the wheel",
         ),
     ] = False,
 ) -> None:

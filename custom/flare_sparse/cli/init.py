@@ -55,7 +55,7 @@ def _write(kind: Kind, data: Path | None, out: Path, copies: dict[Path, Path]) -
     """Write the study; return what was inferred from the data, in sentences."""
     notes: list[str] = []
     if kind == "nnunet":
-        from .nnunet import require_nnunet
+        from .plan import require_nnunet
 
         require_nnunet()
         from ..config.nnunet_study import write_nnunet_study

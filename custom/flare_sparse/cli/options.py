@@ -34,24 +34,6 @@ ModelName = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for another program")]
 
 
-def _trust(context: typer.Context, value: bool) -> bool:
-    """Let the command execute the code of result folders, until it ends."""
-    if value:
-        from ..config.user_code import trust_all_code
-
-        context.with_resource(trust_all_code())
-    return value
-
-
-TrustCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-code",
-        callback=_trust,
-        help="Execute the code in the result folder, which whoever made the folder wrote; read it first",
-    ),
-]
-
 Options = TypeVar("Options")
 
 
@@ -99,8 +81,8 @@ ContinueFrom = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN",
-        help="Continue a finished run, given by its result folder, up to the larger total of --rounds; the result is "
-        "that of a run with all rounds at once. RUN is not changed. Default of --out then: RUN-ROUNDS. Not for --env "
-        "prod, and not for methods whose schedule depends on the number of rounds",
+        help="Continue a finished run, given by its result folder, up to the larger total of method.rounds; the result "
+        "is that of a run with all rounds at once. RUN is not changed. Default of --out then: RUN-ROUNDS. Not for "
+        "--env prod, and not for methods whose schedule depends on the number of rounds",
     ),
 ]

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..compute import Compute
 from ..core.errors import ConfigError
 from .console import out as console
-from .options import ModelName, TrustCode
+from .options import ModelName
 
 
 def predict(
@@ -25,14 +24,6 @@ def predict(
         ),
     ] = None,
     model: ModelName = "final",
-    compute: Annotated[
-        Compute,
-        typer.Option(
-            help="How a CPU computes the network: auto: each layer by sparse kernels where these are faster, if "
-            "the extra fast is installed; dense: by torch; sparse: as auto, but fail without the kernels"
-        ),
-    ] = "auto",
-    _trust_code: TrustCode = False,
 ) -> None:
     """Write a label map for every image with the model of a segmentation run; no labels are needed.
 
@@ -45,7 +36,6 @@ def predict(
     from ..core.seeds import limit_threads
     from ..results.runs.load import compile_model, load_study, load_trained_model
     from ..results.runs.models import describe_missing
-    from ..training.compute import can_use_kernels
 
     name = data.resolve().name.split(".")[0]
     site, out = open_data(run, data, name), out or run / "predictions" / name
@@ -54,12 +44,10 @@ def predict(
     study = load_study(run)
     assembly = study.assembly
     device = assembly.method.config.training.select_hardware().device
-    # Raises if sparse kernels are asked for and missing; reading the model first could take a minute.
-    can_use_kernels(compute, device)
     network = load_trained_model(study, model)
     if note := describe_missing(assembly, model):
         console.print(note, markup=False)
-    network = compile_model(network, compute, device)
+    network = compile_model(network, "auto", device)
     with limit_threads(study.config.federation.threads):
         files = list(assembly.task.write_predictions(network, site, out))
     gone = f"; {len(site.withdrawn)} withdrawn subjects are left out" if site.withdrawn else ""

@@ -13,7 +13,6 @@ from rich.table import Table
 from ..core.errors import ConfigError
 from .console import build_table, err
 from .console import out as console
-from .options import TrustCode
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -34,21 +33,13 @@ def report(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print metrics, baselines and paired differences as JSON; write no page")
     ] = False,
-    baselines: Annotated[
+    plain: Annotated[
         bool,
         typer.Option(
-            "--baselines/--no-baselines",
-            help="Compare with trivial baselines, if the sites' data is on this machine: site mean, linear models",
+            "--plain",
+            help="Leave out what needs the sites' data: trivial baselines, and pictures of cases of a segmentation",
         ),
-    ] = True,
-    pictures: Annotated[
-        bool,
-        typer.Option(
-            "--pictures/--no-pictures",
-            help="Show the best, median and worst case of every site, of a segmentation whose data is on this machine",
-        ),
-    ] = True,
-    _trust_code: TrustCode = False,
+    ] = False,
 ) -> None:
     """Draw quality, bytes, sites and sparsity of one or several runs, as PNG files and as a page that opens offline.
 
@@ -75,10 +66,10 @@ def report(
         _report_exchanges(runs, out, as_json=as_json)
         return
     if as_json:
-        figures = compare_runs(runs, baselines=baselines, observer=Screen())
+        figures = compare_runs(runs, baselines=not plain, observer=Screen())
         console.print(json.dumps(figures, indent=2), markup=False, soft_wrap=True)
         return
-    for path in write_reports(runs, out, baselines=baselines, pictures=pictures, observer=Screen(err)):
+    for path in write_reports(runs, out, baselines=not plain, pictures=not plain, observer=Screen(err)):
         console.print(str(path), markup=False, soft_wrap=True)
 
 

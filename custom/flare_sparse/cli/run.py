@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..api.deployment import Deployment, Env, resolve_tracking_uri
+from ..api.deployment import Deployment, Env, Service, check_service
 from ..core.errors import ConfigError
 from .console import out as stdout
-from .options import ConfigFile, ContinueFrom, Overrides, Resume, StepBack, TrustCode, take_options
+from .options import AsJson, ConfigFile, ContinueFrom, Overrides, Resume, StepBack, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -42,11 +43,6 @@ class RunOptions:
     byoc: Annotated[
         bool, typer.Option("--byoc", help="Send the package's source with the job; only with --env prod")
     ] = False
-    sites: Annotated[int | None, typer.Option(help="Number of simulated sites; default: as configured")] = None
-    rounds: Annotated[int | None, typer.Option(help="Rounds of training; default: as configured")] = None
-    seed: Annotated[int | None, typer.Option(help="Seed of all random numbers of the run; default: as configured")] = (
-        None
-    )
     out: Annotated[
         Path | None,
         typer.Option(
@@ -60,16 +56,14 @@ class RunOptions:
         bool, typer.Option("--overwrite", help="Replace the finished or interrupted run that the result folder holds")
     ] = False
     continue_from: ContinueFrom = None
-    trust_code: TrustCode = False
-    mlflow: Annotated[
-        str | None,
+    track: Annotated[
+        Service | None,
         typer.Option(
-            metavar="URI",
-            help="Send the figures of every round to MLflow: its address, or with sim and poc a folder. The experiment "
-            "is named after the configuration or by MLFLOW_EXPERIMENT_NAME, the run after the result folder. Needs the "
-            "extra mlflow at the server; default: no MLflow",
+            help="Send the figures of every round to this service through FLARE's receiver at the server, whose "
+            "environment has address and key; without these they are files in the result folder. Needs the extra track"
         ),
     ] = None
+    as_json: AsJson = False
     set_: Overrides = None
 
 
@@ -80,6 +74,8 @@ def run(options: RunOptions) -> None:
     The same settings end with the same model in every environment, bit for bit. Unless --env is given, the job runs in
     FLARE's simulator. Ctrl-C stops the run after its last committed round and prints the command that continues it.
 
+    With --json, standard output has the line of each round as in rounds.jsonl, then the summary, with the folder.
+
     Exit codes: 0: finished, every site contributed to at least one round. 3: finished, but a site contributed to no
     round; the last lines name it and the reason. 1: failed. 2: wrong configuration or option, nothing was started.
     130: stopped by Ctrl-C.
@@ -88,15 +84,15 @@ def run(options: RunOptions) -> None:
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml
 
-        flare-sparse run app_configs/neurosfl_brain_age.yaml --env local --rounds 2
+        flare-sparse run app_configs/neurosfl_brain_age.yaml --env local --set method.rounds=2
 
-        flare-sparse run app_configs/neurosfl_brain_age.yaml --rounds 20 --set method.sparsity=0.98 --out runs/p98
+        flare-sparse run app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.98 --out runs/p98
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --resume
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --resume --step-back 1
 
-        flare-sparse run runs/fedavg_brain_age/config.yaml --rounds 30 --continue-from runs/fedavg_brain_age
+        flare-sparse run fedavg_brain_age --set method.rounds=30 --continue-from runs/fedavg_brain_age
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
@@ -109,13 +105,11 @@ def run(options: RunOptions) -> None:
     _check_options(options)
     _check_step_back(options)
     env = options.env
-    tracking_uri = resolve_tracking_uri(options.mlflow, env) if options.mlflow is not None else None
+    if options.track is not None:
+        check_service(options.track, env)
     if options.continue_from is not None:
         _check_continuation(options)
-    short = {"simulator.sites": options.sites, "method.rounds": options.rounds, "seed": options.seed}
-    # The last one counts: a short option wins over --set.
-    given = [f"{key}={value}" for key, value in short.items() if value is not None]
-    study = Study.load(options.config, [*(options.set_ or ()), *given])
+    study = Study.load(options.config, options.set_ or ())
     name, restarts = name_run(study, env), env == "poc" and study.config.encrypted
     if options.continue_from is not None:
         _refuse_lost_state(study, env)
@@ -125,19 +119,23 @@ def run(options: RunOptions) -> None:
     else:
         chosen = RunFolder.choose(name, resume=options.resume, overwrite=options.overwrite)
         chosen = replace(chosen, step_back=options.step_back or 0)
-    typed = {key: getattr(options, key) for key in ("env", "kit", "byoc", "sites", "rounds", "seed", "mlflow")}
+    typed = {key: getattr(options, key) for key in ("env", "kit", "byoc", "track")}
     command = RunCommand(options.config, chosen.path, typed, tuple(options.set_ or ()))
     # A killed simulation holds the lock until its processes notice that their command is gone.
     with chosen.claim(0.0 if env == "local" else PATIENCE_S):
         folder = chosen.prepare(overwrite=options.overwrite, keeps_state=env != "prod", advise=command.format)
-        deployment = Deployment(options.kit, options.byoc, tracking_uri, command.format() if env == "prod" else "")
+        deployment = Deployment(options.kit, options.byoc, options.track, command.format() if env == "prod" else "")
         with open_screen(env) as console:
-            if options.out is None and chosen.path.name != name and not chosen.resume:
+            if options.out is None and not options.as_json and chosen.path.name != name and not chosen.resume:
                 console.print(f"runs/{name} holds a finished run; this one is written to {chosen.path}")
             # FLARE makes new keys for every POC federation, so an encrypted run there starts again.
             with explain_outcome(command, env, restarts=restarts) as progress:
-                finished = launch(env, study, folder, RunScreen(console, progress), deployment)
-            show_result(console, finished.summary, folder.path)
+                screen = RunScreen(console, progress, as_json=options.as_json)
+                finished = launch(env, study, folder, screen, deployment)
+            if options.as_json:
+                console.print(json.dumps({"folder": str(folder.path), **finished.summary}), markup=False)
+            else:
+                show_result(console, finished.summary, folder.path)
     if find_idle_sites(finished.summary, read_final_evaluation(folder.path)):
         raise typer.Exit(PARTIAL)
 
@@ -148,19 +146,24 @@ class RunScreen(Screen):
     Args:
         console: receives the lines.
         progress: notes the rounds.
+        as_json: print the line of each round as it stands in ``rounds.jsonl``, and nothing else.
     """
 
-    def __init__(self, console: Console, progress: RunProgress):
+    def __init__(self, console: Console, progress: RunProgress, *, as_json: bool = False):
         super().__init__(console)
-        self._progress = progress
+        self._progress, self._as_json = progress, as_json
 
     def say(self, text: str) -> None:
         self._progress.record(text)
-        super().say(text)
+        if not self._as_json:
+            super().say(text)
 
     def see_round(self, line: dict[str, Any]) -> None:
         self._progress.record(line)
-        super().see_round(line)
+        if self._as_json:
+            self._console.print(json.dumps(line), markup=False)
+        else:
+            super().see_round(line)
 
 
 @contextmanager
@@ -186,8 +189,6 @@ def _check_options(options: RunOptions) -> None:
     if options.env == "prod":
         if options.kit is None:
             raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
-        if options.sites is not None:
-            raise ConfigError("--sites does not apply to --env prod, where the connected sites take part; leave it out")
     elif options.kit is not None or options.byoc:
         option = "--kit" if options.kit else "--byoc"
         raise ConfigError(f"{option} is for --env prod, not for --env {options.env}; leave it out")

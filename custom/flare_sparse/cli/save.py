@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..core.errors import ConfigError
 from .console import out as console
-from .options import ModelName, TrustCode
+from .options import ModelName
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -19,23 +19,25 @@ if TYPE_CHECKING:
 
 _INPUTS = 4
 """Examples on which the ONNX file is compared with the network."""
-_SPARSE = typer.Option("--sparse", help="Write the smallest folder that load_model reads: live entries and config.yaml")
-_INT8 = typer.Option("--int8", help="As --sparse, with values of 8 bits: predictions change a little")
-_CSR = typer.Option("--csr", help="Write each tensor as a sparse matrix of scipy")
-_COMPACT = typer.Option("--compact", help="Write the network without the units and channels that compute nothing")
+Format = Literal["network", "sparse", "int8", "csr", "compact"]
 
 
 def save(
     run: Annotated[Path, typer.Argument(help="Result folder of a run", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: saved/ in the result folder")] = None,
     model: ModelName = "final",
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="network: as other libraries read it; sparse: the smallest folder that load_model reads; int8: the "
+            "same with values of 8 bits, which changes predictions a little; csr: each tensor as a sparse matrix of "
+            "scipy; compact: without the units and channels that compute nothing",
+        ),
+    ] = "network",
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Write ONNX, too, after a check that it computes the same on the run's data")
     ] = False,
-    sparse: Annotated[bool, _SPARSE] = False,
-    int8: Annotated[bool, _INT8] = False,
-    csr: Annotated[bool, _CSR] = False,
-    compact: Annotated[bool, _COMPACT] = False,
     data: Annotated[
         Path | None, typer.Option(help="Data for the check of --onnx; default: that of the run's first simulated site")
     ] = None,
@@ -43,7 +45,6 @@ def save(
         Path | None,
         typer.Option(help="Key context of a site of an encrypted run: startup/client_context.tenseal in its kit"),
     ] = None,
-    _trust_code: TrustCode = False,
 ) -> None:
     """Write a run's model as other libraries read it: adapters in the format of peft, networks as safetensors.
 
@@ -55,7 +56,7 @@ def save(
 
     [dim]flare-sparse save runs/neurosfl_brain_age --onnx[/]
 
-    [dim]flare-sparse save runs/neurosfl_brain_age --sparse[/]
+    [dim]flare-sparse save runs/neurosfl_brain_age --format sparse[/]
 
     [dim]flare-sparse save runs/neurosfl_encrypted --context /opt/flare/site-1/startup/client_context.tenseal[/]
     """
@@ -64,8 +65,6 @@ def save(
     from ..results.runs.models import describe_missing
     from ..results.runs.small import save_csr, save_small_run
 
-    if sum((sparse or int8, csr, compact)) > 1:
-        raise ConfigError("--sparse or --int8, --csr and --compact exclude each other; choose one")
     study = load_study(run)
     if context is not None:
         _decrypt(study, run, context)
@@ -73,10 +72,10 @@ def save(
     if note := describe_missing(study.assembly, model):
         console.print(note, markup=False)
     folder = out or run / "saved"
-    network = compact_model(network) if compact else network
-    if sparse or int8:
-        save_small_run(study, model, folder, "int8" if int8 else None)
-    elif csr:
+    network = compact_model(network) if form == "compact" else network
+    if form in ("sparse", "int8"):
+        save_small_run(study, model, folder, "int8" if form == "int8" else None)
+    elif form == "csr":
         save_csr(network, folder / "csr")
     else:
         study.assembly.task.save(network, folder)

@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..results.runs.progress import format_bytes
+from .console import err
 from .console import out as console
-from .options import ConfigFile, Overrides
+from .options import AsJson, ConfigFile, Overrides
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ def sweep(
             min=1, help="Settings that a sampler (TPE) chooses by the results so far; default: all combinations"
         ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of training; default: as configured")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting, from the configuration's on")] = 3,
     parallel: Annotated[int, typer.Option(min=1, help="Runs at a time, a process each")] = 1,
     out: Annotated[
@@ -42,6 +42,7 @@ def sweep(
         typer.Option(help="Folder of the sweep; default: runs/NAME-sweep; the same folder continues a sweep"),
     ] = None,
     set_: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run a configuration with several settings, and choose by the metric on validation examples.
 
@@ -62,10 +63,13 @@ def sweep(
     """
     from ..api import sweep as sweeps
 
-    overrides = [*(set_ or ()), *(() if rounds is None else (f"method.rounds={rounds}",))]
+    observer = Screen(err) if as_json else Screen()
     result = sweeps.sweep(
-        config, grid, overrides, trials=trials, seeds=seeds, parallel=parallel, out=out, observer=Screen()
+        config, grid, set_ or (), trials=trials, seeds=seeds, parallel=parallel, out=out, observer=observer
     )
+    if as_json:
+        typer.echo((result.path / sweeps.RECORD).read_text(encoding="utf-8"))
+        return
     console.print(_build_table(list(result.results), result.metric["name"]))
     if result.warning:
         console.print(f"[bold yellow]WARN[/] {escape(result.warning)}")

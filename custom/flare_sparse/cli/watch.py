@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 SHOWN_ROUNDS = 12
 """Lines of the live table; older ones scroll away."""
+EVERY_S = 2.0
+"""Seconds between two looks."""
 ALL_MESSAGES = 2**53
 """Asks for no line of the ledger, as if this command had all of them."""
 
@@ -44,7 +46,6 @@ def watch(
     kit: Annotated[
         Path | None, typer.Option(help="Startup kit of an admin of the federation that runs the job")
     ] = None,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")] = 2.0,
     page: Annotated[
         Path | None,
         typer.Option(
@@ -66,7 +67,7 @@ def watch(
 
         flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
     """
-    updates = follow_folder(Path(run), every) if kit is None else follow_job(run, kit.resolve(), every)
+    updates = follow_folder(Path(run), EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
     if page is not None:
         updates = write_pages(updates, page)
     try:

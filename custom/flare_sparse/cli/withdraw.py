@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..core.errors import ConfigError
 from .console import err
 from .console import out as console
-from .options import TrustCode, take_options
+from .options import take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -30,14 +30,12 @@ class WithdrawOptions:
     out: Annotated[
         Path | None, typer.Option(help="Result folder of the new run; default: RUN-without", show_default=False)
     ] = None
-    env: Annotated[Literal["local", "sim", "poc"], typer.Option(help="Environment of the new run")] = "local"
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say which rounds the data touched; change and train nothing")
     ] = False
     delete_models: Annotated[
         bool, typer.Option("--delete-models", help="Delete the models of RUN, which have learned from the data")
     ] = False
-    trust_code: TrustCode = False
 
 
 @take_options(WithdrawOptions)
@@ -73,9 +71,7 @@ def withdraw(options: WithdrawOptions) -> None:
         console.print(line, markup=False)
     if options.dry_run:
         return
-    done = make_again(
-        run, gone, touched, out=options.out, env=options.env, deletes_models=options.delete_models, observer=Screen()
-    )
+    done = make_again(run, gone, touched, out=options.out, deletes_models=options.delete_models, observer=Screen())
     console.print(f"new run: {done.path}; model sha256 {done.summary['model_sha256']}", markup=False)
 
 

@@ -57,8 +57,8 @@ def check_trust(folders: Iterable[Path], module: str) -> None:
         if is_run and run not in _trusted:
             raise UntrustedCode(
                 f"{run}: the settings of this result folder name code, module {module!r}, and whoever made the folder "
-                f"wrote it; nothing of it was executed. Read {run / CODE_FOLDER}; then say --trust-code, in Python "
-                "trust_code=True"
+                f"wrote it; nothing of it was executed. Read {run / CODE_FOLDER}; then say flare-sparse "
+                "--trust-code COMMAND, in Python trust_code=True"
             )
 
 

@@ -14,7 +14,7 @@ Severity = Literal["PASS", "NOTE", "SKIP", "WARN", "FAIL"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of ``Study.check()``, ``flare-sparse check``, ``site preflight``, ``describe`` or a run's start.
+    """One finding of ``Study.check()``, ``flare-sparse check``, ``describe`` or a run's start.
 
     Attributes:
         severity: FAIL: a run would fail, or a site would contribute to no round; WARN: a run ends, but its result may

@@ -44,7 +44,7 @@ from .session import (
     UserMethod,
     UserTask,
 )
-from .tracking import MlflowTracker
+from .tracking import Tracker
 from .workspace import JOB_FILE
 
 Packaging = Literal["installed", "byoc"]
@@ -72,7 +72,7 @@ class SparseRecipe(Recipe):
             ``"byoc"``: the package's source travels in the app's ``custom/`` folder.
         modules: the user's files and package folders; those of a task or a method travel with ``"byoc"`` only, those of
             a training script always.
-        tracker: component that sends the figures to MLflow; the server needs the package ``mlflow``. None: no MLflow.
+        tracker: component that sends the figures to MLflow or Weights & Biases; None: none.
 
     Raises:
         ConfigError: the packaging is unknown; or it is ``"installed"``, and there are ``modules``.
@@ -88,7 +88,7 @@ class SparseRecipe(Recipe):
         *,
         packaging: Packaging = "installed",
         modules: tuple[Path, ...] = (),
-        tracker: MlflowTracker | None = None,
+        tracker: Tracker | None = None,
     ):
         check_packaging(packaging)
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
@@ -174,14 +174,14 @@ class SparseRecipe(Recipe):
         load_task(config, script.parent)
         return cls(config, packaging=packaging, modules=modules)
 
-    def _add_server_components(self, job: FedJob, tracker: MlflowTracker | None) -> None:
+    def _add_server_components(self, job: FedJob, tracker: Tracker | None) -> None:
         job.to_server(FederatedController(**show_settings(self._config, SERVER_SECTIONS)), id="controller")
         job.to_server(ServerSession(), id=SERVER_ID)
         job.to_server(StagingAggregator(), id=AGGREGATOR_ID)
         job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
         self.add_server_input_filter(DecodeUpdate(), tasks=[TASK])
         if tracker is not None:
-            job.to_server(tracker, id="mlflow")
+            job.to_server(tracker, id="tracker")
 
     def _add_site_components(self, job: FedJob, *, has_sums: bool) -> None:
         executor = SparseExecutor(**show_settings(self._config, SITE_SECTIONS))

@@ -1,15 +1,17 @@
-"""Send the figures of a run to MLflow through FLARE's receiver."""
+"""Send the figures of a run to MLflow or Weights & Biases through FLARE's receivers."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nvflare.apis.analytix import ANALYTIC_EVENT_TYPE
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import ProcessType
 from nvflare.apis.fl_context import FLContext
 
 MLFLOW_VARIABLES = {
@@ -22,27 +24,29 @@ MLFLOW_VARIABLES = {
 """MLflow's own variables, unless the server's environment sets them."""
 RETRY_S = 60.0
 """Seconds after a failed request to MLflow until the next one, because each makes a round wait."""
+FINISH_S = 60.0
+"""Seconds in which W&B may write the end of a run; FLARE's 10 cut it short on a busy machine."""
+FOLDERS = {"tensorboard": "tb_events", "mlflow": "mlruns", "wandb": "wandb"}
+"""Folder in the server's job folder that a service's files are written to, where no address is set, by service."""
 
 
-class MlflowTracker(FLComponent):
-    """Runs FLARE's MLflow receiver at the server: one MLflow run for each job, with the figures of every round.
+class Tracker(FLComponent):
+    """Runs FLARE's receiver for a service at the server: one run of it for each job, with the figures of every round.
 
-    The package ``mlflow`` is needed at the server only. An MLflow that does not reply never ends a job: the
-    server's log names the error. Figures that could not be sent are sent later, at the latest at the end of the job;
-    if MLflow does not reply at the start, none are sent.
+    The service's package is needed at the server only, and so are its own variables: MLFLOW_TRACKING_URI and
+    MLFLOW_EXPERIMENT_NAME, WANDB_API_KEY, WANDB_PROJECT and WANDB_MODE. Without an address or a key the figures stay
+    in a folder of the job. A service that does not reply never ends a job: the server's log names the error.
 
     Args:
-        tracking_uri: MLflow's tracking URI, as the server reaches it.
-        experiment_name: experiment of the run; it is created if MLflow has none of this name.
+        service: ``mlflow`` or ``wandb``.
+        experiment_name: experiment or project of the run, unless the server's variable names another.
         run_name: name of the run.
         run_tags: tags of the run.
     """
 
-    def __init__(
-        self, tracking_uri: str, experiment_name: str, run_name: str, run_tags: Mapping[str, str] | None = None
-    ):
+    def __init__(self, service: str, experiment_name: str, run_name: str, run_tags: Mapping[str, str] | None = None):
         super().__init__()
-        self.tracking_uri = tracking_uri
+        self.service = service
         self.experiment_name = experiment_name
         self.run_name = run_name
         self.run_tags = dict(run_tags or {})
@@ -52,47 +56,84 @@ class MlflowTracker(FLComponent):
         """Pass the run's events to FLARE's receiver, which is built when the run starts."""
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.START_RUN:
+            folder = Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id()))
             try:
-                self._receiver = _build_receiver(self)
+                self._receiver = {"mlflow": _build_mlflow, "wandb": _build_wandb}[self.service](self, folder)
             except ImportError as error:
                 self.log_error(
                     fl_ctx,
-                    f"no figures go to MLflow: {error}. Install it at the server: pip install 'flare-sparse[mlflow]'",
+                    f"no figures go to {self.service}: {error}. Install it at the server: pip install "
+                    "'flare-sparse[track]'",
                     fire_event=False,
                 )
         if self._receiver is not None:
             self._receiver.handle_event(event_type, fl_ctx)
 
 
-def _build_receiver(tracker: MlflowTracker) -> Any:
-    """Return FLARE's receiver, changed to record what the server itself measures.
+class _OwnContext:
+    """FLARE's context as a site's, whose receivers open one run, for the figures of their own process.
+
+    At a server they open one run for each site and none for the server, whose own figures they would drop. Sites send
+    no figures here: theirs come in their updates, where their policies decide about them.
+    """
+
+    def __init__(self, fl_ctx: FLContext):
+        self._fl_ctx = fl_ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fl_ctx, name)
+
+    def get_process_type(self) -> str:
+        return str(ProcessType.CLIENT_JOB)
+
+
+def _build_wandb(tracker: Tracker, folder: Path) -> Any:
+    """Return FLARE's receiver for Weights & Biases; without a key in the environment it writes to the job's folder.
 
     Raises:
-        ImportError: MLflow is not installed.
+        ImportError: the package is not installed.
     """
-    # Only a server that tracks a run needs MLflow: the lead builds the job without it.
-    from mlflow.tracking.client import MlflowClient
+    from nvflare.app_opt.tracking.wandb.wandb_receiver import WandBReceiver
+
+    class ServerReceiver(WandBReceiver):
+        def initialize(self, fl_ctx: FLContext) -> None:
+            super().initialize(_OwnContext(fl_ctx))
+
+    arguments = {
+        "project": os.environ.get("WANDB_PROJECT") or tracker.experiment_name,
+        "name": tracker.run_name,
+        "group": tracker.run_name,
+        "job_type": "server",
+        "config": dict(tracker.run_tags),
+        "dir": str(folder),
+    }
+    mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    return ServerReceiver(arguments, mode=mode, events=[ANALYTIC_EVENT_TYPE], process_timeout=FINISH_S)
+
+
+def _build_mlflow(tracker: Tracker, folder: Path) -> Any:
+    """Return FLARE's receiver for MLflow; without an address in the environment it writes to the job's folder.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
     from nvflare.app_opt.tracking.mlflow.mlflow_receiver import MLflowReceiver
 
     class ServerReceiver(MLflowReceiver):
+        _retry_at = 0.0
+
         def initialize(self, fl_ctx: FLContext) -> None:
-            # At a server FLARE opens one run for each site and none for the server, whose own figures it would drop.
-            # Sites send no figures here: theirs come in their updates, where their policies decide about them.
             for name, value in MLFLOW_VARIABLES.items():
                 os.environ.setdefault(name, value)
-            client = MlflowClient(tracking_uri=tracker.tracking_uri)
-            experiment = client.get_experiment_by_name(tracker.experiment_name)
+            super().initialize(_OwnContext(fl_ctx))
+
+        def _get_or_create_experiment(self, client: Any, name: str, *_: Any) -> Any:
             # No artifact location as FLARE sets it: a path of this server means nothing to a remote MLflow.
-            self.experiment_id = (
-                experiment.experiment_id if experiment else client.create_experiment(tracker.experiment_name)
-            )
-            tags = {**tracker.run_tags, "job_id": fl_ctx.get_job_id()}
-            run = client.create_run(self.experiment_id, run_name=tracker.run_name, tags=tags)
-            server = fl_ctx.get_identity_name()
-            self.mlflow_clients[server] = client
-            self.run_ids[server] = run.info.run_id
-            self._init_buffer([server])
-            self._retry_at = 0.0
+            found = client.get_experiment_by_name(name)
+            return found.experiment_id if found else client.create_experiment(name)
+
+        def _get_run_name(self, *_: Any) -> str:
+            return tracker.run_name
 
         def flush_buffers(self, record_origin: str) -> None:
             if time.monotonic() < self._retry_at:
@@ -111,4 +152,9 @@ def _build_receiver(tracker: MlflowTracker) -> Any:
             self._retry_at = 0.0
             super().finalize(fl_ctx)
 
-    return ServerReceiver(tracking_uri=tracker.tracking_uri, events=[ANALYTIC_EVENT_TYPE])
+    names = {
+        "experiment_name": os.environ.get("MLFLOW_EXPERIMENT_NAME") or tracker.experiment_name,
+        "run_tags": dict(tracker.run_tags),
+    }
+    address = os.environ.get("MLFLOW_TRACKING_URI") or (folder.resolve() / FOLDERS["mlflow"]).as_uri()
+    return ServerReceiver(tracking_uri=address, kw_args=names, events=[ANALYTIC_EVENT_TYPE])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -131,6 +132,14 @@ class TrainingConfig(BaseModel):
             return self
         lr = self.lr * self.schedule.compute_factor(t, rounds)
         return self.model_copy(update={"lr": lr, "schedule": LearningRateSchedule()})
+
+    def count_steps(self, examples: int) -> int:
+        """Return the optimiser's steps of a round on this number of examples.
+
+        >>> TrainingConfig(epochs=2, batch_size=8, accumulate=2).count_steps(20)
+        3
+        """
+        return math.ceil(self.epochs * math.ceil(examples / self.batch_size) / self.accumulate)
 
     def compute_learning_rate(self, t: int) -> float:
         """Return the learning rate of round ``t`` (1-based), without the schedule's factor."""

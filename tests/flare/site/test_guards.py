@@ -645,7 +645,7 @@ def test_job_may_name_only_the_allowed_classes_of_this_package_at_any_depth(tmp_
 def test_log_streamer_that_flare_adds_names_the_restart(tmp_path: Path) -> None:
     hospital = Hospital(tmp_path / "site")
     install_guards(tmp_path / "site")
-    with pytest.raises(UnsafeComponentError, match="started before flare-sparse site allow: restart the site"):
+    with pytest.raises(UnsafeComponentError, match="started before flare-sparse site setup: restart the site"):
         build_component(hospital, "components.#1", "nvflare.app_common.logging.job_log_streamer.JobLogStreamer")
 
 

@@ -59,7 +59,7 @@ def test_preflight_of_an_unprepared_site_names_each_remedy(kit: Path) -> None:
         "server": "FAIL",
     }
     assert "client.crt, client.key, rootCA.pem missing" in findings["startup kit"].text
-    assert f"Run: flare-sparse site allow {kit}" in findings["allow-list"].text
+    assert f"Run: flare-sparse site setup {kit}" in findings["allow-list"].text
     assert str(kit / "local" / "flare_sparse.yaml") in findings["data"].text
 
 
@@ -203,7 +203,7 @@ def test_budget_of_the_site_is_compared_with_the_job_and_with_what_is_spent(kit:
 def test_streaming_of_logs_fails_until_the_classes_are_allowed(kit: Path) -> None:
     finding = check(kit)["log streaming"]
     assert finding.severity == "FAIL"
-    assert f"Run: flare-sparse site allow {kit}" in finding.text
+    assert f"Run: flare-sparse site setup {kit}" in finding.text
     allow_classes(kit)
     assert check(kit)["log streaming"].severity == "PASS"
     resources = kit / "local" / "resources.json"

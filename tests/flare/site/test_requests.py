@@ -1,4 +1,4 @@
-"""``flare-sparse site requests``: what servers asked of a site, from the site's own records."""
+"""``flare-sparse site log``: what servers asked of a site, from the site's own records."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def kit(tmp_path: Path) -> Path:
 
 
 def test_requests_are_counted_by_kind_with_the_digest_of_every_model(kit: Path) -> None:
-    result = CliRunner().invoke(app, ["site", "requests", str(kit), "--json"])
-    (run,) = json.loads(result.stdout)
+    result = CliRunner().invoke(app, ["site", "log", str(kit), "--json"])
+    (run,) = json.loads(result.stdout)["requests"]
     assert (run["site"], run["job"], run["run"]) == ("site-1", "brain-age", RUN)
     assert run["requests_by_kind"] == {"train": 3, "evaluate": 1}
     assert (run["starts"], run["answers"], run["last_round"], run["metrics_released"]) == (2, 5, 3, 1)
@@ -41,7 +41,7 @@ def test_requests_are_counted_by_kind_with_the_digest_of_every_model(kit: Path) 
 
 
 def test_terminal_names_the_run_the_counts_and_the_last_model(kit: Path) -> None:
-    result = CliRunner().invoke(app, ["site", "requests", str(kit)])
+    result = CliRunner().invoke(app, ["site", "log", str(kit)])
     assert result.exit_code == 0
     assert f"brain-age (run {RUN}), site-1: " in result.output
     assert "requests: 3 train, 1 evaluate; last round 3; 5 answers with retries" in result.output
@@ -51,31 +51,34 @@ def test_terminal_names_the_run_the_counts_and_the_last_model(kit: Path) -> None
 
 def test_site_without_a_record_was_asked_nothing(tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
-    assert "no request" in CliRunner().invoke(app, ["site", "requests", str(tmp_path)]).output
-    assert json.loads(CliRunner().invoke(app, ["site", "requests", str(tmp_path), "--json"]).stdout) == []
+    assert "no request" in CliRunner().invoke(app, ["site", "log", str(tmp_path)]).output
+    assert json.loads(CliRunner().invoke(app, ["site", "log", str(tmp_path), "--json"]).stdout) == {
+        "requests": [],
+        "egress": {},
+    }
 
 
 def test_damaged_record_is_an_error_that_names_the_file(kit: Path) -> None:
     (file,) = (kit / "flare_sparse_requests").glob("*/*.json")
     file.write_text("{")
-    result = CliRunner().invoke(app, ["site", "requests", str(kit)])
+    result = CliRunner().invoke(app, ["site", "log", str(kit)])
     assert result.exit_code != 0
     assert file.name in (result.output + str(result.exception)).replace("\n", "")
 
 
 def test_comparison_names_the_requests_with_other_models(kit: Path, tmp_path: Path) -> None:
-    own = CliRunner().invoke(app, ["site", "requests", str(kit), "--json"]).stdout
+    own = CliRunner().invoke(app, ["site", "log", str(kit), "--json"]).stdout
     file = tmp_path / "other.json"
     file.write_text(own)
-    same = CliRunner().invoke(app, ["site", "requests", str(kit), "--compare", str(file)])
+    same = CliRunner().invoke(app, ["site", "log", str(kit), "--compare", str(file)])
     assert same.exit_code == 0
     assert "came with the same model" in same.output
     other = json.loads(own)
-    other[0]["requests"][-1]["digest"] = "f" * 64
+    other["requests"][0]["requests"][-1]["digest"] = "f" * 64
     file.write_text(json.dumps(other))
-    result = CliRunner().invoke(app, ["site", "requests", str(kit), "--compare", str(file)])
+    result = CliRunner().invoke(app, ["site", "log", str(kit), "--compare", str(file)])
     assert result.exit_code == 1
     assert result.output == f"brain-age (run {RUN}): evaluate, round 3: another model\n"
     file.write_text("[1]")
-    result = CliRunner().invoke(app, ["site", "requests", str(kit), "--compare", str(file)])
+    result = CliRunner().invoke(app, ["site", "log", str(kit), "--compare", str(file)])
     assert result.exit_code != 0

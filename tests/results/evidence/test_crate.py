@@ -127,4 +127,3 @@ def test_commands_of_the_page_run(phantom_run: Path, tmp_path: Path, monkeypatch
     assert (run / "evidence.zip").is_file()
     repeated = CliRunner().invoke(app, ["evidence", "run"])
     assert "exists" in repeated.output
-    assert CliRunner().invoke(app, ["evidence", "run", "--overwrite"]).exit_code == 0

@@ -50,14 +50,14 @@ def test_attribution_stands_beside_a_guess() -> None:
 def test_pictures_of_inverted_messages_are_on_the_page(finished: dict[str, Path], tmp_path: Path) -> None:
     run = shutil.copytree(finished["fedavg"], tmp_path / "run")
     # The phantoms of the first run lie beside it.
-    done = CliRunner().invoke(app, ["audit", str(run), "--attackers", "server", "--steps", "1", "--json"])
+    done = CliRunner().invoke(app, ["audit", str(run), "--attackers", "server", "--set", "steps=1", "--json"])
     assert done.exit_code == 0, done.output
     attacks = json.loads(done.stdout)["attacks"]
     assert [(a["message"], a["batch_size"]) for a in attacks] == [
         (m, b) for m in ("update", "scores") for b in (1, 2, 4)
     ]
     assert all(a["way"] == "optimisation" and -1 <= a["ssim"] <= 1 for a in attacks)
-    done = CliRunner().invoke(app, ["report", str(run), "--no-baselines"])
+    done = CliRunner().invoke(app, ["report", str(run), "--plain"])
     assert done.exit_code == 0, done.output
     assert (run / "report" / "inversion.png").stat().st_size > 1000
     assert "<h2>Inputs rebuilt from messages</h2>" in (run / "report" / "report.html").read_text()

@@ -52,5 +52,5 @@ def test_compact_network_computes_the_same(dead: int) -> None:
 def test_network_whose_weights_are_scattered_is_not_cut() -> None:
     network = build_network(0)
     network[0].weight.data[0] = 0
-    with pytest.raises(ConfigError, match=r"no unit or channel.*scbfwp.*--sparse"):
+    with pytest.raises(ConfigError, match=r"no unit or channel.*scbfwp.*--format sparse"):
         compact_model(network)

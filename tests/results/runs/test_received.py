@@ -78,12 +78,12 @@ def test_code_of_a_received_run_is_executed_only_when_asked(received: Path) -> N
     for read in (lambda: run.study, run.model, lambda: load_model(received), lambda: Run.load(received).evidence()):
         with pytest.raises(UntrustedCode, match="nothing of it was executed"):
             read()
-    commands = (["report", "--no-baselines"], ["evidence"], ["evidence", "--dpia"], ["save"], ["evaluate", "--matrix"])
+    commands = (["report", "--plain"], ["evidence"], ["evidence", "--out", "a.md"], ["save"], ["evaluate"])
     for command, *options in commands:
         result = CliRunner().invoke(app, [command, str(received), *options])
         assert (result.exit_code, "E_CODE" in result.output) == ((0, False) if command == "report" else (2, True))
     assert not mark.exists()
-    result = CliRunner().invoke(app, ["evaluate", str(received), "--matrix", "--trust-code"])
+    result = CliRunner().invoke(app, ["--trust-code", "evaluate", str(received)])
     assert result.exit_code == 0, result.output
     assert mark.exists()
     mark.unlink()
@@ -154,8 +154,8 @@ def test_pages_of_a_hostile_record_hold_its_texts_as_text(text: str, made: Path,
     run = Run.load(folder, trust_code=True)
     run.write_card()
     for command in ("report", "evidence"):
-        options = ["--no-baselines"] if command == "report" else ["--dpia", "--trust-code"]
-        result = CliRunner().invoke(app, [command, str(folder), *options])
+        options = ["--plain"] if command == "report" else ["--out", str(folder / "dpia.md")]
+        result = CliRunner().invoke(app, ["--trust-code", command, str(folder), *options])
         assert text not in result.output
     for file in [file for file in folder.rglob("*") if file.suffix in (".md", ".html", ".csv")]:
         assert text not in file.read_text(), file

@@ -32,7 +32,7 @@ OPENERS = {
     "api/estimate.py _count_subjects": "numbers of subjects for a forecast",
     "api/estimate.py build_dry_sites": "no data",
     "api/estimate.py name_sites": "names of sites",
-    "cli/nnunet.py _read_sources": "folders that a person names, of no site and no run",
+    "cli/plan.py _read_sources": "folders that a person names, of no site and no run",
     "cli/predict.py predict": "from open_data",
     "config/nnunet_study.py write_nnunet_study": "folders that a person names, of no site and no run",
     "config/sites.py _locate_data": "opened by prepare_site_data",

@@ -103,7 +103,7 @@ def test_plan_is_read_from_a_file_and_names_no_other_code(
     assert Nnunet.Config.model_validate(settings.model_dump(mode="json")) == settings
     assert [name for name, info in Nnunet.Config.model_fields.items() if not info.description] == []
 
-    with pytest.raises(ConfigError, match=r"task\.plan is missing: flare-sparse nnunet collect"):
+    with pytest.raises(ConfigError, match=r"task\.plan is missing: flare-sparse plan STUDY"):
         Nnunet({}).model()
     bad = shrink(plan)
     bad["plans"]["configurations"]["3d_fullres"]["architecture"]["arch_kwargs"]["nonlin"] = "os.system"

@@ -39,7 +39,8 @@ def compact_model(model: nn.Module) -> nn.Module:
     if after == before:
         raise ConfigError(
             "no unit or channel of this network is off as a whole, so no smaller network computes the same; methods "
-            "that remove units (scbfwp, fawp) or close channels (metagater) make such models, and --sparse stores any"
+            "that remove units (scbfwp, fawp) or close channels (metagater) make such models; save --format sparse "
+            "stores any"
         )
     return smaller.eval()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nvflare.recipe import SimEnv, add_experiment_tracking
+from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import Recipe
 
 from ...config.policy.policy import POLICY_FILE
@@ -31,6 +30,7 @@ from ..kits import KITS_VARIABLE
 from ..recipe import SparseRecipe
 from ..session import SITE_MODELS_VARIABLE
 from ..site.allow_list import allow_classes
+from ..tracking import FOLDERS
 from ..watchdog import COMMAND_VARIABLE, identify_command
 from .ending import JobFailed
 from .site_processes import watch_site_processes
@@ -71,7 +71,7 @@ def simulate(
     workplace: Workplace = PLAIN,
     observer: Observer = SILENT,
 ) -> dict[str, Any]:
-    """Run a recipe in the simulator, with TensorBoard if it is installed, and collect its record in ``out``.
+    """Run a recipe in the simulator, and collect its record in ``out``.
 
     Args:
         recipe: the job.
@@ -89,8 +89,6 @@ def simulate(
         JobFailed: the job ended without a result.
     """
     out = _resolve_folder(out)
-    if importlib.util.find_spec("tensorboard") is not None:
-        add_experiment_tracking(recipe, "tensorboard")
     growing = GrowingRecord(out)
     server = _find_server_folder(out, recipe.name)
     record = server / "app_server" / RESULTS
@@ -114,6 +112,9 @@ def simulate(
     for name in ("metrics_summary.json", "round_metrics.jsonl"):
         if (server / "metrics" / name).is_file():
             shutil.copy2(server / "metrics" / name, out / name)
+    for name in FOLDERS.values():
+        if (server / name).is_dir():
+            shutil.copytree(server / name, out / name, dirs_exist_ok=True)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 

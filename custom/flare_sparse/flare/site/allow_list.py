@@ -36,8 +36,8 @@ CLASSES = (
 """The classes of this package that a job may name; none of them takes an import string or a path."""
 CODE_CLASSES = ("flare_sparse.tasks.script.ScriptTask", "flare_sparse.tasks.bundles.task.BundleTask")
 """Further classes that a job with code (BYOC) may name; no allow-list has them, so a job without code may not."""
-SERVER_CLASSES = ("flare_sparse.flare.tracking.MlflowTracker",)
-"""Further classes that a job may name at the server only: no site builds an object that sends to a URI of a job."""
+SERVER_CLASSES = ("flare_sparse.flare.tracking.Tracker",)
+"""Further classes that a job may name at the server only: no site sends figures to a service."""
 COMPONENTS = (
     "channel_upload.ChannelUpload",
     "csr.FromCSR",

@@ -29,7 +29,7 @@ _RESTRICTED_SECTIONS = ("executors", "components", "task_result_filters", "task_
 _FLARE = "nvflare."
 """Prefix of FLARE's own classes; a job of this package names none for a site. One of them sends any file as a log."""
 _LOG_STREAMER = "nvflare.app_common.logging.job_log_streamer.JobLogStreamer"
-_RESTART = ". FLARE adds it to each job at a site that was started before flare-sparse site allow: restart the site"
+_RESTART = ". FLARE adds it to each job at a site that was started before flare-sparse site setup: restart the site"
 
 
 class SitePlanAuthorizer(FLComponent):
@@ -76,7 +76,7 @@ class SitePlanAuthorizer(FLComponent):
             if class_path.startswith(PACKAGE) and class_path not in known:
                 raise UnsafeComponentError(f"E_POLICY: {location}: {class_path!r} is not a class that a job may name")
         if missing := find_missing_guard(local):
-            raise UnsafeComponentError(f"E_POLICY: {missing}. Run: flare-sparse site policy KIT")
+            raise UnsafeComponentError(f"E_POLICY: {missing}. Run: flare-sparse site setup KIT")
 
 
 def _iterate_class_paths(config: Any) -> Iterator[str]:

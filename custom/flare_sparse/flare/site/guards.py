@@ -218,7 +218,7 @@ class SiteLastGate(FLComponent):
         if not isinstance(approved, Update) or endpoint.request is None:
             raise PolicyRefusal(
                 "this site's policy: SiteResultPolicy did not approve this result; is it in the job's privacy scope? "
-                "Run: flare-sparse site policy KIT"
+                "Run: flare-sparse site setup KIT"
             )
         message, meta = shareable_to_message(result, endpoint.site.name)
         if set(meta) - {"examples", "metrics", EVENTS} or set(from_shareable(result).data) != {"message"}:

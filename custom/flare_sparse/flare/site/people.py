@@ -16,17 +16,16 @@ from .allow_list import find_local_folder
 from .kit_files import write_text
 from .preflight import read_site_name
 
+FOLDS = 5
+"""Folds that are proposed; a declaration may have another number."""
 
-def declare_people(
-    kit: Path, id_column: str, table: Path | None, folds: int, *, write: bool = False
-) -> tuple[str, list[str]]:
+
+def declare_people(kit: Path, id_column: str, *, write: bool = False) -> tuple[str, list[str]]:
     """Return the text of a proposed declaration, and the columns that it leaves out.
 
     Args:
         kit: the startup kit.
         id_column: column with the identifier of a person.
-        table: table of the people; None: the site's data.
-        folds: number of folds.
         write: write the text to the kit.
 
     Raises:
@@ -39,10 +38,8 @@ def declare_people(
         raise ConfigError(f"{file}: this site has declared its people; change the file by hand before the first job")
     rule = Rule(read_policy(local / POLICY_FILE).min_cell)
     gate = ReleaseGate(local, local.parent / RELEASE_FOLDER / name, rule)
-    path = find_table(find_site_data(name, local).path if table is None else table.absolute())
-    declaration, left = propose(read_table(path), id_column, folds, rule, gate.split_seed)
-    if table is not None:
-        declaration = declaration.model_copy(update={"table": path})
+    path = find_table(find_site_data(name, local).path)
+    declaration, left = propose(read_table(path), id_column, FOLDS, rule, gate.split_seed)
     text = format_yaml(declaration.model_dump(mode="json", exclude_none=True))
     if write:
         write_text(file, text)

@@ -44,7 +44,7 @@ from .authorizer import find_missing_guard
 from .byoc import list_code_senders, read_permissions
 
 FLARE_SERIES = "2.9"
-ALLOW_COMMAND = "flare-sparse site allow"
+ALLOW_COMMAND = "flare-sparse site setup"
 DISK_NEEDED = 2 * 10**9
 CONNECT_TIMEOUT_S = 5.0
 RENEWAL = timedelta(days=30)
@@ -153,7 +153,7 @@ def _check_allow_list(kit: Path) -> tuple[Severity, str]:
 def _check_code(kit: Path) -> tuple[Severity, str]:
     if roles := list_code_senders(read_permissions(find_local_folder(kit))):
         may = f"{', '.join(roles)} may send code to this site (BYOC)"
-        return "WARN", f"{may}. To refuse it, run: flare-sparse site no-code {kit}"
+        return "WARN", f"{may}. To refuse it, run: flare-sparse site setup {kit}"
     return "PASS", "no role may send code to this site"
 
 
@@ -161,7 +161,7 @@ def _check_policy(kit: Path) -> tuple[Severity, str]:
     local = find_local_folder(kit)
     policy = read_policy(local / POLICY_FILE)
     if missing := find_missing_guard(local):
-        return "WARN", f"{missing}: this site does not check what leaves it. Run: flare-sparse site policy {kit}"
+        return "WARN", f"{missing}: this site does not check what leaves it. Run: flare-sparse site setup {kit}"
     settings = policy.model_dump(exclude_defaults=True)
     description = "; ".join(f"{name}: {value}" for name, value in settings.items())
     return "PASS", description or "everything that the package sends may leave"

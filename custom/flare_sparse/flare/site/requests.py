@@ -82,23 +82,23 @@ class RunSummary:
         }
 
 
-def find_different_models(runs: Sequence[RunSummary], others: Sequence[Any]) -> list[str]:
+def find_different_models(runs: Sequence[RunSummary], others: Any) -> list[str]:
     """Return the requests to which another site received other models, one text for each.
 
     Args:
         runs: summaries of this site.
-        others: summaries of another site, as :meth:`RunSummary.to_dict` returns them.
+        others: what ``site log --json`` has printed at another site.
 
     Raises:
         ConfigError: the other summaries are not of this form, or no request of a run was answered by both sites.
     """
     try:
         models: dict[tuple[str, str, int], set[str]] = {}
-        for other in others:
+        for other in others["requests"]:
             for request in other["requests"]:
                 models.setdefault((other["run"], request["kind"], request["round"]), set()).add(request["digest"])
     except (TypeError, KeyError) as error:
-        raise ConfigError("this is not the output of flare-sparse site requests KIT --json") from error
+        raise ConfigError("this is not the output of flare-sparse site log KIT --json") from error
     differences, num_shared = [], 0
     for run in runs:
         for kind, t in dict.fromkeys((request.kind, request.round) for request in run.record.requests):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from getpass import getuser
 from pathlib import Path
 
 import yaml
 
+from ...config.policy.policy import POLICY_FILE
 from ...core.errors import ConfigError
 from ...tasks.data.source import LOCAL_FILE, find_site_data
-from .allow_list import allow_classes, find_local_folder
+from .allow_list import SERVER_FILE, allow_classes, find_local_folder
 from .byoc import revoke_code_right
 from .install import install_guards
 
@@ -36,18 +37,37 @@ WantedBy=multi-user.target
 """
 
 
-def set_up_site(kit: Path, data: Path | None, policy: Path | None, id_column: str | None = None) -> Iterator[str]:
+NO_POLICY = Path("none")
+"""Policy of a site without guards: what a job asks for leaves."""
+DEFAULT_POLICY = Path("careful")
+
+
+def is_server(kit: Path) -> bool:
+    """Return whether a startup kit is that of a server."""
+    return (kit / SERVER_FILE).is_file()
+
+
+def set_up_site(
+    kit: Path,
+    data: Path | None,
+    policy: Path | None,
+    id_column: str | None = None,
+    also: Sequence[str] = (),
+    *,
+    keeps_code: bool = False,
+) -> Iterator[str]:
     """Make a site ready; yield what was done, a line each. What is there already stays, and a second call adds nothing.
 
     Args:
         kit: the site's startup kit.
-        data: folder or file of the site's data; None: keep the site file of the kit.
-        policy: file or preset of what may leave; None: keep the policy in the kit.
+        data: folder or file of the site's data; None: keep the site file of the kit, if it has one.
+        policy: file or preset of what may leave, or ``none``; None: keep the policy in the kit, or else careful.
         id_column: column of a table with the identifiers of subjects.
+        also: further classes that jobs may name.
+        keeps_code: leave the right to send code with jobs to the roles that have it.
 
     Raises:
         ConfigError: there is no such kit or data, or the site file has other settings.
-        DataError: the site has no location for its data.
     """
     local = find_local_folder(kit)
     file, settings = local / LOCAL_FILE, {"data": str(data.absolute())} if data else {}
@@ -62,11 +82,26 @@ def set_up_site(kit: Path, data: Path | None, policy: Path | None, id_column: st
     if settings and not file.is_file():
         file.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         file.chmod(0o600)
-    yield f"data: {find_site_data(kit.resolve().name, local, {}).path}"
-    in_force = install_guards(kit, policy).model_dump(exclude_defaults=True)
-    yield f"policy: {'; '.join(f'{name}: {value}' for name, value in in_force.items()) or 'everything may leave'}"
-    added, _ = allow_classes(kit, ())
-    yield f"classes that jobs may name: {len(added)} added, by name"
+    if file.is_file():
+        yield f"data: {find_site_data(kit.resolve().name, local, {}).path}"
+    if policy is None and not (local / POLICY_FILE).is_file():
+        policy = DEFAULT_POLICY
+    if policy == NO_POLICY:
+        yield "policy: none, and no guards"
+    else:
+        in_force = install_guards(kit, policy).model_dump(exclude_defaults=True)
+        yield f"policy: {'; '.join(f'{name}: {value}' for name, value in in_force.items()) or 'everything may leave'}"
+    yield from set_up_server(kit, also, keeps_code=keeps_code)
+
+
+def set_up_server(kit: Path, also: Sequence[str] = (), *, keeps_code: bool = False) -> Iterator[str]:
+    """Allow the classes of the package, and refuse code in jobs unless ``keeps_code``; yield what was done."""
+    added, removed = allow_classes(kit, also)
+    gone = f"; removed: {', '.join(removed)}" if removed else ""
+    yield f"classes that jobs may name: {len(added)} added, by name{gone}"
+    if keeps_code:
+        yield "code in jobs: as the kit says"
+        return
     roles = revoke_code_right(kit)
     yield f"code in jobs: refused{', also from ' + ', '.join(roles) if roles else ''}"
 

@@ -91,7 +91,7 @@ FIGURES = (
         "cases",
         "Cases",
         "Best, median and worst test case of each site; outlines: labels (solid) and prediction (dashed), a colour for "
-        "each class. This page contains images of subjects: --no-pictures leaves them out.",
+        "each class. This page contains images of subjects: --plain leaves them out.",
         figures.draw_cases,
         lambda runs: bool(runs[0].pictures),
         shows_subjects=True,

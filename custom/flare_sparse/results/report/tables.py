@@ -180,7 +180,7 @@ def _label_model(name: str) -> str:
 
 def _describe_matrix(runs: Sequence[RunResult]) -> str:
     own = "" if any(run.cross_site for run in runs) else (
-        " flare-sparse evaluate RUN --matrix evaluates the sites' own models at every other site, where all data is on "
+        " flare-sparse evaluate RUN evaluates the sites' own models at every other site, where all data is on "
         "one machine."
     )  # fmt: skip
     return f"In brackets: test examples of the site, or examples of a cohort of flare-sparse evaluate.{own}"

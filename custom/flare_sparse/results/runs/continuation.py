@@ -162,7 +162,7 @@ def _check_settings(run: Path, finished: RunConfig, config: RunConfig) -> None:
     if rounds <= finished_rounds:
         raise ConfigError(
             f"--continue-from {run}: method.rounds is {rounds}, and the run has {finished_rounds} already; set a "
-            f"larger total, such as --rounds {2 * finished_rounds}"
+            f"larger total, such as method.rounds={2 * finished_rounds}"
         )
 
 

@@ -145,10 +145,10 @@ def choose_evaluation_file(run: Path, cohort: str, model: str, *, overwrite: boo
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", cohort):
         raise ConfigError(f"--name {cohort!r}: expected letters, digits, '-', '_' and '.', because it names a file")
     if f"{cohort}.json" == CROSS_SITE_FILE:
-        raise ConfigError(f"--name {cohort}: reserved for --matrix; choose another name")
+        raise ConfigError(f"--name {cohort}: reserved for the evaluation at every site; choose another name")
     file = run / EVALUATIONS / f"{cohort}{'' if model == 'final' else f'-{model}'}.json"
     if file.exists() and not overwrite:
-        raise ConfigError(f"{file}: exists already; add --overwrite to replace it, or choose another --name")
+        raise ConfigError(f"{file}: exists already; choose another --name, or remove the file")
     return file
 
 
@@ -190,8 +190,8 @@ def evaluate_matrix(run: Path, study: Study, observer: Observer = SILENT) -> dic
     assembly = study.assembly
     if study.config.simulator is None:
         raise ConfigError(
-            f"{run}: --matrix needs the data of all sites on this machine, but config.yaml has no simulator section; "
-            "evaluate at each site with --data"
+            f"{run}: without --data a run is evaluated at all of its sites, but config.yaml has no simulator section: "
+            "their data is not on this machine; evaluate at each site with --data"
         )
     names = list_run_models(run, assembly)
     if not names:

@@ -225,7 +225,7 @@ class RunFolder:
         if self.is_finished:
             raise CheckpointError(
                 f"--resume: {root} holds no checkpoint, because the run in {self.path} has finished. For more rounds: "
-                f"flare-sparse run {self.path / CONFIG} --rounds N --continue-from {self.path}"
+                f"flare-sparse run {self.path / CONFIG} --set method.rounds=N --continue-from {self.path}"
             )
         raise CheckpointError(
             f"--resume: {root} holds no checkpoint: the run committed no round. Leave --resume out to start again"

@@ -40,7 +40,7 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
         raise ConfigError(
             f"{run}: {assembly.method.name} trains no common model: each site's model is "
             f"{describe_site_model(assembly.method.config)}. flare-sparse evaluate and predict use a site's model with "
-            "--model SITE; evaluate --matrix evaluates every site's model at every other site"
+            "--model SITE; evaluate without --data evaluates every site's model at every other site"
         )
     file = run / FILES[name]
     if not file.is_file() and not (run / f"{ENCRYPTED}{file.name}").is_file():

@@ -200,7 +200,7 @@ class RunResult:
 
     @cached_property
     def cross_site(self) -> dict[str, Any]:
-        """Record of ``flare-sparse evaluate --matrix``; empty without one."""
+        """Record of ``flare-sparse evaluate RUN``; empty without one."""
         record = _read_json(self.path / EVALUATIONS / CROSS_SITE_FILE)
         return record if record.keys() >= {"results", "examples"} else {}
 

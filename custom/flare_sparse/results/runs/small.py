@@ -51,7 +51,7 @@ def save_csr(network: nn.Module, folder: Path) -> None:
     try:
         from scipy.sparse import csr_array, save_npz
     except ImportError as error:
-        raise ConfigError("--csr needs scipy: pip install 'flare-sparse[segmentation]'") from error
+        raise ConfigError("--format csr needs scipy: pip install 'flare-sparse[segmentation]'") from error
     folder.mkdir(parents=True, exist_ok=True)
     state = network.state_dict()
     for spec in Layout.from_module(network).tensors:

@@ -245,7 +245,7 @@ def read_fingerprint(file: Path) -> Fingerprint:
     try:
         return parse_fingerprint(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: is no fingerprint that flare-sparse nnunet collect wrote: {error}") from error
+        raise ConfigError(f"{file}: is no fingerprint that flare-sparse plan wrote: {error}") from error
 
 
 def parse_fingerprint(text: bytes) -> Fingerprint:

@@ -108,7 +108,7 @@ def check_plan(plan: Mapping[str, Any]) -> None:
             if "inherits_from" not in configuration:
                 _check_configuration(f"plans.configurations.{name}", configuration)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"is no plan that flare-sparse nnunet plan wrote: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"is no plan that flare-sparse plan wrote: {type(error).__name__}: {error}") from error
 
 
 def list_configurations(plan: Mapping[str, Any]) -> list[str]:

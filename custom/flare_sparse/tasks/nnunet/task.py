@@ -49,8 +49,8 @@ class NnunetConfig(TaskConfig):
 
     plan: dict[str, Any] | None = Field(
         None,
-        description="one plan for all sites: the file that flare-sparse nnunet plan wrote, or its content; null: none "
-        "yet, for flare-sparse nnunet collect alone",
+        description="one plan for all sites: the file that flare-sparse plan wrote, or its content; null: none "
+        "yet, for flare-sparse plan STUDY alone",
     )
     configuration: Literal["2d", "3d_fullres", "3d_lowres"] = Field("3d_fullres", description="configuration to train")
     derivative: Derivative = "*"
@@ -68,7 +68,7 @@ class NnunetConfig(TaskConfig):
             return {**settings, "plan": json.loads(Path(path).read_text(encoding="utf-8"))}
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"task.plan: cannot be read: {error}; flare-sparse nnunet plan DATA writes it (docs/nnunet.md)"
+                f"task.plan: cannot be read: {error}; flare-sparse plan DATA writes it (docs/nnunet.md)"
             ) from error
 
     @model_validator(mode="after")
@@ -93,8 +93,7 @@ class NnunetConfig(TaskConfig):
         """
         if self.plan is None:
             raise ConfigError(
-                "task.plan is missing: flare-sparse nnunet collect and plan make one of the data of all sites "
-                "(docs/nnunet.md)"
+                "task.plan is missing: flare-sparse plan STUDY makes one of the data of all sites (docs/nnunet.md)"
             )
         return self.plan
 

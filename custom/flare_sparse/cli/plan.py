@@ -1,0 +1,113 @@
+"""``flare-sparse plan``: make one nnU-Net plan for the data of several sites."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..core.errors import ConfigError
+from ..tasks.nnunet.planner import Planner
+from .console import err
+from .console import out as console
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..tasks.nnunet.fingerprint import Fingerprint
+
+_STUDIES = (".yaml", ".yml")
+
+
+def plan(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A study with task: {name: nnunet}, whose sites compute their fingerprints; or fingerprints of sites, "
+            "or folders of raw data that are here",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write, for task.plan")],
+    total: Annotated[int, typer.Option(min=1, help="Of a study: cases of all sites together")] = 1000,
+    kit: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of a study: startup kit of an admin of a running federation; default: FLARE's simulator",
+            show_default=False,
+        ),
+    ] = None,
+    planner: Annotated[Planner, typer.Option(help="nnU-Net's planner")] = "ExperimentPlanner",
+    memory_gb: Annotated[
+        float | None, typer.Option(min=1, help="GPU memory for training in GB", show_default="the planner's own")
+    ] = None,
+) -> None:
+    """Make one nnU-Net plan for the data of several sites: of their fingerprints, by nnU-Net's planner.
+
+    Of a study, a FLARE job asks the sites. Each follows its policy, as for flare-sparse describe, and sends no
+    fingerprint of fewer cases than min_examples; the server keeps the merged one alone, which is written to OUT-job
+    beside FLARE's log. The plan does not depend on the order of the sites.
+
+    [dim]flare-sparse plan study.yaml --total 260 --kit kits/lead@our.org --out plan.json[/]
+
+    [dim]flare-sparse plan site-1.json site-2.json --out plan.json[/]
+    """
+    from ..tasks.nnunet.fingerprint import merge_fingerprints
+    from ..tasks.nnunet.plan import build_plan, list_configurations
+
+    require_nnunet()
+    if out.is_dir():
+        raise ConfigError(f"--out {out}: is a folder; name a file, such as {out / 'plan.json'}")
+    studies = [source for source in sources if source.suffix in _STUDIES]
+    if studies and len(sources) > 1:
+        raise ConfigError(f"{studies[0]}: a study has all of its sites; name it alone, or fingerprints and folders")
+    if kit is not None and not studies:
+        raise ConfigError("--kit: it is for a study, whose sites are asked; leave it out")
+    merged = _collect(studies[0], out, total, kit) if studies else merge_fingerprints(_read_sources(sources))
+    made = build_plan(merged, "Dataset001_Federation", planner, memory_gb)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(made, indent=1), encoding="utf-8")
+    console.print(f"{out}: plan of {merged.cases} cases", markup=False)
+    for configuration in list_configurations(made):
+        entry = made["plans"]["configurations"][configuration]
+        console.print(
+            f"  {configuration}: patch {entry['patch_size']}, spacing {[round(side, 3) for side in entry['spacing']]}, "
+            f"method.training.batch_size {entry['batch_size']}",
+            markup=False,
+        )
+
+
+def _collect(study: Path, out: Path, total: int, kit: Path | None) -> Fingerprint:
+    """Return the fingerprint of the cases of a study's sites, and write it beside FLARE's log."""
+    from ..api.collect import collect_fingerprints
+
+    folder = out.parent / f"{out.stem}-job"
+    found, sites = collect_fingerprints(study, folder, total=total, kit=kit, observer=Screen(err))
+    file = folder / "fingerprint.json"
+    file.write_text(found.model_dump_json(indent=1), encoding="utf-8")
+    console.print(f"{file}: spacings and shapes of {found.cases} cases of {', '.join(sites)}", markup=False)
+    return found
+
+
+def _read_sources(sources: Sequence[Path]) -> list[Fingerprint]:
+    """Return the fingerprints in files, and those of folders with as many samples per case as the files have."""
+    from ..tasks.nnunet.fingerprint import compute_fingerprint, count_samples, read_fingerprint
+    from ..tasks.nnunet.raw import find_raw_cases
+
+    files = {source: read_fingerprint(source) for source in sources if not source.is_dir()}
+    total = sum(len(find_raw_cases(source)) for source in sources if source.is_dir())
+    samples = next((found.samples_per_case for found in files.values()), count_samples(max(total, 1)))
+    return [files[source] if source in files else compute_fingerprint(source, samples) for source in sources]
+
+
+def require_nnunet() -> None:
+    """Refuse to go on without nnU-Net.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if find_spec("nnunetv2") is None:
+        raise ConfigError("needs nnU-Net: pip install 'flare-sparse[nnunet]' (docs/nnunet.md)")
