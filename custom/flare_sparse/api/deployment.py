@@ -56,9 +56,9 @@ def build_recipe(study: Study, folder: Path, deployment: Deployment) -> SparseRe
         tracker=build_tracker(track, study, folder) if track in ("mlflow", "wandb") else None,
     )
     if track == "tensorboard":
-        from nvflare.recipe import add_experiment_tracking
+        from ..flare.tracking import track_in_tensorboard
 
-        add_experiment_tracking(recipe, track)
+        track_in_tensorboard(recipe)
     return recipe
 
 

@@ -13,6 +13,8 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import ProcessType
 from nvflare.apis.fl_context import FLContext
+from nvflare.recipe import add_experiment_tracking
+from nvflare.recipe.spec import Recipe
 
 MLFLOW_VARIABLES = {
     # By default MLflow waits for minutes for a server that does not reply, and the round waits with it.
@@ -68,6 +70,11 @@ class Tracker(FLComponent):
                 )
         if self._receiver is not None:
             self._receiver.handle_event(event_type, fl_ctx)
+
+
+def track_in_tensorboard(recipe: Recipe) -> None:
+    """Add FLARE's receiver for TensorBoard, which has a folder for the server's own figures."""
+    add_experiment_tracking(recipe, "tensorboard")
 
 
 class _OwnContext:
