@@ -57,10 +57,32 @@ def compute_average_precision(risk: Tensor, classes: Tensor) -> float:
         risk: predicted risk of class 1, ``(n,)``.
         classes: 0 or 1, ``(n,)``; 1 occurs.
     """
+    hits, called = _count_called(risk, classes)
+    gained = np.diff(hits, prepend=0)
+    return float((gained * (hits / called)).sum() / hits[-1])
+
+
+def find_curve(risk: Tensor, classes: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ROC curve: the shares of class 0 and of class 1 at or above each risk, from (0, 0) to (1, 1).
+
+    Args:
+        risk: predicted risk of class 1, ``(n,)``.
+        classes: 0 or 1, ``(n,)``; both occur.
+
+    >>> import torch
+    >>> [share.tolist() for share in find_curve(torch.tensor([0.9, 0.4, 0.4, 0.1]), torch.tensor([1, 1, 0, 0]))]
+    [[0.0, 0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.0]]
+    """
+    hits, called = (np.append(0, counts) for counts in _count_called(risk, classes))
+    alarms = called - hits
+    return alarms / alarms[-1], hits / hits[-1]
+
+
+def _count_called(risk: Tensor, classes: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many examples of class 1, and how many of both, are at or above each risk, from the highest down."""
     values, positive = risk.detach().cpu().numpy(), classes.detach().cpu().numpy() > 0.5
     order = np.argsort(-values, kind="stable")
     ranked, hits = values[order], np.cumsum(positive[order])
     # The last example of each risk: a threshold takes in all equal risks.
     last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
-    gained = np.diff(hits[last], prepend=0)
-    return float((gained * (hits[last] / (last + 1))).sum() / hits[-1])
+    return hits[last], last + 1

@@ -169,14 +169,17 @@ def build_run(
 
 @pytest.mark.parametrize(
     ("error", "words"),
-    [(1.0, "run is ahead of site_mean"), (4.0, "run is behind site_mean"), (3.1, "run cannot be told from site_mean")],
+    [
+        (1.0, "run predicts better than site_mean, the best trivial baseline: its mae is 2 lower"),
+        (4.0, "run predicts worse than site_mean, the best trivial baseline: its mae is 1 higher"),
+        (3.1, "predicts better cannot be told from these test subjects: mae differs by +0.1 "),
+    ],
 )
 def test_findings_compare_with_the_best_trivial_baseline(error: float, words: str) -> None:
     """The site's mean is wrong by 3 for each of twelve subjects."""
     run = build_run("run", "fedavg", 1, 1, [error + (-1) ** i for i in range(12)], list(range(12)))
     (sentence,) = [line for line in describe_findings([run]) if "baseline" in line]
-    assert sentence.startswith(words)
-    assert f" by {error - 3:+.2g} " in sentence
+    assert words in sentence
 
 
 def test_folds_and_seeds_of_a_method_are_taken_together_subject_by_subject() -> None:

@@ -61,9 +61,8 @@ def page(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     out = tmp_path_factory.mktemp("report")
     result = CliRunner().invoke(app, ["report", *map(str, finished.values()), "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert {"report.html", "learning.png", "traffic.png", "sites.png", "gains.png", "layers.png"} == {
-        p.name for p in out.iterdir()
-    }
+    figures = "learning", "traffic", "sites", "gains", "predicted", "layers"
+    assert {"report.html", *(f"{name}.png" for name in figures)} == {p.name for p in out.iterdir()}
     return out / "report.html"
 
 
@@ -92,25 +91,29 @@ def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finis
         assert format_bytes(run.sum_directions("payload_bytes")) in rows[0]
         for site, figure in run.site_metrics.items():
             lines = [row for row in every if row.startswith(site)]
-            # The first table by site is that of the contributions.
-            assert f"{figure:.3f}" in lines[1]
+            # The first tables by site are those of cohorts and contributions.
+            assert f"{figure:.3f}" in lines[2]
     assert f"{runs['neurosfl'].reduction:.1f} times less than" in text
     assert "One seed per run" in text
     images = browser.find_elements("tag name", "img")
-    assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 5
+    assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 6
     assert all(image.get_attribute("alt") for image in images)
-    assert [h.text for h in browser.find_elements("tag name", "h2")][:10] == [
+    assert [h.text for h in browser.find_elements("tag name", "h2")][:12] == [
         "The runs",
         "Compared with trivial baselines",
         "Runs on the same test subjects",
         "All metrics",
+        "Cohorts",
         "Contributions",
         "Quality",
         "Bytes",
         "Sites",
         "Gain over training alone",
+        "Predicted and true",
         "Sparsity",
     ]
+    ended = max(run.times[1] for run in runs.values())
+    assert f"ended {ended:%Y-%m-%d %H:%M} UTC; synthetic data, of no patients" in text
 
 
 def test_positive_gain_is_an_improvement_for_any_metric(finished: dict[str, Path]) -> None:

@@ -11,6 +11,7 @@ from flare_sparse.api.local import run as run_in_process
 from flare_sparse.api.report import ensure_predictions
 from flare_sparse.config.study import Study
 from flare_sparse.results.report.comparisons import build_comparisons
+from flare_sparse.results.report.page import write_report
 from flare_sparse.results.runs.bootstrap import _stretch
 from flare_sparse.results.runs.comparison import describe_groups, describe_runs
 from flare_sparse.results.runs.folder import RunFolder
@@ -48,6 +49,12 @@ def run_table(visits: Path, name: str, task: str, method: str = "fedavg") -> Run
     run = RunResult.read(folder)
     assert ensure_predictions(run) == ""
     return RunResult.read(folder)
+
+
+def list_figures(runs: list[Path]) -> set[str]:
+    """Return the names of the figures of predictions in a report on some runs."""
+    written = write_report(read_runs(runs), runs[0] / "figures")
+    return {path.stem for path in written} & {"predicted", "risks", "survival"}
 
 
 def read_predictions(run: RunResult) -> Predictions:
@@ -95,6 +102,7 @@ def test_binary_runs_are_compared_by_accuracy_and_auc(visits: Path) -> None:
     task = "kind: binary, target: died, id: visit, missing: impute"
     paths = [run_table(visits, f"binary-{name}", task, name).path for name in ("fedavg", "local_only")]
     fedavg, local_only = describe_groups(read_runs(paths))
+    assert list_figures(paths) == {"risks"}
     assert fedavg["differences"]["local_only"].keys() == {"accuracy", "auc_across_sites"}
     assert fedavg["auc_across_sites"] == pytest.approx(read_predictions(RunResult.read(paths[0])).pooled["auc"])
     difference = fedavg["differences"]["local_only"]["auc_across_sites"]
@@ -110,6 +118,7 @@ def test_survival_runs_are_compared_across_sites_unless_a_model_is_a_sites_own(
     task = "kind: survival, target: months, event: died, id: visit, missing: impute"
     paths = [run_table(visits, f"survival-{name}", task, name).path for name in ("fedavg", "local_only")]
     fedavg, local_only = describe_groups(read_runs(paths))
+    assert list_figures(paths) == {"survival"}
     assert {other: [*metrics] for other, metrics in fedavg["differences"].items()} == {
         "site_mean": ["c_index_across_sites"],
         "cox_local": ["c_index_within_sites"],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def write_crate(run: RunResult, facts: dict[str, Any], policies: dict[str, Path]
 
 def _write_generated(run: RunResult, facts: dict[str, Any], folder: Path) -> list[Path]:
     """Write the files that are made for the crate; return their paths."""
-    _, end = find_times(run)
+    _, end = run.times
     contents = {
         FACTS: json.dumps(facts, indent=2) + "\n",
         MATERIALS: json.dumps(build_materials(str(facts["run"]), end), indent=2) + "\n",
@@ -103,13 +102,6 @@ def _write_generated(run: RunResult, facts: dict[str, Any], folder: Path) -> lis
     for name, text in contents.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in contents]
-
-
-def find_times(run: RunResult) -> tuple[datetime, datetime]:
-    """Return when the run's first round started and its last one was committed."""
-    first, last = run.rounds[0], run.rounds[-1]
-    start = datetime.fromtimestamp(first["committed_at"], UTC) - timedelta(seconds=first["seconds"])
-    return start.replace(microsecond=0), datetime.fromtimestamp(last["committed_at"], UTC).replace(microsecond=0)
 
 
 def _add_file(crate: ROCrate, name: str, source: Path) -> Entity:
@@ -158,7 +150,7 @@ def _describe_root(crate: ROCrate, run: RunResult, license_text: str) -> None:
         f"{len(run.sites)} sites. The training data stayed at the sites and is not in this crate."
     )
     root["license"] = _add_license(crate, license_text)
-    root["datePublished"] = find_times(run)[1].isoformat()
+    root["datePublished"] = run.times[1].isoformat()
     root["conformsTo"] = [
         _add(crate, identifier, {"@type": "CreativeWork", "name": name, "version": version})
         for identifier, (name, version) in PROFILES.items()
@@ -177,7 +169,7 @@ def _add_execution(
     crate: ROCrate, run: RunResult, facts: dict[str, Any], workflow: Entity, files: dict[str, Entity]
 ) -> None:
     """Add the run as an action: cohorts and configuration in; model, records and metrics out."""
-    start, end = find_times(run)
+    start, end = run.times
     inputs = [entity for name, entity in files.items() if name.split("/")[0] in ("code", POLICIES)]
     outputs = [entity for entity in files.values() if entity not in inputs]
     (files.get("model.safetensors") or files["encrypted_model.safetensors"])["subjectOf"] = files["model_card.md"]

@@ -10,7 +10,6 @@ from typing import Any
 from ...config.policy.policy import Policy
 from ...core.errors import ConfigError
 from ...core.params import compute_digest
-from ...tasks.task import TEST_EXAMPLES, VALIDATION_EXAMPLES
 from ..runs.contributions import describe_missed
 from ..runs.load import load_study
 from ..runs.model_files import read_model
@@ -109,14 +108,11 @@ def digest_model(run: RunResult) -> str:
 
 
 def _list_cohorts(run: RunResult) -> dict[str, dict[str, Any]]:
-    trained = run.summary.get("examples", {})
-    cohorts = {}
-    for site in run.sites:
-        metrics, part = run.summary["final"]["sites"].get(site, {}), run.contributions.get(site)
-        counts = {"train": trained.get(site), "validation": metrics.get(VALIDATION_EXAMPLES)}
-        counts |= {"test": metrics.get(TEST_EXAMPLES)}
+    cohorts: dict[str, dict[str, Any]] = {}
+    for site, counts in run.cohorts.items():
+        part = run.contributions.get(site)
         cohorts[site] = {
-            **{name: None if count is None else int(count) for name, count in counts.items()},
+            **counts,
             "rounds_contributed": part.contributed if part else 0,
             "rounds_expected": part.expected if part else 0,
             "missed": describe_missed(part) if part else "",

@@ -50,7 +50,8 @@ def format_card(run: RunResult) -> str:
 # {s["name"]}
 
 A model trained by federated learning with `{s["method"]}` on the data of {_count_contributors(run)} for {s["rounds"]}
-rounds (seed {s["seed"]}); {sparsity}. {describe_data(run)}{_describe_permit(run)}{_describe_absent(run)}
+rounds, which ended on {run.times[1]:%Y-%m-%d} (seed {s["seed"]}); {sparsity}.
+{describe_data(run)}{_describe_permit(run)}{_describe_absent(run)}
 {_describe_withdrawn(run)}
 ## Performance
 

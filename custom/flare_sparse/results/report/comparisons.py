@@ -7,6 +7,7 @@ from typing import Any
 
 from ..runs.comparison import describe_groups, explain_missing_metrics
 from ..runs.results import RunResult
+from .findings import VERDICTS
 from .tables import ReportTable, format_metric
 
 
@@ -28,7 +29,7 @@ def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
     columns = ["comparison", "metric", "run", "baseline", "difference", "verdict", "sites that gain", "worst site"]
     note = (
         "On the test subjects of all sites at once; in brackets the 95 % bootstrap interval over subjects within their "
-        "site. Ahead and behind: the interval excludes 0, and the subjects are at least five "
+        "site. Better and worse: the interval excludes 0, and the subjects are at least five "
         "more than the sites. The baselines are the mean of "
         "each site, and a linear model of each site alone and of all sites pooled."
     )
@@ -59,7 +60,7 @@ def _format_difference(difference: Mapping[str, Any]) -> list[str]:
         format_metric(difference["first"]),
         format_metric(difference["second"]),
         change,
-        difference["verdict"],
+        VERDICTS[difference["verdict"]],
         "-" if share is None else f"{share:.0%}",
         f"{worst} ({difference['by_site'][worst]:+.3f})" if worst else "-",
     ]

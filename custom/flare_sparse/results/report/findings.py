@@ -9,6 +9,9 @@ from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed, label_groups
 from .subgroups import describe_gap
 
+VERDICTS = {"ahead": "better", "behind": "worse", "undecided": "undecided"}
+"""Verdicts of a comparison, in words that no reader takes for a place in a queue, by those of the record."""
+
 
 def describe_findings(runs: list[RunResult]) -> list[str]:
     """Return the findings, one sentence each: gap between subgroups, baselines, traffic, FedAvg, worst site, gains."""
@@ -25,10 +28,10 @@ def describe_findings(runs: list[RunResult]) -> list[str]:
 
 def describe_data(run: RunResult) -> str:
     """Return a sentence on where the data of a run was."""
-    simulator = run.config.get("simulator") or {}
-    if (simulator.get("data") or {}).get("phantom"):
+    if run.is_synthetic:
         return "The data is synthetic: brain phantoms, of no patients."
-    return "All sites were simulated on one machine." if simulator else "The data never left the sites."
+    simulated = run.config.get("simulator")
+    return "All sites were simulated on one machine." if simulated else "The data never left the sites."
 
 
 def describe_caveat(runs: list[RunResult]) -> str:
@@ -80,9 +83,18 @@ def _compare_with_baselines(run: RunResult) -> str:
     choose_best = min if run.lower_is_better else max
     name = choose_best(differences, key=lambda baseline: differences[baseline]["second"])
     best, unit = differences[name], f" {run.summary['metric']['unit']}".rstrip()
-    difference = f"{best['value']:+.2g}{unit} (95 % interval {best['low']:+.2g} to {best['high']:+.2g})"
-    verdict = {"ahead": "is ahead of", "behind": "is behind"}.get(best["verdict"], "cannot be told from")
-    return f"{run.label} {verdict} {name}, the best trivial baseline: {run.metric} differs by {difference}."
+    if (verdict := VERDICTS[best["verdict"]]) == VERDICTS["undecided"]:
+        difference = f"{best['value']:+.2g}{unit} (95 % interval {best['low']:+.2g} to {best['high']:+.2g})"
+        return (
+            f"Whether {run.label} or {name}, the best trivial baseline, predicts better cannot be told from these test "
+            f"subjects: {run.metric} differs by {difference}."
+        )
+    ends = sorted((abs(best["low"]), abs(best["high"])))
+    way = "lower" if best["value"] < 0 else "higher"
+    return (
+        f"On these test subjects {run.label} predicts {verdict} than {name}, the best trivial baseline: its "
+        f"{run.metric} is {abs(best['value']):.2g}{unit} {way} (95 % interval {ends[0]:.2g} to {ends[1]:.2g})."
+    )
 
 
 def _describe_traffic(label: str, group: list[RunResult]) -> str:

@@ -15,12 +15,13 @@ from matplotlib.figure import Figure
 from ..runs.progress import format_bytes
 from ..runs.record import CONFIG
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
-from . import figures
+from . import figures, predicted
 from .attacks import build_attacks
 from .comparisons import build_comparisons, build_group_comparisons
 from .findings import describe_caveat, describe_findings, describe_sites
 from .subgroups import build_subgroups
 from .tables import (
+    build_cohorts,
     build_contributions,
     build_evaluations,
     build_events,
@@ -42,6 +43,8 @@ TRAFFIC_CAPTION = (
     "be shorter. The difference between sent and floor is headers, padding and the encoding of the selection."
 )
 
+PEOPLE = "Made from predictions of single subjects, which are on this machine: --no-pictures leaves the figure out."
+
 
 @dataclass(frozen=True)
 class ReportFigure:
@@ -53,7 +56,7 @@ class ReportFigure:
         caption: text below the figure.
         draw: draws the figure of some runs.
         applies: whether the runs have the data that the figure shows.
-        shows_subjects: whether the figure contains images of subjects.
+        shows_subjects: whether the figure contains images of subjects, or a mark or step for each of them.
     """
 
     name: str
@@ -86,6 +89,33 @@ FIGURES = (
         "Each site's final metric compared with training alone, with the same seed and the same test examples.",
         figures.draw_gains,
         lambda runs: bool(compute_site_gains(runs)),
+    ),
+    ReportFigure(
+        "predicted",
+        "Predicted and true",
+        f"Final model; each dot is a test example, the dashed line a perfect prediction. {PEOPLE}",
+        predicted.draw_predicted,
+        lambda runs: bool(predicted.select_predictions(runs, "regression")),
+        shows_subjects=True,
+    ),
+    ReportFigure(
+        "risks",
+        "Predicted risk",
+        "Final model on the test examples of all sites. Left: each point of a curve is a threshold of the risk; "
+        "dashed: chance. Right: examples in ten bins of equal width, a dot's size is their number; below the dashed "
+        f"line the risk is too high, above it too low. {PEOPLE}",
+        predicted.draw_risks,
+        lambda runs: bool(predicted.select_predictions(runs, "binary")),
+        shows_subjects=True,
+    ),
+    ReportFigure(
+        "survival",
+        "Survival by predicted risk",
+        "Kaplan-Meier estimates of the test subjects whose predicted risk is up to the median, and above it; in "
+        f"brackets their number. Dots: the mean predicted probability, beside what was observed. {PEOPLE}",
+        predicted.draw_survival,
+        lambda runs: bool(predicted.select_predictions(runs, "survival")),
+        shows_subjects=True,
     ),
     ReportFigure(
         "cases",
@@ -155,9 +185,7 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
     names = sorted({site for run in runs for site in run.sites})
     return {
         "title": first.summary["name"] if len(runs) == 1 else f"{len(runs)} runs: {labels}",
-        "subtitle": f"{first.summary['method']}, {describe_sites(first)}, {first.summary['rounds']} rounds"
-        if len(runs) == 1
-        else f"{len(names)} sites; metric: {first.metric_label}",
+        "subtitle": _describe_runs(runs),
         "findings": describe_findings(runs),
         "caveat": describe_caveat(runs),
         "metric": first.metric_label,
@@ -170,7 +198,9 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
             table for table in (build_subgroups(runs), build_comparisons(runs), build_group_comparisons(runs)) if table
         ],
         "means": describe_means(runs),
+        "cohorts": build_cohorts(first),
         "contributions": build_contributions(runs),
+        "missing_predictions": predicted.explain_missing_predictions(runs),
         "evaluations": build_evaluations(runs),
         "matrices": build_matrices(runs),
         "sizes": build_sizes(runs),
@@ -180,6 +210,16 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
         "sites": [_build_site_row(site, runs) for site in names],
         "without_contribution": [entry for run in runs for entry in _list_without_contribution(run)],
     }
+
+
+def _describe_runs(runs: list[RunResult]) -> str:
+    """Return method, sites and length of a run, or the sites of several; when they ended, and whether data is real."""
+    first, ended = runs[0], max(run.times[1] for run in runs)
+    names = {site for run in runs for site in run.sites}
+    what = f"{first.summary['method']}, {describe_sites(first)}, {first.summary['rounds']} rounds"
+    what = what if len(runs) == 1 else f"{len(names)} sites; metric: {first.metric_label}"
+    synthetic = "; synthetic data, of no patients" if any(run.is_synthetic for run in runs) else ""
+    return f"{what}; ended {ended:%Y-%m-%d %H:%M} UTC{synthetic}"
 
 
 def _build_cards(run: RunResult) -> list[tuple[str, str]]:

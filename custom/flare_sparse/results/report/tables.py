@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
+
+import numpy as np
 
 from ...tasks.task import TEST_EXAMPLES
 from ..runs.contributions import Contributions, describe_missed
@@ -17,6 +19,12 @@ WAYS = ("dense", "sparse", "compact")
 """Ways to compute a network, as :func:`flare_sparse.results.runs.cost.measure_cost` names them."""
 NOT_COUNTED = "not counted"
 """In place of a number of test examples, where metrics come without it, as a training script may send them."""
+OUTCOMES: dict[str, tuple[str, Callable[[np.ndarray], str]]] = {
+    "regression": ("true value in the test: mean ± SD", lambda targets: f"{targets.mean():.3g} ± {targets.std():.2g}"),
+    "binary": ("class 1 in the test", lambda targets: f"{targets.sum():.0f} ({targets.mean():.0%})"),
+    "survival": ("events in the test", lambda targets: f"{targets[:, 1].sum():.0f} ({targets[:, 1].mean():.0%})"),
+}
+"""Title of the column of outcomes and text of the targets ``(n, t)`` of a cohort, by kind."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,23 @@ def compare_bytes(sent: float, dense: float) -> str:
     if not dense or not sent:
         return "-"
     return compare_with_dense(sent, dense).removesuffix(" than dense").removesuffix(" as dense")
+
+
+def build_cohorts(run: RunResult) -> ReportTable:
+    """Return the examples of each site, and the outcome of its test subjects where their data is on this machine."""
+    parts, cohorts, predictions = ("train", "validation", "test"), run.cohorts, run.predictions
+    rows = [[site, *("-" if counts[p] is None else str(counts[p]) for p in parts)] for site, counts in cohorts.items()]
+    rows.append(["all sites", *(str(sum(counts[p] or 0 for counts in cohorts.values())) for p in parts)])
+    columns = ["site", "training examples", "validation", "test"]
+    if predictions is not None and predictions.kind in OUTCOMES:
+        title, describe = OUTCOMES[predictions.kind]
+        columns.append(title)
+        for row in rows:
+            is_total = row is rows[-1]
+            targets = predictions.targets[np.full(len(predictions.sites), is_total) | (predictions.sites == row[0])]
+            row.append(describe(targets) if len(targets) else "-")
+    note = f"Of {run.label}, as the sites reported them. A dash: none, or not reported."
+    return ReportTable("Cohorts", columns, rows, note)
 
 
 def build_contributions(runs: Sequence[RunResult]) -> ReportTable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 
 from ...cohorts.subgroups import split_metric
 from ...core.errors import ConfigError
-from ...tasks.task import TEST_EXAMPLES, VALIDATION
+from ...tasks.task import TEST_EXAMPLES, VALIDATION, VALIDATION_EXAMPLES
 from .contributions import Contributions, read_contributions
 from .pictures import PICTURES_FILE, CasePicture, read_pictures
 from .predictions import PREDICTIONS_FILE, Predictions
@@ -87,6 +88,18 @@ class RunResult:
         return int(split["fold"]) if split.get("folds") else None
 
     @property
+    def times(self) -> tuple[datetime, datetime]:
+        """When the first round started and the last one was committed, to the second, in UTC."""
+        first, last = self.rounds[0], self.rounds[-1]
+        start = datetime.fromtimestamp(first["committed_at"], UTC) - timedelta(seconds=first["seconds"])
+        return start.replace(microsecond=0), datetime.fromtimestamp(last["committed_at"], UTC).replace(microsecond=0)
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the data was generated, and is of no patients."""
+        return bool(((self.config.get("simulator") or {}).get("data") or {}).get("phantom"))
+
+    @property
     def metric(self) -> str:
         """Name of the task's metric."""
         return str(self.summary["metric"]["name"])
@@ -154,6 +167,20 @@ class RunResult:
     def contributions(self) -> dict[str, Contributions]:
         """In how many rounds each site was asked and contributed, in name order; no evaluation counts."""
         return read_contributions(self.summary, self.rounds)
+
+    @property
+    def cohorts(self) -> dict[str, dict[str, int | None]]:
+        """Examples for training, validation and test by site, as the sites reported them; None: not reported."""
+        final, trained = self.summary["final"]["sites"], self.summary.get("examples", {})
+        counts = {
+            site: (trained.get(site), *(final.get(site, {}).get(name) for name in (VALIDATION_EXAMPLES, TEST_EXAMPLES)))
+            for site in self.sites
+        }
+        parts = "train", "validation", "test"
+        return {
+            site: {part: None if n is None else int(n) for part, n in zip(parts, numbers, strict=True)}
+            for site, numbers in counts.items()
+        }
 
     @property
     def sites(self) -> list[str]:
