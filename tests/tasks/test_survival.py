@@ -10,6 +10,7 @@ import torch
 from lifelines import KaplanMeierFitter, WeibullFitter
 from torch import Tensor
 
+from flare_sparse.core.ranking import estimate_survival
 from flare_sparse.tasks.survival import (
     SurvivalOutcome,
     compute_brier_scores,
@@ -18,7 +19,6 @@ from flare_sparse.tasks.survival import (
     compute_discrete_loss,
     compute_weibull_loss,
     cumulate_weibull,
-    estimate_survival,
     integrate,
 )
 

@@ -1,4 +1,4 @@
-"""How well predicted risks rank two classes.
+"""How well predicted risks rank two classes and how far they are right; survival as it was observed.
 
 MONAI has both metrics, but importing it takes a process several seconds, and a task over a table needs nothing else of
 it.
@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from torch import Tensor
 
+BINS = 10
+"""Bins of equal width in which predicted risks are compared with what happened."""
 Statistic = Callable[[np.ndarray], np.ndarray]
 """Values ``(r,)`` of a metric for weights ``(r, n)`` of the examples or subjects; NaN where it is undefined."""
 
@@ -69,7 +72,6 @@ def find_curve(risk: Tensor, classes: Tensor) -> tuple[np.ndarray, np.ndarray]:
         risk: predicted risk of class 1, ``(n,)``.
         classes: 0 or 1, ``(n,)``; both occur.
 
-    >>> import torch
     >>> [share.tolist() for share in find_curve(torch.tensor([0.9, 0.4, 0.4, 0.1]), torch.tensor([1, 1, 0, 0]))]
     [[0.0, 0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.0]]
     """
@@ -86,3 +88,43 @@ def _count_called(risk: Tensor, classes: Tensor) -> tuple[np.ndarray, np.ndarray
     # The last example of each risk: a threshold takes in all equal risks.
     last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
     return hits[last], last + 1
+
+
+def bin_risks(risk: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return number, mean risk and share of class 1 in the bins of ``calibration_error`` that are not empty.
+
+    Args:
+        risk: predicted probability of class 1, ``(n,)``.
+        classes: true class, 0 or 1, ``(n,)``.
+    """
+    bins = find_bins(risk)
+    counts = torch.bincount(bins, minlength=BINS)
+    sums = (torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, part.double()) for part in (risk, classes))
+    kept = counts > 0
+    mean_risk, share = (values[kept] / counts[kept] for values in sums)
+    return counts[kept], mean_risk, share
+
+
+def find_bins(risk: Tensor) -> Tensor:
+    """Return the number ``(n,)`` of the bin of each risk between 0 and 1."""
+    return (risk * BINS).long().clamp(0, BINS - 1)
+
+
+def estimate_survival(times: Tensor, events: Tensor, at: Tensor, *, of_censoring: bool = False) -> Tensor:
+    """Return the share ``(T,)`` without an event until the times ``at`` (Kaplan and Meier 1958), in float64.
+
+    Args:
+        times: ``(n,)``.
+        events: ``(n,)`` 1 for an event, 0 for the end of the observation.
+        at: ``(T,)``.
+        of_censoring: return the share whose observation has not ended. A subject with an event is not at risk of an
+            end at the same time.
+    """
+    moments = times.unique()
+    at_moment = times == moments[:, None]
+    happened = (at_moment & (events > 0.5)).sum(dim=1)
+    at_risk = (times >= moments[:, None]).sum(dim=1)
+    if of_censoring:
+        happened, at_risk = at_moment.sum(dim=1) - happened, at_risk - happened
+    kept = 1 - happened.double() / at_risk.clamp(min=1)
+    return torch.where(moments <= at[:, None], kept, 1.0).prod(dim=1)

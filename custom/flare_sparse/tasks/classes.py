@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.needs import Need, Needs
-from ..core.ranking import compute_auc, compute_average_precision
-
-_BINS = 10
+from ..core.ranking import BINS, compute_auc, compute_average_precision, find_bins
 
 
 def compute_cross_entropy(logits: Tensor, classes: Tensor, class_weights: Sequence[float] = ()) -> Tensor:
@@ -87,24 +85,5 @@ def compute_risk_metrics(risk: Tensor, classes: Tensor) -> dict[str, float]:
 
 
 def _compute_calibration_error(risk: Tensor, classes: Tensor) -> float:
-    gaps = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, _find_bins(risk), risk - classes)
+    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, find_bins(risk), risk - classes)
     return float(gaps.abs().sum() / len(risk))
-
-
-def bin_risks(risk: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return number, mean risk and share of class 1 in the bins of ``calibration_error`` that are not empty.
-
-    Args:
-        risk: predicted probability of class 1, ``(n,)``.
-        classes: true class, 0 or 1, ``(n,)``.
-    """
-    bins = _find_bins(risk)
-    counts = torch.bincount(bins, minlength=_BINS)
-    sums = (torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bins, part.double()) for part in (risk, classes))
-    kept = counts > 0
-    mean_risk, share = (values[kept] / counts[kept] for values in sums)
-    return counts[kept], mean_risk, share
-
-
-def _find_bins(risk: Tensor) -> Tensor:
-    return (risk * _BINS).long().clamp(0, _BINS - 1)

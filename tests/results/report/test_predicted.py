@@ -12,13 +12,13 @@ import torch
 import yaml
 from sklearn.metrics import roc_curve
 
-from flare_sparse.core.ranking import find_curve
+from flare_sparse.core.ranking import bin_risks, find_curve
 from flare_sparse.results.report.page import write_report
 from flare_sparse.results.report.predicted import draw_risks, draw_survival, explain_missing_predictions
 from flare_sparse.results.report.tables import build_cohorts
 from flare_sparse.results.runs.predictions import RUN, Predictions
 from flare_sparse.results.runs.results import RunResult
-from flare_sparse.tasks.classes import bin_risks, compute_risk_metrics
+from flare_sparse.tasks.classes import compute_risk_metrics
 
 SITES = np.array(["site-1"] * 4 + ["site-2"] * 4)
 

@@ -12,9 +12,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ...core.ranking import find_curve
-from ...tasks.classes import bin_risks
-from ...tasks.survival import estimate_survival
+from ...core.ranking import bin_risks, estimate_survival, find_curve
 from ...tasks.task import Kind
 from ..runs.predictions import RUN, Predictions
 from ..runs.results import RunResult
