@@ -109,7 +109,9 @@ def build_cifar_arms(batch: int, alphas: tuple[float, ...]) -> dict[str, Arm]:
     return {
         "FedAvg + one step": Arm("fedavg_one_step", plain),
         "Per-FedAvg (FO)": Arm("per_fedavg", plain, inner),
-        "MetaGater with gates": Arm("metagater", {**proximal, "lasso": LASSO}, gated=True),
+        "MetaGater with gates": Arm(
+            "metagater", {**proximal, "lasso": LASSO, "closed_channels": "permanent"}, gated=True
+        ),
         "MetaGater without gates": Arm("metagater", proximal),
         "MetaSNIP": Arm("metasnip", {**proximal, "layers": ["2.0.conv"]}),
     }

@@ -61,7 +61,7 @@ PERSONAL_NUMBER = {"name": "fedavg", **EPOCHS, "personal": "site", "finetune": {
 """Personalised FedAvg where mean and spread of the target, a number, stay at the site."""
 ARMS: dict[str, dict[str, Any]] = {
     "FedAvg": {"name": "fedavg", **STEP},
-    "NeuroSFL 90 %": {"name": "neurosfl", **STEP, "sparsity": 0.9, "scores": "weighted_snip"},
+    "NeuroSFL 90 %": {"name": "neurosfl", **STEP, "sparsity": 0.9, "scores": "weighted_snip", "saliency_batches": 1},
     # From the start, magnitudes are those of the initial weights.
     "FedSparsify 90 %": {"name": "fedsparsify", **STEP, "sparsity": 0.9, "first_round": 30, "force_final": True},
     "FedAvg, personalised": {"name": "fedavg_ft", **STEP, "finetune": FINETUNE},

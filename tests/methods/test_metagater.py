@@ -131,6 +131,35 @@ def test_three_rounds_on_two_parabolas_equal_the_worked_numbers(two: Net) -> Non
     assert outcome.weights.item() == pytest.approx(0.8, abs=1e-6)
 
 
+def test_record_of_a_round_has_the_gradient_mapping(two: Net) -> None:
+    """Q = (w_t^pr - w_t^ag) / beta_t, of the worked numbers."""
+    outcome, _ = two.run(training={**FULL_BATCH, "lr": 1.0})
+    expected = [{"gradient_mapping": pytest.approx(value, abs=1e-6)} for value in (0.16, 0.1024, 0.0576)]
+    assert [record.figures for record in outcome.rounds] == [*expected, {}]
+
+
+@pytest.mark.parametrize("accuracy", [100.0, 1e-2, 1e-9])
+def test_site_stops_where_the_gradient_of_its_problem_is_small_enough(two: Net, accuracy: float) -> None:
+    """Algorithm 1, line 6: ||grad G||^2 <= xi_t, with G = (w - 3)^2 / 2 + 0.1 w^2 at this site."""
+    method = two.method(local_steps=30, local_accuracy=accuracy)
+    state = method.init(two.weights, ["b"])
+    (update,) = collect_updates(method, state, {"b": two.site("b")})
+    w, steps = 0.0, 0
+    while (1.2 * w - 3) ** 2 > accuracy and steps < 30:
+        w, steps = w - 0.3 * (1.2 * w - 3), steps + 1
+    assert steps == {100.0: 0, 1e-2: 8, 1e-9: 26}[accuracy]
+    assert update.patch.values.item() == pytest.approx(w, abs=1e-5)
+
+
+def test_l1_zeroes_weights_of_gates_alone(gated: Net) -> None:
+    weights = gated.run(lasso=0.5, penalty="l1", output="ag")[0].weights
+    groups = torch.cat([g.flatten() for g in gated.method().gates.groups])
+    others = torch.ones(len(weights), dtype=torch.bool)
+    others[groups] = False
+    assert (weights[groups] == 0).all()
+    assert (weights[others] != 0).float().mean() > 0.9
+
+
 def test_without_penalty_the_sequences_are_those_of_nesterov(gated: Net) -> None:
     for t, (before, after) in enumerate(pairwise(gated.states(6)), start=1):
         alpha = compute_step_sizes(t).alpha
@@ -255,7 +284,7 @@ def zero_group(net: Net, layer: str, channel: int) -> torch.Tensor:
 def test_permanently_closed_channel_and_its_filter_are_not_sent(gated: Net) -> None:
     """Group: 5 + 1 scalars; filter: 6 x 3 x 3 + 1 in layer 2. Both stay zero at site and server."""
     gated.weights = zero_group(gated, "2", 4)
-    outcome, ledger = gated.run(lasso=1e-3, rounds=4)
+    outcome, ledger = gated.run(lasso=1e-3, rounds=4, closed_channels="permanent")
     saved = (5 + 1) + (6 * 9 + 1)
     train = [line for line in ledger.lines if line.kind == "train"]
     assert {line.scalars_sent for line in train} == {gated.layout.size - saved}
@@ -269,14 +298,14 @@ def test_permanently_closed_channel_and_its_filter_are_not_sent(gated: Net) -> N
 
 def test_reopenable_channel_is_sent_and_reopens(gated: Net) -> None:
     gated.weights = zero_group(gated, "2", 4)
-    outcome, ledger = gated.run(closed_channels="reopenable", rounds=4)
+    outcome, ledger = gated.run(rounds=4)
     assert {line.scalars_sent for line in ledger.lines if line.kind == "train"} == {gated.layout.size}
     assert gated.layout.unflatten(outcome.weights)["2.gate.open.weight"][4].any()
 
 
 @pytest.mark.slow
 def test_lasso_closes_channels_and_messages_shrink(gated: Net) -> None:
-    outcome, ledger = gated.run(lasso=0.06, rounds=12)
+    outcome, ledger = gated.run(lasso=0.06, rounds=12, closed_channels="permanent")
     sent = [line.scalars_sent for line in ledger.lines if line.kind == "train" and line.direction == "up"]
     assert sent[-1] < sent[0] == gated.layout.size
     assert sent == sorted(sent, reverse=True)

@@ -50,10 +50,10 @@ def test_sparsity_zero_equals_fedavg_bit_for_bit(bench: Any, scores: str) -> Non
 
 def test_one_site_equals_local_snip_and_equal_sites_have_equal_masks(bench: Any) -> None:
     site = bench.site(1)
-    scores = compute_saliency(site, bench.weights, batch_size=8, batches=1, t=0)
+    scores = compute_saliency(site, bench.weights, batch_size=8, batches=None, t=0)
     maskable = Mask.from_preset(bench.layout, "conv_linear_weights")
     assert mask_of(bench, {"site-1": bench.site(1)}) == top_k(scores, floor_fraction(0.3, maskable.count), maskable)
-    same = {"saliency_batches": None, "training": {"batch_size": 24}}
+    same = {"training": {"batch_size": 24}}
     twins = {f"site-{i}": bench.site(i, data=9) for i in (1, 2)}
     one = {"site-1": bench.site(1, data=9)}
     assert mask_of(bench, twins, **same) == mask_of(bench, one, **same)
@@ -87,7 +87,7 @@ def test_a_site_sends_its_largest_scores_and_the_mask_is_that_of_their_sum(bench
     assert [line.scalars_sent for line in up] == [sent] * 3
     largest = torch.zeros(bench.layout.size)
     for site in bench.sites().values():
-        scores = compute_saliency(site, bench.weights, batch_size=8, batches=1, t=0)
+        scores = compute_saliency(site, bench.weights, batch_size=8, batches=None, t=0)
         largest += scores * top_k(scores, sent, maskable).bits
     assert mask_of(bench, **settings) == top_k(largest, sent, maskable)
     assert mask_of(bench, **settings) != mask_of(bench, sparsity=0.9), "the sum of all scores has another mask"
@@ -155,7 +155,7 @@ def test_weights_that_start_at_zero_are_scored_by_their_gradient_and_ranked_apar
     layout, start = adapted.layout, adapted.layout.unflatten(adapted.weights)
     maskable = Mask.from_preset(layout, "conv_linear_weights")
     zero = {name for name in start if not start[name].any()} & {s.name for s in layout.tensors if s.role == "weight"}
-    site, method = adapted.site(1), adapted.method("neurosfl", sparsity=0.5, min_per_layer=0)
+    site, method = adapted.site(1), adapted.method("neurosfl", sparsity=0.5, min_per_layer=0, saliency_batches=1)
     state = method.init(adapted.weights, ["site-1"])
     request = method.ask(state, ["site-1"])["site-1"].request
     site.weights = request.model.to_vector()

@@ -60,6 +60,39 @@ def test_sum_at_rate_one_equals_fedavg_with_a_server_step_of_k(sites: int, plain
     torch.testing.assert_close(added, stepped, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "aggregation"), [("scbf", "sum"), ("scbf", "mean"), ("dssgd", "count")])
+def test_sites_train_from_what_they_downloaded(name: str, aggregation: str, plain: Any) -> None:
+    """A download has the largest changes that the sites lack; the server's own model is the result."""
+    sites = {f"site-{i}": plain.site(i) for i in (1, 2)}
+    chosen = {"rate": 1.0, "aggregation": aggregation, "download_rate": 0.4, **EQUAL}
+    outcome, ledger = plain.run(name, sites, rounds=3, **chosen)
+    config = plain.method(name, rounds=3, **chosen).config
+    server = held = plain.weights
+    count = int(0.4 * len(held))
+    total = sum(site.num_examples for site in sites.values())
+    for t in (1, 2, 3):
+        deltas = {site: sites[site].train(held, Mask.full(len(held)), config.training, t) - held for site in sites}
+        shares = {site: 1.0 if aggregation == "sum" else sites[site].num_examples / total for site in sites}
+        server = server + sum(shares[site] * deltas[site] for site in sites)
+        largest = (server - held).abs().topk(count).indices
+        held = held.clone()
+        held[largest] = server[largest]
+    torch.testing.assert_close(outcome.weights, server, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(server, held)
+    sent = [line.scalars_sent for line in ledger.lines if line.direction == "down" and line.kind == "train"]
+    assert sent == [len(held)] * 2 + [count] * 4
+    metric = plain.task.metric.name
+    expected = sum(sites[site].evaluate(outcome.weights)[metric] for site in sites) / 2
+    assert outcome.evaluation.overall[metric] == pytest.approx(expected, rel=1e-5)
+
+
+def test_download_of_everything_changes_no_bit(plain: Any) -> None:
+    sites = {f"site-{i}": plain.site(i) for i in (1, 2)}
+    all_of_it = plain.run("scbf", sites, rate=0.3, **EQUAL)[0].weights
+    nearly = plain.run("scbf", sites, rate=0.3, download_rate=0.9999999, **EQUAL)[0].weights
+    assert torch.equal(all_of_it, nearly)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["sum", "mean", "count"])
 @settings(max_examples=count_cases(40), deadline=None)

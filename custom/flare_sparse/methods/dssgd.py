@@ -1,7 +1,7 @@
 """DSSGD (Shokri and Shmatikov 2015): distributed selective SGD; a site uploads its largest changes.
 
-"Privacy-Preserving Deep Learning", CCS 2015; docs/algorithms.md, section 3.9. Sites download everything (download rate
-1), so the paper's decay of update counters has no effect and no setting.
+"Privacy-Preserving Deep Learning", CCS 2015; docs/algorithms.md, section 3.9. The paper's update counters, which decide
+what a site downloads first, are replaced by the size of the change that it lacks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .support.selective import Aggregation, SelectiveMethod, SelectiveState, agg
 
 class DSSGDConfig(MethodConfig):
     rate: float = Field(0.3, gt=0, le=1, description="share of the parameters that a site uploads in a round")
+    download_rate: float = Field(1.0, gt=0, le=1, description="theta_d: share that a site downloads; as in scbf")
     aggregation: Aggregation = Field("sum", description="sum (the paper), mean or count; as in scbf")
 
     def needs(self) -> Needs:
@@ -35,6 +36,10 @@ class DSSGD(SelectiveMethod[DSSGDConfig]):
     name = "dssgd"
     Config = DSSGDConfig
     trains_all_entries = True
+
+    @property
+    def download_rate(self) -> float:
+        return self.config.download_rate
 
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         parameters = Mask.from_tensors(site.layout, lambda tensor: tensor.role != "buffer")

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask
 from ..core.needs import Need, Needs
+from ..core.seeds import make_generator
 from ..training import Site, TrainingConfig
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import broadcast, train_locally
@@ -32,9 +33,9 @@ class LoRAA2Config(RankedConfig):
         description="unit of r_k: r_k * N slots over the whole model (the paper), or as many scalars as r_k ranks of "
         "every module have, chosen by score per scalar",
     )
-    score: Literal["contribution", "magnitude", "sensitivity"] = Field(
+    score: Literal["contribution", "magnitude", "sensitivity", "random"] = Field(
         "contribution",
-        description="score of a slot: ||dB_i A_i||; ||dB_i|| alone; or the sum of |weight * gradient| (Table 9)",
+        description="score of a slot: ||dB_i A_i||; ||dB_i|| alone; sum of |weight * gradient| (Table 9); or chance",
     )
     trial: Literal["epochs", "gradient"] = Field(
         "epochs", description="what the scores are computed from: the delta of trial_epochs, or a full-batch gradient"
@@ -152,6 +153,9 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
     def _score_slots(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Tensor:
         """Return a score for every slot ``(N * r,)``, from a trial whose result is discarded."""
         start, t = site.weights, request.round
+        if self.config.score == "random":
+            generator = make_generator(self.seed, "slots", site.name, t)
+            return torch.rand(self.slots.num_modules * self.slots.rank, generator=generator)
         if self.config.trial == "gradient":
             delta = _compute_mean_gradient(site, start, training, t)
         else:

@@ -23,7 +23,7 @@ from .aggregation.weighted import Weights, weigh_equally, weighted_sum
 from .method import train_locally
 from .support.adaptation import AdaptationMethod, take_one_step
 from .support.gates import Gates
-from .support.group_lasso import compute_group_lasso_prox
+from .support.group_lasso import compute_group_lasso_prox, compute_l1_prox
 from .support.meta_learning import MetaLearningConfig
 from .support.schedules import StepSizes
 
@@ -79,8 +79,15 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, MetaGaterState]):
 
     def train(self, request: Request, site: Site) -> Update:
         strength = self.config.proximity if self.config.local_proximity is None else self.config.local_proximity
-        training, steps = self.config.get_training(request.round), self.config.local_steps
-        return train_locally(request, site, training, self.update_content, steps=steps, proximal_strength=strength)
+        return train_locally(
+            request,
+            site,
+            self.config.get_training(request.round),
+            self.update_content,
+            steps=self.config.local_steps,
+            proximal_strength=strength,
+            tolerance=self.config.local_accuracy,
+        )
 
     def learn(self, state: MetaGaterState, contributions: Sequence[Contribution]) -> MetaGaterState:
         """Return the state after lines 10 to 13, with ``g = lambda * mean_i(w_t^pr - w~_t^i)``.
@@ -104,8 +111,16 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, MetaGaterState]):
         return 2 * self.config.rounds * sampled * self.layout.num_parameters
 
     def apply_prox(self, v: Tensor, step: float) -> Tensor:
-        """Return the prox of ``step * H`` at ``v`` ``(P,)``; H is the Group Lasso of weight ``lasso`` on the gates."""
-        return compute_group_lasso_prox(v, self.gates.groups, step * self.config.lasso)
+        """Return the prox of ``step * H`` at ``v`` ``(P,)``; H is the penalty of weight ``lasso`` on the gates."""
+        compute = compute_group_lasso_prox if self.config.penalty == "group_lasso" else compute_l1_prox
+        return compute(v, self.gates.groups, step * self.config.lasso)
+
+    def measure(self, state: MetaGaterState) -> dict[str, float]:
+        """Return ``||Q(w_t^pr, g, beta_t)||^2`` of the last round, the gradient mapping that Theorem 1 bounds."""
+        if state.round == 1:
+            return {}
+        mapping = (state.sent - state.ag)[~self._buffers.bits] / self.config.step
+        return {"gradient_mapping": float(mapping.double().square().sum())}
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
         """Take one step of the gates, then one of the backbone behind the new gates (section 3.3).

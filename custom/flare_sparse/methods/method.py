@@ -286,6 +286,10 @@ class Method(ABC, Generic[ConfigT, StateT]):
         """Return the number of scalars that the paper would count for a whole run; None where it defines no count."""
         return None
 
+    def measure(self, state: StateT) -> dict[str, float]:
+        """Return figures of the server's last step for the record of its round, by name."""
+        return {}
+
     def describe(self, state: StateT | None = None) -> str:
         """Return advice for the user, may be empty: before a run, or what a result lacks that ended in this state."""
         return ""
@@ -327,6 +331,7 @@ def train_locally(
     trainable: Mask | None = None,
     steps: int | None = None,
     proximal_strength: float = 0.0,
+    tolerance: float | None = None,
     step_scale: Tensor | None = None,
 ) -> Update:
     """Train at a site from ``site.weights`` and return the update.
@@ -339,6 +344,7 @@ def train_locally(
         trainable: the entries to train and return; None: ``request.trainable``.
         steps: number of minibatches; None: ``training.epochs`` passes.
         proximal_strength: weight of the proximal term.
+        tolerance: squared norm of a step's gradient at which training ends; None: it takes all steps.
         step_scale: ``(P,)`` factors of the optimiser's steps; None: 1.
     """
     mask = request.trainable if trainable is None else trainable
@@ -349,6 +355,7 @@ def train_locally(
         request.round,
         steps=steps,
         proximal_strength=proximal_strength,
+        tolerance=tolerance,
         step_scale=step_scale,
     )
     if content == "delta":

@@ -51,7 +51,9 @@ class NeuroSFLConfig(AveragingConfig):
     step_spacing: Literal["exponential", "linear"] = Field(
         "exponential", description="how the live counts of progressive steps are spaced"
     )
-    saliency_batches: int | None = Field(1, ge=1, description="minibatches per saliency; null: all training examples")
+    saliency_batches: int | None = Field(
+        None, ge=1, description="minibatches per saliency; null: all training examples, as in the paper's equations"
+    )
     score_share: float = Field(
         1.0,
         gt=0,

@@ -85,6 +85,9 @@ class PooledStatistics(_Delegating):
     def model(self, state: Any) -> Patch:
         return self._inner.model(self._begin(state))
 
+    def measure(self, state: Any) -> dict[str, float]:
+        return {} if isinstance(state, Unpooled) else self._inner.measure(state)
+
     def describe(self, state: Any = None) -> str:
         return self._inner.describe(None if state is None else self._begin(state))
 

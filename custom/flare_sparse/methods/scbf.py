@@ -43,6 +43,13 @@ class ChannelConfig(MethodConfig):
     budget: float | None = Field(
         None, gt=0, le=1, description="instead of rate: exact share of the parameters that a site uploads"
     )
+    download_rate: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of the parameters that a site receives in a round, those that have changed most since it "
+        "received them",
+    )
     selection: Selection = Field(
         "positive",
         description="positive: reveal the entries on a selected path; negative: those on no other path",
@@ -133,6 +140,10 @@ class ChannelMethod(SelectiveMethod[ChannelConfigT]):
     """A method whose sites reveal channels, and whose server adds their deltas or takes a mean."""
 
     SiteConfig = ChannelSiteConfig
+
+    @property
+    def download_rate(self) -> float:
+        return self.config.download_rate
 
     @cached_property
     def selector(self) -> ChannelSelector:

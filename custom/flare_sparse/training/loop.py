@@ -86,6 +86,8 @@ def train(model: FlatModel, task: Task, batches: Iterable[Any], training: Traini
             with torch.no_grad():
                 if proximal_strength:
                     weights.grad.add_(weights - origin, alpha=proximal_strength)
+                if training.tolerance is not None and weights.grad.square().sum() <= training.tolerance:
+                    break
                 if config.clip_norm is not None:
                     torch.nn.utils.clip_grad_norm_([weights], config.clip_norm)
             before = None if scale is None else weights.detach().clone()

@@ -78,6 +78,7 @@ class Site:
         *,
         steps: int | None = None,
         proximal_strength: float = 0.0,
+        tolerance: float | None = None,
         step_scale: Tensor | None = None,
         stream: str = "",
     ) -> Tensor:
@@ -88,7 +89,7 @@ class Site:
         """
         patch = self.live_patch if start is self.weights else None
         return self.trainer.train(
-            Training(start, trainable, config, t, steps, proximal_strength, step_scale, stream, patch)
+            Training(start, trainable, config, t, steps, proximal_strength, tolerance, step_scale, stream, patch)
         )
 
     def narrow(self, live: Mask) -> Site:

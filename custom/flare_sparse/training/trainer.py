@@ -56,6 +56,8 @@ class Training:
             dropout.
         steps: number of minibatches; None for ``config.epochs`` passes.
         proximal_strength: factor of the method's proximal term, added to that of ``config``.
+        tolerance: squared L2 norm of a step's gradient, proximal term included, at which training ends before that
+            step; None: it takes all steps.
         step_scale: ``(P,)`` factors of the optimiser's steps, as if each entry had its own learning rate; None: 1.
         stream: label of a second training in the same round, such as a trial, with its own order and dropout.
         patch: the patch that gives ``start`` over zeros; None: unknown.
@@ -70,6 +72,7 @@ class Training:
     round: int
     steps: int | None = None
     proximal_strength: float = 0.0
+    tolerance: float | None = None
     step_scale: Tensor | None = None
     stream: str = ""
     patch: Patch | None = None

@@ -61,7 +61,7 @@ def test_minima_are_checked_on_the_examples_that_the_settings_would_read() -> No
     ]
 
 
-def test_main_job_passes_the_careful_policy_when_it_scores_enough_subjects() -> None:
+def test_main_job_passes_the_careful_policy_where_sites_have_enough_subjects() -> None:
     careful = read_policy(find_policy_file(Path("careful")))
 
     def conflicts(examples: int, *overrides: str) -> list[str]:
@@ -70,9 +70,9 @@ def test_main_job_passes_the_careful_policy_when_it_scores_enough_subjects() -> 
             reason.split(":")[0] for reason in find_policy_conflicts(careful, job, assemble(job), {"site-1": examples})
         ]
 
-    assert conflicts(64) == ["min_examples", "min_score_examples", "min_score_batches"]
-    assert conflicts(64, "method.saliency_batches=null") == []
-    assert conflicts(63, "method.saliency_batches=null") == ["min_score_examples"]
+    assert conflicts(64) == []
+    assert conflicts(63) == ["min_score_examples"]
+    assert conflicts(64, "method.saliency_batches=1") == ["min_examples", "min_score_examples", "min_score_batches"]
 
 
 @pytest.mark.slow

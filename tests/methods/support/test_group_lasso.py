@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from flare_sparse.methods.support.group_lasso import compute_group_lasso_prox
+from flare_sparse.methods.support.group_lasso import compute_group_lasso_prox, compute_l1_prox
 
 ROWS = [torch.arange(12).reshape(3, 4)]
 numbers = st.lists(st.floats(-3, 3, width=32), min_size=14, max_size=14)
@@ -76,3 +76,10 @@ def test_groups_of_several_layers_shrink_separately() -> None:
     v = torch.ones(10, dtype=torch.float64)
     out = compute_group_lasso_prox(v, [torch.arange(4).reshape(2, 2), torch.arange(4, 7).reshape(1, 3)], 0.5)
     assert out.tolist() == pytest.approx([0.5] * 7 + [1] * 3)
+
+
+def test_prox_of_l1_zeroes_single_entries_of_the_groups() -> None:
+    v = torch.tensor([0.5, -0.25, 0.25, -2.0, 0.1])
+    assert compute_l1_prox(v, [torch.tensor([[0, 1]]), torch.tensor([[2, 3]])], 0.25).tolist() == pytest.approx(
+        [0.25, 0, 0, -1.75, 0.1]
+    )

@@ -33,3 +33,19 @@ def compute_group_lasso_prox(v: Tensor, groups: Sequence[Tensor], threshold: flo
         )
         result[indices] = members * factors
     return result
+
+
+def compute_l1_prox(v: Tensor, groups: Sequence[Tensor], threshold: float) -> Tensor:
+    """Return the prox of ``threshold * sum |v_i|`` over the entries of the groups: soft thresholding.
+
+    ``v_i <- sign(v_i) max(0, |v_i| - threshold)``, with exact zeros at or below the threshold.
+
+    Args:
+        v: ``(P,)``, which is not changed.
+        groups: index tensors of the penalised entries, disjoint.
+        threshold: step times the weight of the penalty, at least 0.
+    """
+    result = v.clone()
+    for indices in groups:
+        result[indices] = torch.nn.functional.softshrink(v[indices], threshold)
+    return result

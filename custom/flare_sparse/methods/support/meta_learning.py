@@ -16,27 +16,37 @@ class MetaLearningConfig(AdaptationConfig):
 
     proximity: float = Field(0.2, gt=0, description="lambda: weight of the distance to the meta-model")
     local_proximity: float | None = Field(None, ge=0, description="lambda in the sites' problem; null: as proximity")
+    local_accuracy: float | None = Field(
+        None,
+        gt=0,
+        description="xi_t: squared norm of the gradient of a site's proximal problem at which it stops, local_steps or "
+        "training.epochs at the latest; null: no other end",
+    )
     step: float = Field(1.0, gt=0, description="beta_t, the server's step; eta_t = beta_t / alpha_t")
     acceleration: bool = Field(True, description="false: alpha_t = 1; FedProx with step 1 / lambda, Reptile with less")
     momentum_cap: float = Field(1.0, ge=0, le=1, description="largest momentum of the acceleration; 1: as in the paper")
     restart_every: int | None = Field(None, ge=1, description="rounds after which the acceleration restarts")
-    lasso: float = Field(1e-4, ge=0, description="mu: weight of the Group Lasso on the gates' output channels")
+    lasso: float = Field(1e-4, ge=0, description="mu: weight of the penalty H on the gates' output channels")
+    penalty: Literal["group_lasso", "l1"] = Field(
+        "group_lasso", description="H: group_lasso closes whole channels, l1 zeroes single weights of their gates"
+    )
     scale_prox: bool = Field(
         True, description="true: the penalty's threshold grows with eta_t, as in the paper; false: with beta_t"
     )
     closed_channels: Literal["permanent", "reopenable"] = Field(
-        "permanent",
-        description="permanent: a zero group stays zero and is not sent; reopenable: it is sent and may grow again, as "
-        "in the paper",
+        "reopenable",
+        description="reopenable: a zero group is sent and may grow again, as in the paper; permanent: neither it nor "
+        "its filter is sent or trained again",
     )
     output: Literal["pr", "pr_next", "ag"] = Field(
         "pr", description="the result: the model last sent (the paper), the one that would be sent next, or w_T^ag"
     )
 
     def needs(self) -> Needs:
-        return super().needs() | {
-            Need.READABLE_MODEL.because("the server takes steps of its own along the sites' mean")
-        }
+        needs = {Need.READABLE_MODEL.because("the server takes steps of its own along the sites' mean")}
+        if self.local_accuracy is not None:
+            needs.add(Need.PLAIN_STEPS.because("local_accuracy: a gradient ends the training", "leave it out"))
+        return super().needs() | needs
 
     def compute_steps(self, t: int) -> StepSizes:
         """Return alpha_t, beta_t and eta_t."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ...core.mask import Mask
+from ...core.mask import Mask, floor_fraction, top_k
 from ...core.needs import Need, Needs
 from ...training import Site
 from ..aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
@@ -55,6 +55,7 @@ class SelectiveState:
         changed: the entries that the last round changed; sites that took part in it hold all others.
         prunings: number of prunings so far.
         phase: what comes next: train, count zeros, or train a structure that was pruned after counting.
+        held: ``(P,)`` the model of the sites, with a download rate below 1; None: they hold ``weights``.
     """
 
     round: int
@@ -63,6 +64,12 @@ class SelectiveState:
     changed: Mask
     prunings: int = 0
     phase: Phase = "train"
+    held: Tensor | None = None
+
+    @property
+    def model(self) -> Tensor:
+        """``(P,)`` the model that the sites train and evaluate."""
+        return self.weights if self.held is None else self.held
 
 
 class SelectiveMethod(Method[ConfigT, SelectiveState]):
@@ -83,10 +90,22 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
         return mask <= live
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> SelectiveState:
-        return SelectiveState(1, weights, Mask.full(self.layout.size), Mask.full(self.layout.size))
+        full = Mask.full(self.layout.size)
+        return SelectiveState(1, weights, full, full, held=None if self.download_rate == 1 else weights)
+
+    @property
+    def download_rate(self) -> float:
+        """Share of the parameters whose changes a site receives in a round."""
+        return 1.0
 
     def ask_final(self, state: SelectiveState, sites: Sequence[str]) -> dict[str, Assignment]:
         return broadcast(sites, self.build_assignment(EVALUATE, state))
+
+    def finalize(self, state: SelectiveState) -> SelectiveState:
+        if state.held is None:
+            return state
+        # The result is the server's model, of which the sites lack what did not fit into their downloads.
+        return replace(state, held=None, changed=state.changed | Mask(state.weights != state.held))
 
     def build_assignment(self, kind: str, state: SelectiveState) -> Assignment:
         """Return the changed entries over the sites' previous model, or the full model where it takes fewer bytes."""
@@ -96,7 +115,7 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
         assignment = Assignment(Request(kind, state.round, model, state.live), expected, full_model=model)
         if not state.live.is_full or state.changed.count > MOSTLY_CHANGED * self.layout.size:
             return assignment
-        changed = Patch.from_vector(state.weights, state.changed, "previous")
+        changed = Patch.from_vector(state.model, state.changed, "previous")
         return replace(assignment, request=replace(assignment.request, model=changed))
 
     def answer(self, request: Request, site: Site) -> Update:
@@ -114,11 +133,24 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
 
     def learn(self, state: SelectiveState, contributions: Sequence[Contribution]) -> SelectiveState:
         changed = unite_masks(contribution.patch.mask for contribution in contributions)
-        weights = torch.where(changed.bits, self.aggregate(state, contributions), state.weights)
-        return replace(state, round=state.round + 1, weights=weights, changed=changed)
+        # The sites trained from what they hold, so that their deltas are to it.
+        base = replace(state, weights=state.model)
+        weights = torch.where(changed.bits, self.aggregate(base, contributions), base.weights)
+        if state.held is None:
+            return replace(state, round=state.round + 1, weights=weights, changed=changed)
+        weights = weights + (state.weights - state.held)
+        sent = self._select_download(weights - state.held)
+        held = torch.where(sent.bits, weights, state.held)
+        return replace(state, round=state.round + 1, weights=weights, changed=sent, held=held)
+
+    def _select_download(self, lacking: Tensor) -> Mask:
+        """Return the entries to send of those that the sites lack ``(P,)``: the largest, and all running statistics."""
+        count = floor_fraction(self.download_rate, self.parameters.count)
+        largest = top_k(lacking.abs(), count, within=self.parameters)
+        return (largest | ~self.parameters) & Mask(lacking != 0)
 
     def model(self, state: SelectiveState) -> Patch:
-        return Patch.from_vector(state.weights, state.live)
+        return Patch.from_vector(state.model, state.live)
 
     @cached_property
     def parameters(self) -> Mask:

@@ -167,7 +167,9 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         )
         live = build_live_mask(self.layout, self.layers, live_units)
         weights = torch.where(live.bits, state.weights, 0.0)
-        return replace(state, weights=weights, live=live, prunings=state.prunings + 1, phase="counted")
+        held = None if state.held is None else torch.where(live.bits, state.held, 0.0)
+        pruned = replace(state, weights=weights, held=held, live=live)
+        return replace(pruned, prunings=state.prunings + 1, phase="counted")
 
     def sends_initial_model(self, kind: str, t: int) -> bool:
         # Units are counted after a round of training.

@@ -269,6 +269,7 @@ class Federation:
             mask=method.model(state).mask,
             committed_at=time.time(),
             events=self._events.take(result.last.attempt.round),
+            figures=method.measure(state) if result.learned else None,
         )
 
     def _get_sealed_values(self) -> SealedValues | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class RoundRecord:
         committed_at: seconds since 1970.
         events: damages, dropped memories and the like since the previous record, at the server and at the sites.
         spent_epsilon: by site, what the run has charged its subjects so far; empty without differential privacy.
+        figures: what the method measures of the server's step, by name.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class RoundRecord:
     committed_at: float
     events: list[Event] = field(default_factory=list)
     spent_epsilon: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_result(
@@ -87,6 +89,7 @@ class RoundRecord:
         mask: Mask,
         committed_at: float,
         events: Sequence[Event] = (),
+        figures: Mapping[str, float] | None = None,
     ) -> RoundRecord:
         """Return the record of a round.
 
@@ -97,6 +100,7 @@ class RoundRecord:
             mask: live entries of the committed model.
             committed_at: seconds since 1970.
             events: events since the previous record.
+            figures: what the method measures of the server's step; None: nothing.
 
         Raises:
             RoundFailed: a site asked is in none of the fields, or in two.
@@ -125,6 +129,7 @@ class RoundRecord:
             seconds=result.seconds,
             committed_at=committed_at,
             events=list(events),
+            figures=dict(figures or {}),
             spent_epsilon={
                 update.site: update.metrics[EPSILON] for update in last.accepted if EPSILON in update.metrics
             },
