@@ -14,6 +14,9 @@ from rich.console import Console
 
 from flare_sparse.cli.watch import SHOWN_ROUNDS, build_table, follow_folder, show_updates
 from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.steps import STEP_FILE
+from flare_sparse.results.report.live import format_live_page
+from flare_sparse.results.runs.progress import find_training
 
 
 def line(number: int) -> dict[str, Any]:
@@ -128,3 +131,16 @@ def test_line_that_is_written_in_part_is_shown_when_it_is_whole(tmp_path: Path) 
 def test_table_sums_the_bytes_of_all_rounds_and_estimates_the_time_left() -> None:
     table = build_table([build_line(1), build_line(2)])
     assert str(table.caption) == "2.0 kB in total, 2.0x less than dense, about 2 s left"
+
+
+def test_sites_within_a_round_are_shown_in_table_and_page(tmp_path: Path) -> None:
+    for place, site, number in (("progress/a", "a", 4), ("workspace/job/b/simulate_job", "b[/]", 3), ("k", "c", 5)):
+        (tmp_path / place).mkdir(parents=True)
+        text = json.dumps({"site": site, "round": number, "step": 7, "steps": 20, "epochs": 1})
+        (tmp_path / place / STEP_FILE).write_text(text)
+    assert find_training(tmp_path, 3) == ["a: round 4, step 7 of 20", "c: round 5, step 7 of 20"]
+    now = find_training(tmp_path, 2)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(build_table([line(3)], now))
+    assert "b[/]: round 3, step 7 of 20" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "a: round 4, step 7 of 20" in format_live_page([line(3)], now, has_ended=False)

@@ -15,6 +15,7 @@ from ..config.user_tasks import find_script
 from ..core.errors import ConfigError, format_site_error
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
+from ..core.steps import STEP_FILE, StepFile
 from ..methods.method import describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
 from ..results.runs.decrypt import decrypt_run
@@ -35,6 +36,8 @@ from .run import Run, complete_run
 if TYPE_CHECKING:
     from ..flare.script_process import ScriptProcess
 
+PROGRESS = "progress"
+"""Folder below the result folder with how far each site is, while the run goes on."""
 SCRIPTS = "scripts"
 """Folder below the result folder with the working folder and the output of each site's training script."""
 
@@ -95,6 +98,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             ledger=ledger,
         )
     finally:
+        shutil.rmtree(folder.path / PROGRESS, ignore_errors=True)
         for runner in runners.values():
             runner.close()
     record.finish(outcome)
@@ -162,7 +166,7 @@ def _open_site(assembly: Assembly, data: SiteData, script: ScriptProcess | None,
         assembly: parts of the job.
         data: location of the site's data.
         script: process of the site's training script; None: the task trains.
-        root: result folder, which receives the site's secret and privacy ledger.
+        root: result folder, which receives the site's secret and privacy ledger, and how far its training is.
     """
     try:
         if script is not None:
@@ -170,8 +174,13 @@ def _open_site(assembly: Assembly, data: SiteData, script: ScriptProcess | None,
             budget = open_script_budget(assembly, root / PRIVACY_FOLDER / data.site)
             if budget is not None:
                 script.set_budget(budget)
-            return open_script_trainer(assembly, data, script, assembly.task.config.weigh_by, budget)
-        account = None if assembly.privacy is None else PrivacyAccount(root / PRIVACY_FOLDER / data.site)
-        return open_site(assembly, data, account)
+            site = open_script_trainer(assembly, data, script, assembly.task.config.weigh_by, budget)
+        else:
+            account = None if assembly.privacy is None else PrivacyAccount(root / PRIVACY_FOLDER / data.site)
+            site = open_site(assembly, data, account)
     except Exception as error:  # noqa: BLE001 - whatever a task's load raises, as at a site of FLARE
         return error
+    progress = root / PROGRESS / data.site
+    progress.mkdir(parents=True, exist_ok=True)
+    site.step_file = StepFile(progress / STEP_FILE, data.site)
+    return site

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
 
 from ..api.deployment import Deployment, Env, Service, check_service
 from ..core.errors import ConfigError
+from ..results.runs.progress import find_training
 from .console import out as stdout
 from .options import AsJson, ConfigFile, ContinueFrom, Overrides, Resume, StepBack, take_options
 from .screen import Screen
@@ -131,13 +135,43 @@ def run(options: RunOptions) -> None:
             # FLARE makes new keys for every POC federation, so an encrypted run there starts again.
             with explain_outcome(command, env, restarts=restarts) as progress:
                 screen = RunScreen(console, progress, as_json=options.as_json)
-                finished = launch(env, study, folder, screen, deployment)
+                with show_training(console, folder.path, progress):
+                    finished = launch(env, study, folder, screen, deployment)
             if options.as_json:
                 console.print(json.dumps({"folder": str(folder.path), **finished.summary}), markup=False)
             else:
                 show_result(console, finished.summary, folder.path)
     if find_idle_sites(finished.summary, read_final_evaluation(folder.path)):
         raise typer.Exit(PARTIAL)
+
+
+@contextmanager
+def show_training(console: Console, folder: Path, progress: RunProgress) -> Iterator[None]:
+    """Show on a terminal how far each site is within the round, while the block runs."""
+    if not console.is_terminal:
+        yield
+        return
+    has_ended = threading.Event()
+
+    def show() -> None:
+        status: Status | None = None
+        while not has_ended.wait(1):
+            texts = find_training(folder, progress.committed or 0)
+            if status is None and texts:
+                status = console.status("")
+                status.start()
+            if status is not None:
+                status.update(escape("; ".join(texts)))
+        if status is not None:
+            status.stop()
+
+    follower = threading.Thread(target=show, daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        follower.join()
 
 
 class RunScreen(Screen):

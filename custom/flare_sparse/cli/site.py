@@ -214,9 +214,11 @@ def log(
 
 def _show_run(run: RunSummary) -> None:
     """Print what was asked of the site in a run."""
+    from ..flare.site.requests import format_time
+
     record = run.record
     counts = ", ".join(f"{count} {kind}" for kind, count in run.counts.items()) or "none"
-    period = f"{_format_time(run.first_time)} to {_format_time(run.last_time)}"
+    period = f"{format_time(run.first_time)} to {format_time(run.last_time)}"
     lines = [
         f"{run.job} (run {record.run}), {run.site}: {period}",
         f"  requests: {counts}; last round {run.last_round}; {run.answers} answers with retries",
@@ -261,7 +263,3 @@ def _read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
-
-
-def _format_time(moment: float | None) -> str:
-    return "never" if moment is None else datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +23,7 @@ from ..results.runs.progress import (
     append_round,
     compare_with_dense,
     estimate_seconds_left,
+    find_training,
     format_bytes,
     format_cells,
     format_duration,
@@ -30,6 +33,11 @@ from .options import AsJson
 
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session
+
+    from ..flare.site.requests import SiteView
+
+FindNow = Callable[[Sequence[Mapping[str, Any]]], list[str]]
+"""Returns how far each site is within the round that follows some rounds, as text."""
 
 SHOWN_ROUNDS = 12
 """Lines of the live table; older ones scroll away."""
@@ -41,7 +49,11 @@ ALL_MESSAGES = 2**53
 
 def watch(
     run: Annotated[
-        str, typer.Argument(metavar="RUN|JOB", help="Result folder of a run, or with --kit the id of a job")
+        str,
+        typer.Argument(
+            metavar="RUN|KIT|JOB",
+            help="Result folder of a run, startup kit of a site, or with --kit the id of a job",
+        ),
     ],
     kit: Annotated[
         Path | None, typer.Option(help="Startup kit of an admin of the federation that runs the job")
@@ -56,6 +68,9 @@ def watch(
 ) -> None:
     """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
 
+    On this machine it also shows how far each site is within the round. At a site, give its startup kit: shown is what
+    this site was asked and sent, and how far its training is; nothing of other sites is there.
+
     It only reads, ends with the run, and may start before or during the run; Ctrl-C leaves the run alone. If the output
     is no terminal, it prints a line for each round instead of a table.
 
@@ -65,15 +80,73 @@ def watch(
 
         flare-sparse watch runs/neurosfl_brain_age --page live.html
 
+        flare-sparse watch /opt/flare/site-1 --page site.html
+
         flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
     """
-    updates = follow_folder(Path(run), EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
+    folder = Path(run)
+    if kit is None and (folder / "startup").is_dir() and (folder / "local").is_dir():
+        _watch_site(folder, page, as_json=as_json)
+        return
+    updates = follow_folder(folder, EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
+    find_now = partial(_find_now, folder) if kit is None else _find_nothing
     if page is not None:
-        updates = write_pages(updates, page)
+        updates = write_pages(updates, page, find_now)
     try:
-        show_updates(stdout, updates, json.dumps if as_json else None)
+        show_updates(stdout, updates, json.dumps if as_json else None, find_now)
     except KeyboardInterrupt:
         stdout.print("no longer watching; the run continues")
+
+
+def _find_nothing(_lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return nothing: an admin sees no site within its round."""
+    return []
+
+
+def _find_now(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how far each site is in the round after the last committed one."""
+    return find_training(folder, lines[-1]["round"] if lines else 0)
+
+
+def follow_site(kit: Path) -> Iterator[tuple[SiteView, list[str]]]:
+    """Yield what a site's own kit has of its runs, and how far a training is, whenever one of them changes.
+
+    Nothing of other sites is in a kit. It never ends, because a site does not.
+
+    Raises:
+        ConfigError: the folder is no kit.
+        EgressError: the egress log was changed.
+    """
+    from ..flare.site.requests import SiteView
+
+    shown: tuple[SiteView, list[str]] | None = None
+    while True:
+        # Reading the whole log takes longer the older the site is; a new answer changes the record of requests, too.
+        if shown is None or SiteView.measure(kit) != shown[0].stamp:
+            view = SiteView.read(kit)
+        if (found := (view, find_training(kit))) != shown:
+            shown = found
+            yield found
+        time.sleep(EVERY_S)
+
+
+def _watch_site(kit: Path, page: Path | None, *, as_json: bool) -> None:
+    """Show a site's runs until Ctrl-C."""
+    from ..results.report.live import format_site_page
+
+    live = Live(console=stdout, auto_refresh=False) if stdout.is_terminal and not as_json else nullcontext()
+    with live as screen:
+        for view, now in follow_site(kit):
+            if page is not None:
+                _replace(page, format_site_page(view.site, view.columns, view.rows, view.cards, now))
+            title = f"site {view.site}: {'; '.join(now) or 'no training now'}"
+            table = build_site_table(title, view.columns, view.rows)
+            if screen is not None:
+                screen.update(table, refresh=True)
+            elif as_json:
+                stdout.print(json.dumps({"site": view.site, "runs": view.rows, "now": now}), markup=False)
+            else:
+                stdout.print(table)
 
 
 def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, Any]]]:
@@ -159,28 +232,33 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str
             time.sleep(every_s)
 
 
-def write_pages(updates: Iterator[list[Mapping[str, Any]]], file: Path) -> Iterator[list[Mapping[str, Any]]]:
+def write_pages(
+    updates: Iterator[list[Mapping[str, Any]]], file: Path, find_now: FindNow = _find_nothing
+) -> Iterator[list[Mapping[str, Any]]]:
     """Yield the updates; write the page of the run whenever there is something new, and once more at its end."""
-    from ..core.checkpoint.writing import replace_atomically
     from ..results.report.live import format_live_page
 
-    def write(*, has_ended: bool) -> None:
-        with replace_atomically(file) as part:
-            part.write_text(format_live_page(written or [], has_ended=has_ended), encoding="utf-8")
-
-    written: list[Mapping[str, Any]] | None = None
+    written: tuple[list[Mapping[str, Any]], list[str]] | None = None
     for lines in updates:
-        if lines != written:
-            written = list(lines)
-            write(has_ended=False)
+        if (found := (list(lines), find_now(lines))) != written:
+            written = found
+            _replace(file, format_live_page(*found, has_ended=False))
         yield lines
-    write(has_ended=True)
+    _replace(file, format_live_page(written[0] if written else [], has_ended=True))
+
+
+def _replace(file: Path, text: str) -> None:
+    from ..core.checkpoint.writing import replace_atomically
+
+    with replace_atomically(file) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def show_updates(
     console: Console,
     updates: Iterator[list[Mapping[str, Any]]],
     format_line: Callable[[Mapping[str, Any]], str] | None = None,
+    find_now: FindNow = _find_nothing,
 ) -> None:
     """Show rounds as they come: a live table on a terminal, else one line each.
 
@@ -188,6 +266,7 @@ def show_updates(
         console: receives the rounds.
         updates: all rounds so far, at every look.
         format_line: returns the line of a round, which is then printed on a terminal, too; None: for people.
+        find_now: returns how far the sites are within the round; only for the table.
     """
     shown: list[Mapping[str, Any]] = []
     if format_line is not None or not console.is_terminal:
@@ -202,12 +281,23 @@ def show_updates(
         return
     with Live(build_table(shown), console=console, auto_refresh=False) as live:
         for lines in updates:
-            live.update(build_table(lines), refresh=True)
+            live.update(build_table(lines, find_now(lines)), refresh=True)
 
 
-def build_table(lines: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of the last rounds, with the bytes so far and the time left below it."""
-    table = Table(title=_describe_run(lines), caption=_describe_total(lines), title_justify="left")
+def build_site_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return the table of the runs of one site."""
+    table = Table(title=Text(title), title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def build_table(lines: Sequence[Mapping[str, Any]], now: Sequence[str] = ()) -> Table:
+    """Return the table of the last rounds, with what goes on now, the bytes so far and the time left below it."""
+    caption = Text("\n").join([*map(Text, now), _describe_total(lines)])
+    table = Table(title=_describe_run(lines), caption=caption, title_justify="left")
     for column in CELLS:
         table.add_column(column, justify="left" if column == "request" else "right")
     for line in lines[-SHOWN_ROUNDS:]:

@@ -35,6 +35,7 @@ from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_pol
 from ..config.schema import JobConfig
 from ..config.yaml_files import read_yaml
 from ..core.errors import ConfigError
+from ..core.steps import STEP_FILE, StepFile
 from ..methods.method import ConfiguredMethod, describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, Budget, PrivacyAccount
 from ..privacy.dp.scripts import PRIVACY_VARIABLE
@@ -259,6 +260,8 @@ class SiteSession(FLComponent):
             assembly = replace(assembly, weights=torch.zeros(0))
             local = Path(get_workspace(fl_ctx).get_site_config_dir())
             site = self._open_site(assembly, name, local, fl_ctx)
+            folder = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
+            site.step_file = StepFile(folder / STEP_FILE, name)
             root = find_checkpoint_folder(get_workspace(fl_ctx), name)
             store = open_checkpoints(job, assembly, root, name) if root else None
             if root is not None and store is not None:

@@ -92,7 +92,12 @@ class PersonalTrainer(Wrapper):
     def train(self, training: Training) -> Tensor:
         config = training.config
         step = self._tensors.build_step(partial(config.build_optimizer, t=training.round), config.clip_norm)
-        trained = self._inner.train(replace(training, after_step=step))
+
+        def after_step() -> None:
+            step()
+            training.after_step()
+
+        trained = self._inner.train(replace(training, after_step=after_step))
         # A trial leaves no trace.
         if not training.stream:
             self.memory[PERSONAL] = self._tensors.to_vector()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..core.exchange import Patch
 from ..core.mask import Mask
 from ..core.params import Layout
+from ..core.steps import StepFile
 from ..privacy.release.site import SiteRelease
 from .config import TrainingConfig
 from .trainer import Trainer, Training
@@ -30,6 +32,7 @@ class Site:
             differ from 0. None: unknown. Code that assigns ``weights`` replaces it.
         release: what leaves in place of exact numbers about people; None: these leave.
         evaluated: layout and vector of the whole network that was evaluated last; None: none.
+        step_file: counts the steps of each training; None: nobody looks.
     """
 
     def __init__(self, name: str, trainer: Trainer, site_settings: Any = None):
@@ -38,6 +41,7 @@ class Site:
         self.weights = torch.zeros(trainer.layout.size)
         self.live_patch: Patch | None = None
         self.evaluated: tuple[Layout, Tensor] | None = None
+        self.step_file: StepFile | None = None
         self._received_memory: Mapping[str, Tensor] = {}
 
     @property
@@ -88,9 +92,11 @@ class Site:
         :class:`.trainer.Training`.
         """
         patch = self.live_patch if start is self.weights else None
-        return self.trainer.train(
-            Training(start, trainable, config, t, steps, proximal_strength, tolerance, step_scale, stream, patch)
-        )
+        training = Training(start, trainable, config, t, steps, proximal_strength, tolerance, step_scale, stream, patch)
+        if self.step_file is not None:
+            count = config.count_steps(self.trainer.num_examples) if steps is None else steps
+            training = replace(training, after_step=self.step_file.begin(t, count, config.epochs))
+        return self.trainer.train(training)
 
     def narrow(self, live: Mask) -> Site:
         """Return this site with the smaller network of the ``live`` entries; the site itself if all entries are live.
@@ -124,5 +130,5 @@ class Site:
 
     def _replace_trainer(self, trainer: Trainer, live: Mask) -> Site:
         site = Site(self.name, trainer, self.site_settings)
-        site.weights, site.release = live.take(self.weights), self.release
+        site.weights, site.release, site.step_file = live.take(self.weights), self.release, self.step_file
         return site

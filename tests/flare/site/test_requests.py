@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
+from flare_sparse.cli.watch import follow_site
 from flare_sparse.core.exchange import RequestId
+from flare_sparse.core.steps import STEP_FILE
+from flare_sparse.results.report.live import format_site_page
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 
 RUN = "00112233445566ff"
@@ -82,3 +86,21 @@ def test_comparison_names_the_requests_with_other_models(kit: Path, tmp_path: Pa
     file.write_text("[1]")
     result = CliRunner().invoke(app, ["site", "log", str(kit), "--compare", str(file)])
     assert result.exit_code != 0
+
+
+def test_a_site_watches_its_own_requests_and_training(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = follow_site(kit)
+    view, now = next(updates)
+    assert ([row[:5] for row in view.rows], now) == ([["brain-age", "evaluate 3", "5", "4", "2"]], [])
+
+    def train(_: float) -> None:
+        (kit / "job").mkdir()
+        line = {"site": "site-1", "round": 4, "step": 7, "steps": 20, "epochs": 1}
+        (kit / "job" / STEP_FILE).write_text(json.dumps(line))
+
+    monkeypatch.setattr(time, "sleep", train)
+    view, now = next(updates)
+    assert now == ["site-1: round 4, step 7 of 20"]
+    page = format_site_page(view.site, view.columns, view.rows, view.cards, now)
+    assert "site-1: round 4, step 7 of 20" in page
+    assert "<b>5</b><span>answers</span>" in page

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
+from ...results.runs.progress import format_bytes
+from ...rounds.endpoints.egress import find_logs, read_log
 from ...rounds.endpoints.request_log import RunRecord, read_record
 from ..session import REQUESTS_FOLDER
 from .allow_list import find_local_folder
@@ -80,6 +83,58 @@ class RunSummary:
             "rounds_with_many_models": self.rounds_with_many_models,
             "requests": [request.model_dump() for request in self.record.requests],
         }
+
+
+@dataclass(frozen=True)
+class SiteView:
+    """What a site's kit has of its runs, as display text.
+
+    Attributes:
+        site: name of the kit.
+        stamp: changes when there is something new.
+        rows: cells of each run, see ``columns``.
+        cards: figures of the site, each with its label.
+    """
+
+    site: str
+    stamp: float
+    rows: list[list[str]]
+    cards: list[tuple[str, str]]
+    columns = ("job", "last request", "answers", "models", "starts", "last answer")
+
+    @staticmethod
+    def measure(kit: Path) -> float:
+        """Return the time of the last change of the site's records."""
+        folders = [kit / REQUESTS_FOLDER, *find_logs(kit).values()]
+        return max((file.stat().st_mtime for folder in folders for file in folder.glob("**/*.json*")), default=0.0)
+
+    @classmethod
+    def read(cls, kit: Path) -> SiteView:
+        """Read the records of a kit.
+
+        Raises:
+            ConfigError: the folder is no kit.
+            EgressError: the egress log was changed.
+            RequestRefused: a record cannot be read.
+        """
+        stamp, runs = cls.measure(kit), summarize_requests(kit)
+        lines = [line for folder in find_logs(kit).values() for line in read_log(folder)]
+        rows = [
+            [
+                *(run.job, f"{requests[-1].kind} {run.last_round}" if (requests := run.record.requests) else "none"),
+                *(str(run.answers), str(len(requests)), str(run.record.start), format_time(run.last_time)),
+            ]
+            for run in reversed(runs)
+        ]
+        sent = sum(int(line.get("sent_bytes", 0)) for line in lines)
+        cards = [(str(len(runs)), "runs"), (str(sum(run.answers for run in runs)), "answers"),
+                 (format_bytes(sent), f"left this site in {len(lines)} messages")]  # fmt: skip
+        return cls(kit.resolve().name, stamp, rows, cards)
+
+
+def format_time(moment: float | None) -> str:
+    """Return a Unix time as text, in the zone of this machine."""
+    return "never" if moment is None else datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def find_different_models(runs: Sequence[RunSummary], others: Any) -> list[str]:

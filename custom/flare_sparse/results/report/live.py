@@ -25,17 +25,37 @@ LEFT, TOP, WIDTH, HEIGHT = 60, 12, 530, 180
 """Place of the curve in the picture, in its units."""
 
 
-def format_live_page(lines: Sequence[Line], *, has_ended: bool) -> str:
+def format_site_page(
+    site: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    cards: Sequence[tuple[str, str]],
+    now: Sequence[str],
+) -> str:
+    """Return the page of one site: what it was asked and sent, and how far its training is."""
+    content = {
+        "title": f"Site {site}",
+        "subtitle": "; ".join(now) or "no training now",
+        "cards": cards,
+        "curve": None,
+        "tables": [ReportTable("Runs", list(columns), [list(row) for row in rows], "")],
+        "refresh_s": REFRESH_S,
+    }
+    return fill_template("live.html.jinja", content)
+
+
+def format_live_page(lines: Sequence[Line], now: Sequence[str] = (), *, has_ended: bool) -> str:
     """Return the page of a run.
 
     Args:
         lines: lines of ``rounds.jsonl`` so far.
+        now: how far each site is within the round, as text.
         has_ended: whether no further line will come; the page then no longer loads itself again.
     """
     last = lines[-1] if lines else None
     content = {
         "title": f"Run {last['run']}" if last else "A run that has not committed a round yet",
-        "subtitle": _describe_state(lines, has_ended=has_ended),
+        "subtitle": "; ".join([_describe_state(lines, has_ended=has_ended), *now]),
         "cards": _build_cards(lines) if lines else [],
         "curve": _draw_curve(lines),
         "tables": [_build_sites(lines), *_build_events(lines), _build_rounds(lines)] if lines else [],

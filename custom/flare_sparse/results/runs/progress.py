@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...core.observer import Observer
+from ...core.steps import STEP_FILE, describe_step
 
+PROGRESS_PLACES = ("*", "progress/*", "workspace/*/*/simulate_job", "poc/example_project/*/*/*")
+"""Folders of the sites' jobs below a kit, and below a result folder with --env local, sim and poc."""
 RECENT_ROUNDS = 10
 """Rounds whose mean duration an estimate of the time left extends."""
 LEAST_SHOWN_S = 10
@@ -75,6 +80,24 @@ def estimate_seconds_left(lines: Sequence[Mapping[str, Any]]) -> float | None:
     recent = [line for line in lines if before < line["round"] <= current]
     seconds = float(sum(line["seconds"] for line in recent))
     return max(int(total - current), 0) * seconds / int(current - before)
+
+
+def find_training(folder: Path, after: int = -1) -> list[str]:
+    """Return how far each site is within a round, as text, in the order of their names.
+
+    Args:
+        folder: result folder of a run on this machine, or the startup kit of a site.
+        after: last committed round; what was written before its end is left out.
+    """
+    files = [file for place in PROGRESS_PLACES for file in folder.glob(f"{place}/{STEP_FILE}")]
+    lines = []
+    for file in files:
+        try:
+            lines.append(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            # Its run has just ended.
+            continue
+    return [describe_step(line) for line in sorted(lines, key=lambda line: str(line["site"])) if line["round"] > after]
 
 
 CELLS = ("round", "request", "sites", "metric", "bytes", "seconds")
