@@ -69,12 +69,15 @@ def test_data_of_nnunet_are_planned(tmp_path: Path) -> None:
     assert "expected nnU-Net's dataset.json" in refused.output
 
 
-def test_columns_kinds_labels_and_sites_of_a_table_are_filled_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("separator", "mark"), [(",", "."), (";", ",")])
+def test_columns_kinds_labels_and_sites_of_a_table_are_filled_in(separator: str, mark: str, tmp_path: Path) -> None:
     table = tmp_path / "cohort.csv"
     lines = [
-        f"{n},{'AB'[n % 2]},{50 + n},{'FM'[n % 2]},{n}.5,free text {n},{'yes' if n % 3 else 'no'}" for n in range(30)
+        f"{n},{'AB'[n % 2]},{50 + n},{'FM'[n % 2]},{n}_{n % 7},free text {n},{'yes' if n % 3 else 'no'}"
+        for n in range(30)
     ]
-    table.write_text("\n".join(["patient,hospital,age,sex,marker,remark,outcome", *lines]))
+    text = "\n".join(["patient,hospital,age,sex,marker,remark,outcome", *lines])
+    table.write_text(text.replace(",", separator).replace("_", mark))
     result = call("init", "table", "--data", table, "--out", tmp_path / "study")
     assert result.exit_code == 0, result.output
     assert "target outcome: binary of no, yes" in result.output
@@ -82,6 +85,7 @@ def test_columns_kinds_labels_and_sites_of_a_table_are_filled_in(tmp_path: Path)
     written = yaml.safe_load((tmp_path / "study" / "study.yaml").read_text())
     task = written["task"]
     assert task["features"] == ["age", "sex", "marker"]
+    assert task.get("decimal", ".") == mark
     assert (task["categories"], task["classes"], task["id"]) == ({"sex": ["F", "M"]}, ["no", "yes"], "patient")
     assert written["simulator"]["data"]["partition"] == {"kind": "natural", "column": "hospital"}
     assert Study.load(tmp_path / "study" / "study.yaml").config.name == "study"

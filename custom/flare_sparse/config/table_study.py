@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import DataError, list_first
+from ..tasks.data.cells import Spelling
 from ..tasks.data.tables import Table, read_table
 from .yaml_files import format_yaml
 
-SITE_NAMES = ("hospital", "site", "center", "centre", "clinic", "region", "institution", "ward")
-TARGET_NAMES = ("target", "outcome", "label", "died", "death", "event", "readmitted", "diagnosis", "y")
+SITE_NAMES = ("hospital", "site", "center", "centre", "clinic", "region", "institution", "ward", "klinik", "zentrum")
+TARGET_NAMES = ("target", "outcome", "label", "died", "death", "event", "readmitted", "diagnosis", "tod", "y")
 ID_NAMES = ("id", "patient", "patient_id", "subject", "subject_id", "participant_id", "case")
 MOST_LABELS = 12
 """A column of text with more different values is no category: it is left out, and named."""
@@ -26,7 +28,7 @@ def describe_table(path: Path) -> tuple[str, list[str]]:
     Raises:
         DataError: the table cannot be read, or has too few columns.
     """
-    table = read_table(path)
+    table = _find_decimal(read_table(path))
     names = list(table.columns)
     site, identifier = _find(names, SITE_NAMES), _find(names, ID_NAMES)
     rest = [name for name in names if name not in (site, identifier)]
@@ -41,6 +43,8 @@ def describe_table(path: Path) -> tuple[str, list[str]]:
     task: dict[str, Any] = {"name": "table", "kind": kind, "target": target}
     task |= {"classes": classes} if classes else {}
     task |= {"features": features} | ({"categories": categories} if categories else {})
+    has_commas = table.spelling.decimal == ","
+    task |= {"decimal": ","} if has_commas else {}
     if identifier:
         ids = table.get_names(identifier)
         task["id" if len(set(ids)) == len(ids) else "group"] = identifier
@@ -59,7 +63,7 @@ def describe_table(path: Path) -> tuple[str, list[str]]:
     notes = [
         f"{table.rows} rows; target {target}: {kind}" + (f" of {', '.join(classes)}" if classes else ""),
         f"sites: column {site}" if site else "sites: no column with a usual name, so three at random",
-        f"{len(features)} features, {len(categories)} of them categories",
+        f"{len(features)} features, {len(categories)} of them categories" + "; decimal commas" * has_commas,
         *([f"left out, neither numbers nor few labels: {list_first(left_out, 5)}"] if left_out else []),
     ]
     header = "".join(f"# {note}\n" for note in (f"Written from {path.name}. Correct what is wrong:", *notes))
@@ -78,6 +82,12 @@ def write_example(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def _find_decimal(table: Table) -> Table:
+    """Return the table with the decimal mark by which more of its columns are numbers; a point, if none."""
+    tables = table, replace(table, spelling=Spelling(decimal=","), _numbers={})
+    return min(tables, key=lambda spelled: sum(map(spelled.is_text, spelled.columns)))
+
+
 def _find(names: list[str], usual: tuple[str, ...]) -> str | None:
     return next((name for name in names if name.lower() in usual), None)
 
@@ -92,7 +102,8 @@ def _describe_target(table: Table, name: str) -> tuple[str, list[str]]:
         labels = _list_labels(table, name)
         if not 2 <= len(labels) <= MOST_LABELS:
             raise DataError(
-                f"target {name!r}: expected numbers or 2 to {MOST_LABELS} labels, found {len(labels)} labels"
+                f"target {name!r}: expected numbers or 2 to {MOST_LABELS} labels, found {len(labels)} labels. Name the "
+                f"target's column as one of {', '.join(TARGET_NAMES)}, or make it the last one"
             )
         return ("binary" if len(labels) == 2 else "classes"), labels
     return ("binary" if set(table.get_numbers(name).tolist()) <= {0.0, 1.0} else "regression"), []

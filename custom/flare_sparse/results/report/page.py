@@ -43,7 +43,7 @@ TRAFFIC_CAPTION = (
     "be shorter. The difference between sent and floor is headers, padding and the encoding of the selection."
 )
 
-PEOPLE = "Made from predictions of single subjects, which are on this machine: --no-pictures leaves the figure out."
+PEOPLE = "Made from predictions of single subjects, which are on this machine: --plain leaves the figure out."
 
 
 @dataclass(frozen=True)

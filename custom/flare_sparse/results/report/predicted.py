@@ -45,7 +45,7 @@ def explain_missing_predictions(runs: list[RunResult]) -> str:
         )
     return (
         f"No predictions of {', '.join(lacking)} are shown (against the truth, ROC, survival, calibration): "
-        "flare-sparse report computes them where the data of all sites is, without --no-baselines."
+        "flare-sparse report computes them where the data of all sites is, without --plain."
     )
 
 
