@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -159,9 +160,17 @@ class TrainingConfig(BaseModel):
                 [parameter], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov
             )
         if self.optimizer == "novograd":
-            return _Novograd(parameter, sizes, lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
+            # Its second moment is one number a tensor.
+            return _InPieces(parameter, sizes, self._build_novograd(lr))
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
-        return kind([parameter], lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
+        build = partial(kind, lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
+        return _InPieces(parameter, _cut(parameter.numel()), build)
+
+    def _build_novograd(self, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+        """Return what builds MONAI's Novograd (Ginsburg et al. 2019)."""
+        from monai.optimizers import Novograd
+
+        return partial(Novograd, lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
 
     def select_hardware(self, own: str | None = None) -> Hardware:
         """Return what a site computes on.
@@ -184,20 +193,35 @@ class TrainingConfig(BaseModel):
         return Hardware(device, self.channels_last, self.compile)
 
 
-class _Novograd(torch.optim.Optimizer):
-    """MONAI's Novograd (Ginsburg et al. 2019) of the tensors in a vector: its second moment is one number a tensor."""
+def _cut(count: int) -> list[int]:
+    """Return the sizes of at most eight pieces of a vector, all but the last of whole lines of a processor's cache.
 
-    def __init__(self, vector: nn.Parameter, sizes: Sequence[int], **settings: Any):
-        from monai.optimizers import Novograd
+    Adam holds what it computes in a step beside its moments: of a piece and not of the vector.
+    """
+    size = max(-(-count // 8 // 64) * 64, 2**14)
+    return [min(size, count - start) for start in range(0, max(count, 1), size)]
 
+
+class _InPieces(torch.optim.Optimizer):
+    """An optimiser of the pieces of a vector.
+
+    Args:
+        vector: the vector.
+        sizes: entries of each piece, in order.
+        build: returns the optimiser of a list of pieces.
+    """
+
+    def __init__(
+        self, vector: nn.Parameter, sizes: Sequence[int], build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ):
         super().__init__([vector], {})
         self._vector, self._sizes = vector, list(sizes)
-        self._tensors = [nn.Parameter(piece) for piece in vector.data.split(self._sizes)]
-        self._inner = Novograd(self._tensors, **settings)
+        self._pieces = [nn.Parameter(piece) for piece in vector.data.split(self._sizes)]
+        self._inner = build(self._pieces)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step along the vector's gradient, which it overwrites."""
+        """Take a step along the vector's gradient, which it may overwrite."""
         assert self._vector.grad is not None
-        for tensor, gradient in zip(self._tensors, self._vector.grad.split(self._sizes), strict=True):
-            tensor.grad = gradient
+        for piece, gradient in zip(self._pieces, self._vector.grad.split(self._sizes), strict=True):
+            piece.grad = gradient
         self._inner.step()
