@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import count_cases
 from torch import nn
+from torch.func import functional_call
 from torch.utils.data import TensorDataset
 from toy import Embedded, Plain, Toy
 
@@ -177,17 +178,28 @@ def test_live_entries_are_the_indices_of_the_mask_by_tensor(data: st.DataObject)
     assert (live.index is None) == (live.count == size)
 
 
-def test_gradients_of_trainable_entries_are_collected_and_dropped() -> None:
-    layout = Layout.from_module(Plain().model())
-    network = Plain().model()
-    parameters = list(network.parameters())
-    mask = Mask(torch.arange(layout.size) % 2 == 0)
-    live = LiveEntries.from_mask(mask, layout, CPU)
-    for number, parameter in enumerate(parameters):
-        parameter.grad = torch.full_like(parameter, float(number)) if number != 1 else None
-    expected = torch.cat([torch.full((p.numel(),), 0.0 if n == 1 else float(n)) for n, p in enumerate(parameters)])
-    assert torch.equal(live.collect_gradients(parameters, torch.empty(mask.count)), mask.take(expected))
-    assert all(parameter.grad is None for parameter in parameters)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_gradients_of_trainable_entries_are_collected_one_parameter_after_the_other(share: float) -> None:
+    layout, network = Layout.from_module(Plain().model()), Plain().model()
+    model, full = FlatModel(network, layout), Plain().model()
+    full.load_state_dict(network.state_dict())
+    mask = Mask(torch.rand(layout.size, generator=torch.Generator().manual_seed(3)) < share)
+    held: list[int] = []
+    for parameter in model.parameters:
+        # Called before the hooks that collect: this one gradient is in memory, and no other.
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: held.append(sum(other.grad is not None for other in model.parameters))
+        )
+    batches = [batch[0] for batch in build_batches(2)]
+    # The last bias takes no part in the loss.
+    losses = [functional_call(network, {"2.bias": torch.zeros(1)}, batch).square().sum() for batch in batches]
+    found = model.compute_live_gradient(losses, LiveEntries.from_mask(mask, layout, CPU), None)
+    for batch in batches:
+        functional_call(full, {"2.bias": torch.zeros(1)}, batch).square().sum().backward()
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in full.parameters()]
+    assert torch.equal(found, mask.take(torch.cat([gradient.reshape(-1) for gradient in expected])))
+    assert held == [1] * 6
+    assert all(parameter.grad is None for parameter in model.parameters)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -206,8 +218,9 @@ def test_sparse_gradients_of_an_embedding_train_as_dense_ones(kind: type[nn.Modu
 def test_negative_zero_of_a_gradient_becomes_zero_as_in_dense_training() -> None:
     network = nn.Linear(4, 1, bias=False)
     live = LiveEntries.from_mask(Mask(torch.tensor([True, False, True, False])), Layout.from_module(network), CPU)
-    network.weight.grad = torch.full((1, 4), -0.0)
-    assert not live.collect_gradients(list(network.parameters()), torch.empty(2)).signbit().any()
+    network.weight.grad, out = torch.full((1, 4), -0.0), torch.empty(2)
+    live.collect_gradient(0, network.weight, out, is_first=True)
+    assert not out.signbit().any()
 
 
 class Bounded(nn.Linear):

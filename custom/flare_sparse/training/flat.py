@@ -6,6 +6,7 @@ Masks, clipping and optimisers operate on a single tensor, and a vector is loade
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,14 +129,14 @@ class FlatModel:
 
     @torch.no_grad()
     def collect_buffers(self) -> Tensor:
-        """Copy the float buffers of the layout into a vector on the CPU."""
-        buffers = [self._buffers[s.name].cpu().reshape(-1) for s in self.layout.tensors if s.role == "buffer"]
-        return torch.cat(buffers) if buffers else torch.zeros(0)
+        """Copy the float buffers of the layout into a vector on their device."""
+        buffers = [self._buffers[s.name].reshape(-1) for s in self.layout.tensors if s.role == "buffer"]
+        return torch.cat(buffers) if buffers else torch.zeros(0, device=self.device)
 
     @torch.no_grad()
     def to_vector(self) -> Tensor:
-        """Copy parameters and float buffers into a vector ``(P,)`` on the CPU."""
-        return torch.cat([self.flat.cpu(), self.collect_buffers()])
+        """Copy parameters and float buffers into a vector ``(P,)`` on their device."""
+        return torch.cat([self.flat, self.collect_buffers()])
 
     def compute_gradient(self, loss: Tensor) -> Tensor:
         """Return the gradient ``(num_parameters,)`` of a loss; the next call overwrites it."""
@@ -159,10 +160,28 @@ class FlatModel:
         self._gradient = None
         for parameter in self.parameters:
             parameter.grad = None
-        for loss in losses:
-            loss.backward()
         out = torch.empty(live.count, device=self.device) if out is None else out
-        return live.collect_gradients(self.parameters, out)
+        written: set[int] = set()
+
+        def collect(number: int, parameter: Tensor) -> None:
+            live.collect_gradient(number, parameter, out, is_first=number not in written)
+            written.add(number)
+
+        # As soon as autograd has it: the gradients of all parameters are never in memory beside those of the entries.
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(collect, number))
+            for number, parameter in enumerate(self.parameters)
+            if parameter.requires_grad
+        ]
+        try:
+            for loss in losses:
+                loss.backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        for number in set(range(len(self.parameters))) - written:
+            out[live.parameters[number].entries] = 0
+        return out
 
     def to_device(self, batch: Any) -> Any:
         """Return the batch with its tensors on the model's device."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.mask import Mask
 from ..core.params import Layout
@@ -56,7 +55,7 @@ class LiveEntries:
         # The indices of a full mask would take twice the memory of the vector.
         if mask.is_full:
             ranges = [LiveTensor(slice(start, start + spec.size), None) for spec, start in specs]
-            return cls(mask, tuple(ranges), None, torch.arange(layout.size - size))
+            return cls(mask, tuple(ranges), None, torch.arange(layout.size - size, device=device))
         ends = torch.searchsorted(mask.indices, torch.tensor([start + spec.size for spec, start in specs])).tolist()
         tensors, first = [], 0
         for (spec, start), end in zip(specs, ends, strict=True):
@@ -64,31 +63,34 @@ class LiveEntries:
             tensors.append(LiveTensor(slice(first, end), local))
             first = end
         index = None if first == size else mask.indices[:first].to(device)
-        return cls(mask, tuple(tensors), index, mask.indices[first:] - size)
+        return cls(mask, tuple(tensors), index, mask.indices[first:].to(device) - size)
 
     @property
     def count(self) -> int:
         """Number of trainable parameters."""
         return self.parameters[-1].entries.stop if self.parameters else 0
 
-    def collect_gradients(self, parameters: Sequence[nn.Parameter], out: Tensor) -> Tensor:
-        """Write the gradients of the trainable entries to ``out`` and return it; drop those of all parameters.
+    def collect_gradient(self, number: int, parameter: Tensor, out: Tensor, *, is_first: bool) -> None:
+        """Write the gradient of the trainable entries of one parameter to ``out``, or add it; drop the gradient.
 
         Args:
-            parameters: the parameters of the network, in the order of the layout.
-            out: ``(count,)``, on their device.
+            number: number of the parameter in the layout.
+            parameter: has a gradient.
+            out: ``(count,)``, on its device.
+            is_first: whether ``out`` has no gradient of this parameter yet.
         """
-        for live, parameter in zip(self.parameters, parameters, strict=True):
-            target = out[live.entries]
-            # Dense already, except that of an embedding with sparse=True.
-            gradient = None if parameter.grad is None else parameter.grad.to_dense().reshape(-1)
-            if gradient is None:
-                target.zero_()
-            # Adding 0.0 turns -0.0 into 0.0, as autograd does where it adds to a gradient of zeros.
-            elif live.index is None:
-                torch.add(gradient, 0.0, out=target)
-            elif live.count:
-                torch.index_select(gradient, 0, live.index, out=target)
-                target.add_(0.0)
-            parameter.grad = None
-        return out
+        live = self.parameters[number]
+        assert parameter.grad is not None
+        # Dense already, except that of an embedding with sparse=True.
+        gradient, target = parameter.grad.to_dense().reshape(-1), out[live.entries]
+        parameter.grad = None
+        if not live.count:
+            return
+        if not is_first:
+            target.add_(gradient if live.index is None else gradient.index_select(0, live.index))
+        # Adding 0.0 turns -0.0 into 0.0, as autograd does where it adds to a gradient of zeros.
+        elif live.index is None:
+            torch.add(gradient, 0.0, out=target)
+        else:
+            torch.index_select(gradient, 0, live.index, out=target)
+            target.add_(0.0)
