@@ -19,14 +19,18 @@ from toy import Plain, ToyBench
 
 from flare_sparse.config.assemble import open_site
 from flare_sparse.config.study import Study
+from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
-from flare_sparse.methods.method import Method
+from flare_sparse.core.params import compute_digest
+from flare_sparse.methods.method import TRAIN, Method
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.scores.snip import compute_saliency
 from flare_sparse.methods.support.lora import LoRAMethod
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.local.run import LocalSites, Transport, run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
-from flare_sparse.training.config import Hardware, TrainingConfig
+from flare_sparse.training.config import Hardware
+from flare_sparse.wire.formats import ValueType
 
 # Kernels of the CPU write into outputs that torch has allocated on the other device, of any shape.
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
@@ -116,12 +120,57 @@ def test_no_tensor_of_a_configuration_stays_behind(name: str, tmp_path: Path) ->
     assert set() < outcome.evaluation.sites.keys() <= sites.keys()
 
 
-def test_one_copy_of_the_live_values_reaches_the_host_for_a_message() -> None:
+MESSAGES = {
+    "fedavg": ({}, False),
+    "neurosfl": ({"sparsity": 0.5}, False),
+    "topk_ef": ({"fraction": 0.2}, True),
+    "dssgd": ({"rate": 0.3}, True),
+}
+"""Settings of a method, and whether a site chooses the entries that it sends."""
+
+
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", MESSAGES)
+def test_what_a_message_sends_is_copied_to_the_host_and_nothing_else(
+    name: str, values: ValueType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, chooses = MESSAGES[name]
+    bench, found = ToyBench(Plain(), hardware=Hardware(open_other_device())), []
+
+    def answer(self: Any, name: str, endpoint: SiteEndpoint, message: Any, counted: Any) -> tuple[Any, Any, Any]:
+        request = endpoint.receive(message, counted)
+        with HostCopies() as copies:
+            update = endpoint.answer(request)
+            encoded = endpoint.encode(request, update)
+        if request.kind == TRAIN and request.round > 1:
+            found.append((copies.sizes, update.patch.mask.count, encoded.values_bytes))
+        return update, encoded.data, []
+
+    monkeypatch.setattr(LocalSites, "_answer", answer)
+    method = bench.method(name, evaluate_every=9, training={"batch_size": 4, "clip_norm": 1.0}, **settings)
+    run_locally(method, bench.weights, bench.sites(), bench.task.metric, transport=Transport(values))
+    assert len(found) == 6
+    for sizes, count, values_bytes in found:
+        # Of rounded blocks the bytes, which are those of the section; of the selected entries their places.
+        assert sizes == [count] * chooses + [values_bytes if values == "int8" else count]
+
+
+def test_scores_stay_where_they_were_computed_until_their_message_copies_those_that_it_sends() -> None:
     bench = ToyBench(Plain(), hardware=Hardware(open_other_device()))
-    site, config = bench.site(1), TrainingConfig(batch_size=4, epochs=2, clip_norm=1.0)
-    mask = Mask(torch.rand(bench.layout.size, generator=torch.Generator().manual_seed(1)) < 0.3)
-    with HostCopies() as trained:
-        site.train_entries(bench.weights, mask, config, 1)
-    with HostCopies() as scored:
-        compute_saliency(site, bench.weights, batch_size=4, batches=None, t=1)
-    assert (trained.sizes, scored.sizes) == ([mask.count], [bench.layout.size])
+    site, scored = bench.site(1), Mask.from_preset(bench.layout, "conv_linear_weights")
+    with HostCopies() as copies:
+        scores = compute_saliency(site, bench.weights, batch_size=4, batches=None, t=1)
+        Patch.from_vector(scores, scored).copy_to_host()
+    assert copies.sizes == [scored.count]
+
+
+@pytest.mark.parametrize("name", ["neurosfl", "topk_ef", "dispfl"])
+@pytest.mark.parametrize("values", ["bfloat16", "int4"])
+def test_rounded_messages_have_the_bits_of_the_cpu(name: str, values: ValueType) -> None:
+    digests = []
+    for hardware in (Hardware(), Hardware(open_other_device())):
+        bench = ToyBench(Plain(), hardware=hardware)
+        method, transport = bench.method(name), Transport(values)
+        outcome, _ = run_locally(method, bench.weights, bench.sites(), bench.task.metric, transport=transport)
+        digests.append(compute_digest(outcome.weights))
+    assert digests[0] == digests[1]

@@ -37,8 +37,8 @@ class Signs(NumberFormat):
 
     def seal(self, patch, coding, out=None):
         residual, values = add_residual(patch, coding.residual)
-        target = values.numpy() - take_reference(patch.mask, coding.base_vector)
-        require_finite(target, "values as signs")
+        target = (values - take_reference(patch.mask, coding.base_vector)).numpy()
+        require_finite(torch.from_numpy(target), "values as signs")
         tensors = find_tensors(patch.mask, coding.layout)
         sums, counts = (np.bincount(tensors, w, len(coding.layout.tensors)) for w in (np.abs(target), None))
         scales = (sums / np.maximum(counts, 1)).astype("<f4")
@@ -48,13 +48,13 @@ class Signs(NumberFormat):
 
     def open(self, section, mask, layout, base_vector):
         end = 4 * len(layout.tensors)
-        scales = np.frombuffer(section[:end].tobytes(), "<f4")
-        require_finite(scales, "scales")
+        scales = np.frombuffer(section[:end].tobytes(), "<f4").copy()
+        require_finite(torch.from_numpy(scales), "scales")
         bits = np.unpackbits(section[end:])
         if (scales < 0).any() or bits[mask.count:].any():
             raise RejectedMessage("E_CANON", "values", "scales from 0 and zero padding", "others")
         steps = np.where(bits[:mask.count], -1, 1).astype(np.float32) * scales[find_tensors(mask, layout)]
-        return torch.from_numpy(take_reference(mask, base_vector) + steps)
+        return take_reference(mask, base_vector) + torch.from_numpy(steps)
 
 def find_tensors(mask, layout):
     numbers = np.repeat(np.arange(len(layout.tensors)), [spec.size for spec in layout.tensors])

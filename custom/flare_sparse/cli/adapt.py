@@ -78,7 +78,7 @@ def adapt_at_site(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -
     site.weights = weights.clone()
     before = site.evaluate(weights)
     began = time.perf_counter()
-    adapted = assembly.method.adapt(site, live)
+    adapted = assembly.method.adapt(site, live).cpu()
     seconds = time.perf_counter() - began
     folder.mkdir(parents=True, exist_ok=True)
     after = site.evaluate(adapted)

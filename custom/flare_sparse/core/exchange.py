@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
@@ -76,6 +76,10 @@ class Patch:
     def values(self) -> Tensor:
         """float32 ``(mask.count,)``, in the order of the layout."""
         return self.source if self.source.numel() == self.mask.count else self.mask.take(self.source)
+
+    def copy_to_host(self) -> Patch:
+        """Return the patch with its values on the CPU: they alone are copied; itself if they are there."""
+        return self if self.source.device.type == "cpu" else replace(self, source=self.values.cpu())
 
     @cached_property
     def digest(self) -> str:

@@ -140,11 +140,11 @@ class DisPFL(Method[DisPFLConfig, DisPFLState]):
 
     def answer(self, request: Request, site: Site) -> Update:
         training = self.config.get_training(request.round)
-        weights = site.train(site.weights, request.trainable, training, request.round)
+        weights = site.train(site.start, request.trainable, training, request.round)
         mask = self._evolve_mask(request, site, weights)
         # An entry that has just regrown starts at zero.
-        kept = mask & request.trainable
-        patch = Patch.from_vector(weights * kept.bits, mask)
+        kept = (mask & request.trainable).bits.to(weights.device)
+        patch = Patch.from_vector(weights * kept, mask)
         return Update(patch, self.update_content, site.num_examples, is_complete=True)
 
     def _evolve_mask(self, request: Request, site: Site, weights: Tensor) -> Mask:
@@ -160,7 +160,7 @@ class DisPFL(Method[DisPFLConfig, DisPFLState]):
             return torch.rand(self.layout.size, generator=make_generator(self.seed, "regrow", site.name, request.round))
         batch_size = self.config.training.batch_size
         gradients = site.trainer.compute_gradients(weights, batch_size, 1, request.round, batch_statistics=False)
-        return next(gradients)[0].abs().cpu()
+        return next(gradients)[0].abs()
 
     def learn(self, state: DisPFLState, contributions: Sequence[Contribution]) -> DisPFLState:
         weights, masks = state.weights.clone(), state.masks.clone()

@@ -89,7 +89,7 @@ class HetLoRA(RankedMethod[HetLoRAConfig, HetLoRAState]):
 
     def answer(self, request: Request, site: Site) -> Update:
         start, mask = site.weights, self.check_affordable(request, site)
-        trained = site.train(start, mask, self.config.get_training(request.round), request.round)
+        trained = site.train(start, mask, self.config.get_training(request.round), request.round).cpu()
         smaller = self.select_first_ranks(self.decay_rank(self._count_ranks(mask)))
         tail = mask - smaller
         has_shrunk = self._compute_size(trained, tail) < self._compute_size(start, tail)

@@ -161,7 +161,7 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
         else:
             trial = training.model_copy(update={"epochs": self.config.trial_epochs})
             scale = self._build_step_scale(active)
-            delta = site.train(start, request.trainable, trial, t, stream="trial", step_scale=scale) - start
+            delta = site.train(start, request.trainable, trial, t, stream="trial", step_scale=scale).cpu() - start
         if self.config.score == "contribution":
             return compute_slot_scores(self.slots, delta, start, active)
         if self.config.score == "magnitude":

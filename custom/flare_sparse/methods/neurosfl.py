@@ -323,7 +323,8 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
         no_scores = Mask(self.layout.select(lambda spec: not tensors[spec.name].any()))
         unscored = (no_scores & pool) - zero_start
         # Both kinds are ranked among themselves.
-        return select(torch.where(unscored.bits, weights.abs(), scores), apart=[zero_start, unscored])
+        magnitudes, bits = weights.abs().to(scores.device), unscored.bits.to(scores.device)
+        return select(torch.where(bits, magnitudes, scores), apart=[zero_start, unscored])
 
     def _find_zero_start(self, weights: Tensor) -> Mask:
         """Return the maskable entries of the tensors that are zero in the initial model ``weights`` ``(P,)``."""

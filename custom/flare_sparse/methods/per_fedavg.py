@@ -71,12 +71,11 @@ class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
         return ModelState(1, weights)
 
     def train(self, request: Request, site: Site) -> Update:
-        weights = site.weights
+        weights, live = site.start, request.trainable.bits.to(site.trainer.device)
         learning_rate = self.config.get_training(request.round).compute_learning_rate(request.round)
         for step in range(self.config.local_steps):
             stream = 3 * ((request.round - 1) * self.config.local_steps + step)
-            direction = self.compute_meta_gradient(site, weights, stream) * request.trainable.bits
-            weights = weights - learning_rate * direction
+            weights = weights - learning_rate * (self.compute_meta_gradient(site, weights, stream) * live)
         weights = self._update_statistics(request, site, weights)
         return Update(Patch.from_vector(weights, request.trainable), self.update_content, site.num_examples)
 
@@ -112,7 +111,7 @@ class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
     def _compute_gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
         """Return the clipped gradient ``(P,)`` of one minibatch."""
         training = self.config.training
-        gradient = next(site.trainer.compute_gradients(weights, training.batch_size, 1, stream))[0].cpu()
+        gradient = next(site.trainer.compute_gradients(weights, training.batch_size, 1, stream))[0]
         if training.clip_norm is None:
             return gradient
         return gradient.mul(min(1.0, training.clip_norm / max(float(gradient.norm()), 1e-12)))

@@ -150,7 +150,7 @@ class ChannelMethod(SelectiveMethod[ChannelConfigT]):
         return ChannelSelector(self.config, self.seed)
 
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
-        return self.selector.select(delta, site.layout, site.name, t, site.site_settings)
+        return self.selector.select(delta.cpu(), site.layout, site.name, t, site.site_settings)
 
     def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
         return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)

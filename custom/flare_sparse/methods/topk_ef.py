@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..compute.structure.norms import clip_variances
 from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ..core.mask import Mask, floor_fraction, top_k
+from ..core.mask import Mask, find_top_k, floor_fraction
 from ..core.needs import Need, Needs
 from ..training import Site
 from .aggregation.robust import AggregationRule
@@ -123,8 +123,8 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
 
     def answer(self, request: Request, site: Site) -> Update:
         training = self.config.get_training(request.round)
-        trained = site.train(site.weights, request.trainable, training, request.round)
-        delta = trained - site.weights
+        start = site.start
+        delta = site.train(start, request.trainable, training, request.round) - start
         mask, site.memory["residual"] = self._split(delta, site.memory.get("residual"), self.config.fraction)
         return Update(Patch.from_vector(delta, mask), self.update_content, site.num_examples)
 
@@ -172,9 +172,9 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
         """Add what was kept to a delta ``(P,)``, in place; return the entries to send, and what is kept ``(P,)``."""
         parameters = slice(self.layout.num_parameters)
         if kept is not None:
-            delta[parameters] += self.config.decay * kept[parameters]
+            delta[parameters] += self.config.decay * kept[parameters].to(delta.device)
+        size = self.layout.num_parameters
+        largest = find_top_k(delta[parameters].abs(), self._count(fraction))
         # Of the buffers those that training has changed: statistics of inputs stay as they are.
-        bits = delta != 0
-        bits[parameters] = top_k(delta[parameters].abs(), self._count(fraction)).bits
-        mask = Mask(bits)
-        return mask, delta * ~mask.bits
+        mask = Mask.from_positions(torch.cat([largest, delta[size:].nonzero()[:, 0] + size]), self.layout.size)
+        return mask, delta.index_fill(0, mask.find_indices(delta.device), 0.0)

@@ -47,7 +47,7 @@ def train(model: FlatModel, task: Task, batches: Iterable[Any], training: Traini
         training: what is trained; ``start`` is changed in place meanwhile, and restored.
 
     Returns:
-        ``(trainable.count,)`` trained values of the trainable entries.
+        ``(trainable.count,)`` trained values of the trainable entries, on the model's device.
 
     Raises:
         TrainingDiverged: the loss is NaN or infinite.
@@ -100,7 +100,7 @@ def train(model: FlatModel, task: Task, batches: Iterable[Any], training: Traini
         model.check_parameters()
         # Forward passes update the running statistics; those that are not trainable are left out.
         buffers = model.collect_buffers()[live.buffers]
-        trained = weights.detach().cpu()
+        trained = weights.detach()
         return torch.cat([trained, buffers]) if buffers.numel() else trained
     finally:
         # The network's parameters are views of the vector that the site holds, and a pass may write into their data.
@@ -110,8 +110,8 @@ def train(model: FlatModel, task: Task, batches: Iterable[Any], training: Traini
 
 def _select_parameters(vector: Tensor, live: LiveEntries, like: Tensor) -> Tensor:
     """Return the values of a vector ``(P,)`` at the trainable parameters."""
-    values = vector[: like.numel()] if live.index is None else vector[live.index.cpu()]
-    return values.to(like.device)
+    moved = vector.to(like.device)
+    return moved[: like.numel()] if live.index is None else moved[live.index]
 
 
 def _group(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -50,6 +50,11 @@ class Site:
         return self.trainer.layout
 
     @property
+    def start(self) -> Tensor:
+        """The model of the request ``(P,)`` where the site computes: ``weights`` themselves on a CPU."""
+        return self.weights.to(self.trainer.device)
+
+    @property
     def num_examples(self) -> int:
         """n_k: number of training examples, or what the site's release states in its place."""
         if self.release is None or not self.trainer.num_examples:
@@ -71,7 +76,7 @@ class Site:
     def train(self, start: Tensor, trainable: Mask, config: TrainingConfig, t: int, **options: Any) -> Tensor:
         """Return the trained weights ``(P,)``; arguments as of :meth:`train_entries`, whose values they contain."""
         values = self.train_entries(start, trainable, config, t, **options)
-        return values if trainable.is_full else trainable.put(values, start.clone())
+        return values if trainable.is_full else trainable.put(values, start.to(values.device, copy=True))
 
     def train_entries(
         self,
@@ -88,6 +93,7 @@ class Site:
     ) -> Tensor:
         """Train in round ``t`` and return the values ``(trainable.count,)`` of the trainable entries.
 
+        They lie where the site computes; a message copies what it sends to the CPU.
         Unlike :meth:`train`, it copies no entry that does not train. The arguments are fields of
         :class:`.trainer.Training`.
         """
@@ -125,7 +131,7 @@ class Site:
         """Return the metrics of ``weights`` ``(P,)`` that may leave the site; see :meth:`.trainer.Trainer.evaluate`."""
         # The model of the request is evaluated as the site received it: with what the site kept before it trained.
         memory = self._received_memory if weights is self.weights else self.memory
-        self.evaluated = self.trainer.complete(weights, memory)
+        self.evaluated = self.trainer.complete(weights.cpu(), memory)
         return self.trainer.evaluate(weights, memory)
 
     def _replace_trainer(self, trainer: Trainer, live: Mask) -> Site:

@@ -48,6 +48,10 @@ class TaskTrainer(Trainer):
         return self.examples.n_train
 
     @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
     def usage(self) -> SampleUsage:
         return self._local.train_examples.usage
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
@@ -118,6 +119,11 @@ class Trainer(ABC):
     @abstractmethod
     def num_examples(self) -> int:
         """n_k: number of training examples."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the site computes, and where what it trains lies."""
+        return torch.device("cpu")
 
     @abstractmethod
     def train(self, training: Training) -> Tensor:

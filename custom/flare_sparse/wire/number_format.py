@@ -6,6 +6,7 @@ One from another distribution, an instance of a subclass, is an entry point ``fl
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -113,36 +114,44 @@ class NumberFormat(ABC):
 
     def can_hold(self, values: Tensor) -> bool:
         """Whether every value is finite in this format."""
-        return is_finite(values.detach().numpy())
+        return is_finite(values)
 
 
-def take_reference(mask: Mask, base_vector: Tensor | None) -> np.ndarray:
-    """Return what differences are added to, float32 ``(k,)``, which may be overwritten."""
+def take_reference(mask: Mask, base_vector: Tensor | None, device: torch.device | None = None) -> Tensor:
+    """Return what differences are added to, float32 ``(k,)`` on a device or the CPU, which may be overwritten."""
     if base_vector is None:
-        return np.zeros(mask.count, np.float32)
-    reference = mask.take(base_vector)
-    return (reference.clone() if reference is base_vector else reference).detach().numpy()
+        return torch.zeros(mask.count, device=device)
+    reference = mask.take(base_vector).detach()
+    moved = reference if device is None else reference.to(device)
+    return moved.clone() if moved.data_ptr() == base_vector.data_ptr() else moved
 
 
 def add_residual(patch: Patch, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a vector ``(P,)`` for the next residual, which holds the last one, and the values with it ``(k,)``."""
-    if residual is None:
-        # torch would write every entry; numpy takes memory that the system clears where it is first written.
-        return torch.from_numpy(np.zeros(patch.mask.size, np.float32)), patch.values + 0.0
-    return residual.clone(), patch.values + patch.mask.take(residual)
+    """Return a vector ``(P,)`` for the next residual, which holds the last one, and the values with it ``(k,)``.
+
+    Both are where the values of the patch are.
+    """
+    values = patch.values.detach()
+    if residual is not None:
+        # A residual out of a checkpoint is on the CPU.
+        kept = residual.to(values.device, copy=True)
+        return kept, values + patch.mask.take(kept)
+    if values.device.type != "cpu":
+        return torch.zeros(patch.mask.size, device=values.device), values + 0.0
+    # torch would write every entry; numpy takes memory that the system clears where it is first written.
+    return torch.from_numpy(np.zeros(patch.mask.size, np.float32)), values + 0.0
 
 
-def require_finite(values: np.ndarray, field: str) -> None:
+def require_finite(values: Tensor, field: str) -> None:
     """Raise RejectedMessage unless every value of float32 ``(k,)`` is finite."""
     if not is_finite(values):
-        count = int(np.count_nonzero(~np.isfinite(values)))
+        count = int((~values.isfinite()).sum())
         raise RejectedMessage("E_FINITE", field, "finite numbers", f"{count} NaN or infinite")
 
 
-def is_finite(values: np.ndarray) -> bool:
+def is_finite(values: Tensor) -> bool:
     """Return whether every value of float32 ``(k,)`` is finite."""
     # One dot product is several times faster than a test of each value. A finite sum of squares proves that all values
     # are finite; large finite values may overflow it, so only then is each one tested.
-    with np.errstate(over="ignore", invalid="ignore"):
-        sum_of_squares = np.dot(values, values)
-    return bool(np.isfinite(sum_of_squares) or np.isfinite(values).all())
+    flat = values.detach()
+    return math.isfinite(float(torch.dot(flat, flat))) or bool(flat.isfinite().all())

@@ -9,6 +9,8 @@ unused, as in SparseLoCo (arXiv:2508.15706), whose 2-bit values these are with s
 that value rounded up to bfloat16, at most ``1 + 2^-7`` times as large. The rounding error of a value is below
 ``2s / M``, about two thirds of the block's largest value at 2 bits. So a residual cannot grow without bound: with
 ``r = 2 (1 + 2^-7) / M`` it stays below ``r / (1 - r)`` times the largest value that was ever added to it.
+
+A sender rounds where the values are, with the same bits on every device: each operation is one of IEEE 754 on tensors.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ LARGEST = 1e38
 """Largest magnitude that a sender accepts: the sum of two such values is still a finite number."""
 
 _PART = 1024 * BLOCK
-"""Values that go through all passes together: the processor's cache holds them. Passes over a whole vector would wait
+"""Values that go through all passes together on a CPU, whose cache holds them. Passes over a whole vector would wait
 for memory."""
 _COUNT_BYTES = 8
 _INFINITE_SCALE = 0x7F80
 # Below this, scale / M could be subnormal, and a division by it could overflow. The value goes into the residual.
-_SMALLEST_SCALE = np.float32(2.0**-100)
+_SMALLEST_SCALE = 2.0**-100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,39 +62,25 @@ class Quantized(NumberFormat):
     def seal(self, patch: Patch, coding: Coding, out: np.ndarray | None = None) -> CodedValues:
         if coding.generator is None:
             raise ValueError("generator: values are rounded at random; give one that every attempt seeds alike")
-        is_exact = find_exact_values(patch.mask, coding.layout)
-        reference = take_reference(patch.mask, coding.base_vector)
+        values = patch.values.detach()
+        is_exact = find_exact_values(patch.mask, coding.layout).to(values.device)
+        reference = take_reference(patch.mask, coding.base_vector, values.device)
         # Error feedback, as in the plain formats; buffers have no residual, because they are not rounded.
         new_residual, with_residual = add_residual(patch, coding.residual)
-        target, exact_values = with_residual.detach().numpy(), patch.values.detach().numpy()
-        written = write_quantized(exact_values, target, reference, is_exact, self.bits, coding.generator)
-        received = torch.from_numpy(written.values)
+        section, received = write_quantized(values, with_residual, reference, is_exact, self.bits, coding.generator)
         with_residual -= received
         if is_exact.any():
-            with_residual[torch.from_numpy(is_exact)] = 0
-        return CodedValues(written.section, patch.mask.put(with_residual, new_residual), received)
+            with_residual[is_exact] = 0
+        return CodedValues(section, patch.mask.put(with_residual, new_residual), received)
 
     def open(self, section: np.ndarray, mask: Mask, layout: Layout, base_vector: Tensor | None) -> Tensor:
         reference = take_reference(mask, base_vector)
         values = read_quantized(section, reference, find_exact_values(mask, layout), self.bits)
         require_finite(values, "values")
-        return torch.from_numpy(values)
+        return values
 
     def can_hold(self, values: Tensor) -> bool:
         return bool((values.abs() <= LARGEST).all())
-
-
-@dataclass(frozen=True)
-class QuantizedValues:
-    """A section and what its receiver reads.
-
-    Attributes:
-        section: uint8 ``(n,)``.
-        values: float32 ``(k,)``, the decoded values.
-    """
-
-    section: np.ndarray
-    values: np.ndarray
 
 
 def compute_quantized_bytes(scalars: int, bits: int, exact: int) -> int:
@@ -115,22 +103,24 @@ def measure_quantized(buffer: np.ndarray, scalars: int, bits: int) -> int:
     return compute_quantized_bytes(scalars, bits, exact)
 
 
-def find_exact_values(mask: Mask, layout: Layout) -> np.ndarray:
+def find_exact_values(mask: Mask, layout: Layout) -> Tensor:
     """Return which values of ``mask`` are those of buffers, bool ``(k,)``."""
     if all(tensor.role != "buffer" for tensor in layout.tensors):
-        return np.zeros(mask.count, dtype=bool)
-    return mask.take(layout.select(lambda tensor: tensor.role == "buffer")).numpy()
+        return torch.zeros(mask.count, dtype=torch.bool)
+    return mask.take(layout.select(lambda tensor: tensor.role == "buffer"))
 
 
 def write_quantized(
-    exact_values: np.ndarray,
-    target: np.ndarray,
-    reference: np.ndarray,
-    is_exact: np.ndarray,
+    exact_values: Tensor,
+    target: Tensor,
+    reference: Tensor,
+    is_exact: Tensor,
     bits: int,
     generator: torch.Generator,
-) -> QuantizedValues:
-    """Return the section of values whose differences from ``reference`` are rounded.
+) -> tuple[np.ndarray, Tensor]:
+    """Return the section of values whose differences from ``reference`` are rounded, and what its receiver reads.
+
+    The tensors are on one device; the section alone is copied to the CPU.
 
     Args:
         exact_values: float32 ``(k,)``; read where ``is_exact``.
@@ -144,37 +134,39 @@ def write_quantized(
     Raises:
         RejectedMessage: a value is NaN or infinite, or above ``LARGEST``.
     """
-    exact = exact_values[is_exact].astype("<f4")
-    if not np.isfinite(exact).all():
+    exact = exact_values[is_exact] if is_exact.any() else exact_values[:0]
+    if not exact.isfinite().all():
         raise _refuse_values(bits)
-    rounded, sums = (target, reference) if not exact.size else (target[~is_exact], reference[~is_exact])
-    section = np.empty(compute_quantized_bytes(is_exact.size, bits, exact.size), np.uint8)
-    exact_end = _COUNT_BYTES + exact.nbytes
-    scales_end = exact_end + 2 * -(-rounded.size // BLOCK)
-    section[:_COUNT_BYTES] = np.frombuffer(exact.size.to_bytes(_COUNT_BYTES, "little"), np.uint8)
-    section[_COUNT_BYTES:exact_end] = exact.view(np.uint8)
-    scales, packed = section[exact_end:scales_end].view("<u2"), section[scales_end:]
+    rounded, sums = (target, reference) if not exact.numel() else (target[~is_exact], reference[~is_exact])
+    count = rounded.numel()
+    scales = torch.empty(-(-count // BLOCK), dtype=torch.int16, device=rounded.device)
+    packed = torch.empty(-(-count * bits // 8), dtype=torch.uint8, device=rounded.device)
     noise = np.random.SFC64(int(torch.randint(2**63 - 1, (), generator=generator)))
-    for part in _iterate_parts(rounded.size):
+    for part in _iterate_parts(count, _PART if rounded.device.type == "cpu" else max(count, 1)):
         blocks = _subtract_in_blocks(rounded[part.values], sums[part.values])
-        # The maximum of a block with NaN is NaN, which compares as false. numpy takes five times as long along rows.
-        largest = torch.from_numpy(blocks).abs().amax(1).numpy()
+        # The maximum of a block with NaN is NaN, which compares as false.
+        largest = blocks.abs().amax(1)
         if not (largest <= LARGEST).all():
             raise _refuse_values(bits)
-        scales[part.blocks], codes = _round_blocks(blocks, largest, bits, _draw_noise(noise, sums[part.values].size))
+        drawn = torch.from_numpy(_draw_noise(noise, sums[part.values].numel())).to(rounded.device)
+        part_scales, codes = _round_blocks(blocks, largest, bits, drawn)
+        scales[part.blocks] = part_scales.to(torch.int16)
         codes_out = packed[part.bytes(bits)]
-        codes_out[:] = _pack_codes(codes, bits)[: codes_out.size]
+        codes_out.copy_(_pack_codes(codes, bits)[: codes_out.numel()])
         # As the receiver computes them, so that the vectors of both ends stay equal bit for bit over all rounds.
-        _add_blocks(sums[part.values], scales[part.blocks], codes, bits)
-    return QuantizedValues(section, _merge_values(sums, exact, is_exact))
+        _add_blocks(sums[part.values], part_scales, codes, bits)
+    header = torch.tensor(list(exact.numel().to_bytes(_COUNT_BYTES, "little")), dtype=torch.uint8, device=exact.device)
+    # One copy of all parts to the CPU.
+    section = torch.cat([header, *(part.contiguous().view(torch.uint8) for part in (exact, scales, packed))])
+    return section.cpu().numpy(), _merge_values(sums, exact, is_exact)
 
 
-def read_quantized(section: np.ndarray, reference: np.ndarray, is_exact: np.ndarray, bits: int) -> np.ndarray:
+def read_quantized(section: np.ndarray, reference: Tensor, is_exact: Tensor, bits: int) -> Tensor:
     """Return the values, float32 ``(k,)``, of a section whose length :func:`measure_quantized` has checked.
 
     Args:
         section: uint8 ``(n,)``, not trusted.
-        reference: float32 ``(k,)``, what the rounded values are added to; overwritten with the values.
+        reference: float32 ``(k,)`` on the CPU, what the rounded values are added to; overwritten with the values.
         is_exact: bool ``(k,)``, from the receiver's own layout.
         bits: bits of a value.
 
@@ -182,8 +174,8 @@ def read_quantized(section: np.ndarray, reference: np.ndarray, is_exact: np.ndar
         RejectedMessage: a scale is negative or not finite, the section is not in canonical form, or the number of exact
             values is not that of the selected buffers.
     """
-    count = int(np.count_nonzero(is_exact))
-    rounded = is_exact.size - count
+    count = int(is_exact.sum())
+    rounded = is_exact.numel() - count
     stated = int.from_bytes(section[:_COUNT_BYTES].tobytes(), "little")
     # The length was checked with the stated number: padding to whole words can hide a difference of one.
     if stated != count:
@@ -191,41 +183,42 @@ def read_quantized(section: np.ndarray, reference: np.ndarray, is_exact: np.ndar
     exact_end = _COUNT_BYTES + 4 * count
     scales_end = exact_end + 2 * -(-rounded // BLOCK)
     # Copied, because the parts need not start at a multiple of their width.
-    scales = np.frombuffer(section[exact_end:scales_end].tobytes(), "<u2")
+    scales = np.frombuffer(section[exact_end:scales_end].tobytes(), "<u2").astype(np.int32)
     _check_scales(scales)
     packed = section[scales_end:]
     sums = reference if not count else reference[~is_exact]
     # Finite numbers may overflow in the sum; the caller checks that every value is finite.
-    with np.errstate(over="ignore"):
-        for part in _iterate_parts(rounded):
-            codes = _unpack_codes(packed[part.bytes(bits)], sums[part.values].size, bits)
-            # A block of zeros has one form; other codes would carry data that no check of the values sees.
-            if codes[scales[part.blocks] == 0].any():
-                raise RejectedMessage("E_CANON", "codes", "zeros in a block with scale 0", "others")
-            _add_blocks(sums[part.values], scales[part.blocks], codes, bits)
-    return _merge_values(sums, np.frombuffer(section[_COUNT_BYTES:exact_end].tobytes(), "<f4"), is_exact)
+    for part in _iterate_parts(rounded, _PART):
+        codes = _unpack_codes(packed[part.bytes(bits)], sums[part.values].numel(), bits)
+        # A block of zeros has one form; other codes would carry data that no check of the values sees.
+        if codes[scales[part.blocks] == 0].any():
+            raise RejectedMessage("E_CANON", "codes", "zeros in a block with scale 0", "others")
+        _add_blocks(sums[part.values], torch.from_numpy(scales[part.blocks]), torch.from_numpy(codes), bits)
+    exact = np.frombuffer(section[_COUNT_BYTES:exact_end].tobytes(), "<f4").astype(np.float32)
+    return _merge_values(sums, torch.from_numpy(exact), is_exact)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The values from ``start`` on, at most ``_PART``, with their blocks and the bytes of their codes."""
+    """The values from ``start`` to ``end``, with their blocks and the bytes of their codes."""
 
     start: int
+    end: int
 
     @property
     def values(self) -> slice:
-        return slice(self.start, self.start + _PART)
+        return slice(self.start, self.end)
 
     @property
     def blocks(self) -> slice:
-        return slice(self.start // BLOCK, (self.start + _PART) // BLOCK)
+        return slice(self.start // BLOCK, -(-self.end // BLOCK))
 
     def bytes(self, bits: int) -> slice:
-        return slice(self.start * bits // 8, (self.start + _PART) * bits // 8)
+        return slice(self.start * bits // 8, -(-self.end * bits // 8))
 
 
-def _iterate_parts(count: int) -> Iterator[_Part]:
-    return (_Part(start) for start in range(0, count, _PART))
+def _iterate_parts(count: int, size: int) -> Iterator[_Part]:
+    return (_Part(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def _draw_noise(source: np.random.SFC64, count: int) -> np.ndarray:
@@ -244,11 +237,11 @@ def _refuse_values(bits: int) -> RejectedMessage:
     return RejectedMessage("E_FINITE", f"values as int{bits}", f"numbers up to {LARGEST:g}", "others")
 
 
-def _merge_values(sums: np.ndarray, exact: np.ndarray, is_exact: np.ndarray) -> np.ndarray:
+def _merge_values(sums: Tensor, exact: Tensor, is_exact: Tensor) -> Tensor:
     """Return the values ``(k,)`` of both kinds in their order."""
-    if not exact.size:
+    if not exact.numel():
         return sums
-    values = np.empty(is_exact.size, np.float32)
+    values = sums.new_empty(is_exact.numel())
     values[is_exact], values[~is_exact] = exact, sums
     return values
 
@@ -260,18 +253,17 @@ def _check_scales(scales: np.ndarray) -> None:
         raise RejectedMessage("E_FINITE", "scales", "finite numbers", "NaN or infinity")
 
 
-def _subtract_in_blocks(values: np.ndarray, base: np.ndarray) -> np.ndarray:
+def _subtract_in_blocks(values: Tensor, base: Tensor) -> Tensor:
     """Return ``values - base``, float32 ``(n,)``, in blocks ``(blocks, BLOCK)``, padded with zeros."""
-    blocks = np.empty((-(-values.size // BLOCK), BLOCK), np.float32)
-    np.subtract(values, base, out=blocks.reshape(-1)[: values.size])
-    blocks.reshape(-1)[values.size :] = 0
+    count = values.numel()
+    blocks = values.new_empty(-(-count // BLOCK), BLOCK)
+    torch.sub(values, base, out=blocks.view(-1)[:count])
+    blocks.view(-1)[count:] = 0
     return blocks
 
 
-def _round_blocks(
-    position: np.ndarray, largest: np.ndarray, bits: int, noise: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales, uint16 ``(blocks,)``, and the codes, uint8 ``(blocks, BLOCK)``, of blocks of values.
+def _round_blocks(position: Tensor, largest: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales, bfloat16 bits as int32 ``(blocks,)``, and the codes, uint8 ``(blocks, BLOCK)``, of blocks.
 
     Args:
         position: float32 ``(blocks, BLOCK)``, finite; overwritten.
@@ -279,55 +271,54 @@ def _round_blocks(
         bits: bits of a code; those behind the last value are 0.
         noise: float32 ``(n,)``, uniform in [0, 1), for the values without the padding.
     """
-    largest_code, size = np.float32(2**bits - 1), noise.size
+    largest_code, size = 2**bits - 1, noise.numel()
     # Rounded up to bfloat16: a scale below the largest value would clip it, and the rounding would be biased.
-    scales = ((largest.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
+    scales = (largest.view(torch.int32) + 0xFFFF) >> 16
     widened = _widen(scales)
     is_zero = widened < _SMALLEST_SCALE
-    scales[is_zero] = 0
-    _scale_blocks(position, largest_code / 2 / np.where(is_zero, np.float32(np.inf), widened))
-    position += largest_code / 2
+    scales.masked_fill_(is_zero, 0)
+    factors = torch.full_like(widened, largest_code / 2).div_(widened.masked_fill_(is_zero, torch.inf))
+    position.mul_(factors[:, None]).add_(largest_code / 2)
     # The next lower code, or with the probability of the fraction the next higher one: right on average. A conversion
     # to integers drops the fraction; what lies below 0 is a rounding error, whose integer is 0.
-    position.reshape(-1)[:size] += noise
-    torch.from_numpy(position).clamp_(max=float(largest_code))
-    codes = position.astype(np.uint8)
-    codes[is_zero] = 0
-    codes.reshape(-1)[size:] = 0
+    position.view(-1)[:size].add_(noise)
+    codes = position.clamp_(max=largest_code).to(torch.int32).to(torch.uint8)
+    if is_zero.any():
+        codes[is_zero] = 0
+    codes.view(-1)[size:] = 0
     return scales, codes
 
 
-def _add_blocks(sums: np.ndarray, scales: np.ndarray, codes: np.ndarray, bits: int) -> None:
+def _add_blocks(sums: Tensor, scales: Tensor, codes: Tensor, bits: int) -> None:
     """Add the values of codes ``(blocks, BLOCK)``, without the padding, to float32 ``(n,)`` in place.
 
     They have the same bits at both ends, which add them to one vector.
     """
-    largest_code = np.float32(2**bits - 1)
-    values = codes.astype(np.float32)
+    largest_code, widened = 2**bits - 1, _widen(scales)
+    # By a tensor: on a GPU, torch multiplies by the reciprocal of a number, which rounds twice.
     # (2q - M) * s / M with its factor 2 at the scale, which is exact and saves a pass.
-    values -= largest_code / 2
-    _scale_blocks(values, 2 * (_widen(scales) / largest_code))
-    sums += values.reshape(-1)[: sums.size]
+    factors = 2 * (widened / torch.full_like(widened, largest_code))
+    values = codes.float().sub_(largest_code / 2).mul_(factors[:, None])
+    sums.add_(values.view(-1)[: sums.numel()])
 
 
-def _scale_blocks(blocks: np.ndarray, factors: np.ndarray) -> None:
-    """Multiply each block of float32 ``(blocks, BLOCK)`` by its factor in place; numpy takes twice as long."""
-    torch.from_numpy(blocks).mul_(torch.from_numpy(factors)[:, None])
+def _widen(scales: Tensor) -> Tensor:
+    """Return bfloat16 bits, int32, as float32."""
+    return (scales << 16).view(torch.float32)
 
 
-def _widen(scales: np.ndarray) -> np.ndarray:
-    """Return bfloat16 bits as float32."""
-    return (scales.astype(np.uint32) << np.uint32(16)).view(np.float32)
+_WORDS = {8: torch.uint8, 4: torch.int16, 2: torch.int32}
+"""Type that holds the codes of a byte, each in a byte of its own, by the bits of a code."""
 
 
-def _pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+def _pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Return codes ``(blocks, BLOCK)`` as bytes, the first one in the lowest bits."""
     # All codes of a byte in one word: one pass over bytes that follow each other.
-    words = codes.reshape(-1).view(f"<u{8 // bits}")
-    packed = words.copy()
+    words = codes.view(-1).view(_WORDS[bits])
+    packed = words.clone()
     for place in range(1, 8 // bits):
         packed |= words >> ((8 - bits) * place)
-    return packed.astype(np.uint8)
+    return packed.to(torch.uint8)
 
 
 def _unpack_codes(packed: np.ndarray, count: int, bits: int) -> np.ndarray:

@@ -38,22 +38,22 @@ class Plain(NumberFormat):
         if out is None:
             out = np.empty(self.dtype.itemsize * patch.mask.count, np.uint8)
         if self.dtype == torch.float32:
-            target, source = out.view("<f4"), patch.source.detach().numpy()
-            if source.size == target.size:
-                np.copyto(target, source)
+            target, source = out.view("<f4"), patch.source.detach()
+            if source.numel() == target.size or source.device.type != "cpu":
+                np.copyto(target, patch.values.detach().cpu().numpy())
             else:
                 # mode="clip" skips numpy's bounds check: indices of a mask are in range.
-                np.take(source, patch.mask.indices.numpy(), out=target, mode="clip")
-            require_finite(target, "values")
+                np.take(source.numpy(), patch.mask.indices.numpy(), out=target, mode="clip")
+            require_finite(torch.from_numpy(target), "values")
             return CodedValues(out, coding.residual)
         # Error feedback: without it, an update below half a unit in the last place would be rounded away in every round
         # and never reach the receiver. The residual carries it over until it is large enough to be represented.
         new_residual, exact = add_residual(patch, coding.residual)
         rounded = exact.to(self.dtype)
         widened = rounded.float()
-        require_finite(widened.numpy(), f"values as {str(self.dtype).removeprefix('torch.')}")
+        require_finite(widened, f"values as {str(self.dtype).removeprefix('torch.')}")
         # numpy has no bfloat16: the bits travel as integers, in the byte order that "<i" fixes.
-        integers = rounded.contiguous().view(_INTEGERS[self.dtype.itemsize]).numpy()
+        integers = rounded.contiguous().view(_INTEGERS[self.dtype.itemsize]).cpu().numpy()
         np.copyto(out.view(f"<i{self.dtype.itemsize}"), integers)
         return CodedValues(out, patch.mask.put(exact - widened, new_residual), widened)
 
@@ -64,11 +64,11 @@ class Plain(NumberFormat):
         else:
             integers = section.view(f"<i{self.dtype.itemsize}").copy()
             values = torch.from_numpy(integers).view(self.dtype).float()
-        require_finite(values.numpy(), "values")
+        require_finite(values, "values")
         return values
 
     def can_hold(self, values: Tensor) -> bool:
-        return is_finite(values.to(self.dtype).float().detach().numpy())
+        return is_finite(values.to(self.dtype).float())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,7 @@ class _Packer:
     def _pack_entries(self, value: Mask | Tensor) -> Any:
         if isinstance(value, Mask):
             return {"entries": value.size, "bits": self._add(_to_bytes(value.packed))}
+        value = value.cpu()
         num_live = _count_live(value)
         if num_live is None:
             return self._add(value)

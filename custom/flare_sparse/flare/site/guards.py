@@ -100,6 +100,7 @@ class SiteResultPolicy(Filter):
                 "bound; ask the lead to add one, or remove epsilon from the policy"
             )
         update = dxo_to_update(from_shareable(shareable), update, layout)
+        update = replace(update, patch=update.patch.copy_to_host())
         raise_refusals(policy.find_request_refusals(request.kind, request.trainable.count))
         if update.content == "scores":
             raise_refusals(policy.find_score_refusals(request.trainable, update.patch.mask, layout))

@@ -46,7 +46,7 @@ def average_saliency(gradients: Iterable[tuple[Tensor, float]], factors: Tensor)
         total, factors = total.to(gradient.device), factors.to(gradient.device)
         total.add_(gradient.mul_(factors).abs_(), alpha=batch_weight)
         total_weight += batch_weight
-    return total.cpu() / max(total_weight, 1)
+    return total / max(total_weight, 1)
 
 
 def compute_private_saliency(

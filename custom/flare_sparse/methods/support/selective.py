@@ -121,14 +121,14 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
     def answer(self, request: Request, site: Site) -> Update:
         """Train the network of the live units and return the revealed entries."""
         narrowed = site.narrow(request.trainable)
-        start = narrowed.weights
+        start = narrowed.start
         training = self.config.get_training(request.round)
         trained = narrowed.train(start, Mask.full(narrowed.layout.size), training, request.round)
         revealed = self.reveal(trained - start, narrowed, request.round)
         bits = torch.zeros(self.layout.size, dtype=torch.bool)
         bits[request.trainable.indices] = revealed.bits
         patch = Patch(revealed.take(trained), Mask(bits))
-        metrics = narrowed.evaluate(start) if is_evaluated(self.config, request.round - 1) else {}
+        metrics = narrowed.evaluate(narrowed.weights) if is_evaluated(self.config, request.round - 1) else {}
         return Update(patch, self.update_content, site.num_examples, metrics)
 
     def learn(self, state: SelectiveState, contributions: Sequence[Contribution]) -> SelectiveState:

@@ -33,6 +33,7 @@ class SiteEncryption(SiteStage):
     def seal(self, update: Update, answer: str) -> Update:
         if update.content not in _SEALED:
             return update
+        update = replace(update, patch=update.patch.copy_to_host())
         # Encryption is random: it is done once for each update, so that a message is a function of what it carries.
         key = f"{answer} {update.patch.digest}"
         if self._last is None or self._last[0] != key:

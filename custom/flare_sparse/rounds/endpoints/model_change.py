@@ -28,7 +28,9 @@ def is_standstill(update: Update, weights: Tensor, layout: Layout) -> bool:
     if update.content not in ("weights", "delta") or not count:
         return False
     values = update.patch.values[:count]
-    return torch.equal(values, mask.take(weights)[:count]) if update.content == "weights" else not values.any()
+    if update.content == "delta":
+        return not values.any()
+    return torch.equal(values, mask.take(weights)[:count].to(values.device))
 
 
 class ChangeLimit:
@@ -88,7 +90,7 @@ class ChangeLimit:
         """
         if update.content not in ("weights", "delta"):
             return
-        mask = update.patch.mask
-        values = update.patch.values - (mask.take(weights) if update.content == "weights" else 0.0)
+        mask, values = update.patch.mask, update.patch.copy_to_host().values
+        values = values - (mask.take(weights) if update.content == "weights" else 0.0)
         delta = mask.put(values, torch.zeros(mask.size))
         self._norm = float(torch.where(self._parameters.bits, delta, 0.0).double().norm())

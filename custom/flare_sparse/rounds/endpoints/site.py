@@ -268,7 +268,7 @@ class SiteEndpoint:
             residual = encoded.residual
             # An entry that is switched off keeps no residual: it would arrive with it when it is regrown.
             if update.is_complete and residual is not None:
-                residual = residual.where(update.patch.mask.bits, 0.0)
+                residual = residual.where(update.patch.mask.bits.to(residual.device), 0.0)
         self._record_answer(SiteMemory(residual, dict(self.site.memory)))
         return encoded
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,7 @@ class SiteSums(SiteStage):
         self._withheld = self._party = None
         if update.content == "metrics":
             return
+        update = replace(update, patch=update.patch.copy_to_host())
         mask = update.patch.mask
         ring = build_ring(update.content, mask, self.layout, self.rules)
         values = update.patch.values.double().numpy() - compute_reference(update.content, mask, model)

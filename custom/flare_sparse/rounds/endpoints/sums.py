@@ -21,7 +21,7 @@ def build_ring(content: Content, mask: Mask, layout: Layout, rules: SumRules) ->
 
     Scores and buffers take 64 bits: saliencies differ by orders of magnitude, and a running variance has no bound.
     """
-    is_wide = np.ones(mask.count, dtype=bool) if content == "scores" else find_exact_values(mask, layout)
+    is_wide = np.ones(mask.count, dtype=bool) if content == "scores" else find_exact_values(mask, layout).numpy()
     return RingFormat(is_wide, Ring(32, rules.bound))
 
 
