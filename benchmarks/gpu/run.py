@@ -4,13 +4,15 @@
 
 ``DATA`` has the folders ``brain_t1``, ``hippocampus`` and ``cifar10`` (CONTRIBUTING.md). A step prints its figure as
 soon as it has one and writes a line to ``OUT/steps.jsonl``; a step whose line is there is skipped. No step starts after
-``--minutes``. ``--small`` shrinks networks, repeats and rounds, and with ``--device cpu`` it tests the script itself.
+``--minutes``. ``--small`` shrinks networks, data, repeats and rounds to one seed and fold, and with ``--device cpu`` it
+tests the script itself.
 FLARE is not needed: every federation runs in this process, through the real wire. The steps ``nnunet`` need nnU-Net.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import platform
 import subprocess
@@ -23,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -438,7 +441,7 @@ MODELS["resnet18"] = build_resnet18
 def describe_brain(task: str, *, is_small: bool) -> str:
     """Return the task of a table on brains, at 3 mm; FedSparsify's channels, with a pooling less than at 2 mm."""
     settings = "{name: brain_age_cnn_3mm, channels: [32, 64, 128, 256, 256], reduced: 64, pooled: 4}"
-    model, downsample = ("{name: brain_age_cnn_3mm}", 2) if is_small else (settings, 1)
+    model, downsample = ("{name: brain_age_cnn_3mm, pooled: 2}", 4) if is_small else (settings, 1)
     augmentation = "{mirror: true, shift: 2, intensity: 0.05}"
     more = f"downsample: {downsample}, normalization: brain_first, augmentation: {augmentation}"
     return f"task={{name: {task}, model: {model}, {more}}}"
@@ -514,6 +517,46 @@ def run_nnunet(row: str, seed: int) -> Callable[[Machine], dict[str, Any]]:
         return {"dice": sum(cases) / len(cases), "cases": len(cases), "megabytes": line["bytes"] / 1e6}
 
     return run
+
+
+FEW = {"brain_t1/IXI-HH": 40, "brain_t1/NSK": 16, "hippocampus": 12}
+"""Subjects of each data set with ``--small``."""
+FEW_IMAGES = {"train": 600, "test": 200}
+
+
+def shrink_data(data: Path, out: Path) -> Path:
+    """Return a folder with links to a few subjects of each data set, and a few images."""
+    for name, count in FEW.items():
+        folder, target = data / name, out / name
+        if not folder.is_dir():
+            continue
+        with (folder / "participants.tsv").open(encoding="utf-8") as table:
+            rows = list(csv.reader(table, delimiter="\t"))
+        # Evenly, because the subjects are in the order of their scanners.
+        kept = rows[1 :: max(1, len(rows) // count)][:count]
+        target.mkdir(parents=True, exist_ok=True)
+        with (target / "participants.tsv").open("w", encoding="utf-8", newline="") as table:
+            csv.writer(table, delimiter="\t", lineterminator="\n").writerows([rows[0], *kept])
+        for parent in (folder, *folder.glob("derivatives/*")):
+            own = target / parent.relative_to(folder)
+            own.mkdir(parents=True, exist_ok=True)
+            for source in (parent / "dataset_description.json", *(parent / row[0] for row in kept)):
+                if source.exists() and not (own / source.name).exists():
+                    (own / source.name).symlink_to(source.resolve())
+    file = out / "cifar10" / "cifar10_jpeg.npz"
+    if not (data / "cifar10" / file.name).is_file():
+        return out
+    file.parent.mkdir(parents=True, exist_ok=True)
+    whole = np.load(data / "cifar10" / file.name)
+    arrays = {"classes": whole["classes"]}
+    for part, count in FEW_IMAGES.items():
+        labels, ends, blob = (whole[f"{part}_{name}"] for name in ("labels", "ends", "blob"))
+        rows = np.arange(0, len(labels), len(labels) // count)
+        images = [blob[0 if row == 0 else ends[row - 1] : ends[row]] for row in rows]
+        arrays |= {f"{part}_labels": labels[rows], f"{part}_blob": np.concatenate(images)}
+        arrays[f"{part}_ends"] = np.cumsum([len(image) for image in images]).astype(ends.dtype)
+    np.savez(file, **arrays)
+    return out
 
 
 def list_steps(seeds: int, folds: int) -> Iterator[Step]:
@@ -594,13 +637,16 @@ def main() -> int:
         return 1
     if options.folds < 2:
         parser.error(f"--folds: {options.folds}; expected 2 or more")
-    steps = list(list_steps(options.seeds, options.folds))
+    steps = list(list_steps(1 if options.small else options.seeds, options.folds))
+    if options.small:
+        steps = [step for step in steps if "fold" not in step.name or step.name.endswith("fold 1")]
     groups = {step.name.split()[0] for step in steps}
     if unknown := set(options.steps) - groups:
         parser.error(f"--steps: no group {', '.join(sorted(unknown))}; choose among {', '.join(sorted(groups))}")
     deadline = time.monotonic() + 60 * options.minutes
-    machine = Machine(torch.device(options.device), options.data, options.out, options.small, deadline)
     options.out.mkdir(parents=True, exist_ok=True)
+    data = shrink_data(options.data, options.out / "data") if options.small else options.data
+    machine = Machine(torch.device(options.device), data, options.out, options.small, deadline)
     file, failed = options.out / STEPS_FILE, 0
     finished = read_finished(file)
     for step in steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,31 +15,7 @@ from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
-MEASURE = """
-import sys
-from pathlib import Path
-from flare_sparse.api import memory
-
-def read(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-class Resident(memory.PeakMemory):
-    def __enter__(self):
-        Path("/proc/self/clear_refs").write_text("5")
-        self.before = read("VmRSS")
-        return self
-
-    def __exit__(self, *error):
-        self.peak = read("VmHWM") - self.before
-
-study = memory.Study.load(sys.argv[1])
-memory.measure_step(study)
-counted = memory.measure_step(study)["step"]
-memory.PeakMemory = Resident
-print(memory.measure_step(study)["step"] / counted)
-"""
-"""Prints what the process takes in a step, as a part of what was counted; the first step loads libraries."""
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "performance" / "step_memory.py"
 
 
 def test_storages_are_counted_once_and_until_they_end() -> None:
@@ -68,7 +45,6 @@ def test_study_without_data_here_is_told_what_is_missing() -> None:
 @pytest.mark.long
 def test_process_takes_what_was_counted() -> None:
     """Within a tenth: the memory of a process counts pages, and what the kernels of a convolution need."""
-    environment = {"PATH": "/usr/bin:/bin", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-c", MEASURE, str(CONFIGS / "neurosfl_segmentation.yaml")]
-    done = subprocess.run(line, capture_output=True, text=True, check=True, env=environment)
-    assert 0.9 < float(done.stdout) < 1.1
+    line = [sys.executable, str(BENCHMARK), "--networks", "basic_unet"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert 0.9 < json.loads(done.stdout)["ratio"] < 1.1
