@@ -268,7 +268,7 @@ class Run:
         """Write an annex for an impact assessment, which a person completes; return the file.
 
         Args:
-            out: file that ends with .md or .docx; None: ``dpia.md`` in the result folder.
+            out: file that ends with .md, .docx or .pdf; None: ``dpia.md`` in the result folder.
             policies: as in :meth:`evidence`.
             egress: as in :meth:`evidence`.
             kit: as in :meth:`evidence`.

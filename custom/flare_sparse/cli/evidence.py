@@ -18,7 +18,7 @@ def evidence(
         Path | None,
         typer.Option(
             help="Archive that ends with .zip, or a folder; default: evidence.zip in the result folder. With a file "
-            "that ends with .md or .docx, an annex for an impact assessment is written instead, to be edited"
+            "that ends with .md, .docx or .pdf, an annex for an impact assessment is written instead, to be edited"
         ),
     ] = None,
     policy: Annotated[

@@ -92,6 +92,9 @@ def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run:
     sources = [row.cells[-1].text for row in document.tables[3].rows[1:]]
     assert set(sources) == {"egress log of the site", "ledger.jsonl of the server"}
     assert sum(int(row.cells[4].text.replace(",", "")) for row in document.tables[3].rows[1:]) == up["payload_bytes"]
+    printed = CliRunner().invoke(app, ["evidence", str(run), *options[:3], str(tmp_path / "annex.pdf")])
+    assert printed.exit_code == 0, printed.output
+    assert (tmp_path / "annex.pdf").read_bytes().startswith(b"%PDF-")
     with (moved / "egress.jsonl").open("a") as log:
         log.write("{}\n")
     result = CliRunner().invoke(app, ["evidence", str(run), *options])
