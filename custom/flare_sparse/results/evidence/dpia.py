@@ -236,9 +236,9 @@ def _write_pdf(title: str, sections: Sequence[Section], file: Path) -> None:
                 [Paragraph(escape(_strip_marks(str(value))), cell) for value in row]
                 for row in (section.columns, *section.rows)
             ]
-            # Wider where the text is longer, but no column so narrow that words break.
+            # Wider where the text is longer, or still to be written; none so narrow that words break.
             lengths = [max(len(str(cells[n])) for cells in section.rows) for n in range(len(section.columns))]
-            shares = [max(min(length, 90), 14) for length in lengths] if section.rows else [1] * len(lengths)
+            shares = [max(min(length or 90, 90), 14) for length in lengths] if section.rows else [1] * len(lengths)
             widths = [document.width * share / sum(shares) for share in shares]
             story += [Spacer(1, 6), LongTable(rows, widths, repeatRows=1, style=look)]
 
