@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from line import call
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
+from flare_sparse.cli.console import locate_pages
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.tasks.registry import TASKS
 
@@ -252,3 +255,25 @@ def test_figures_of_one_method_are_not_asked_for_beside_a_comparison() -> None:
     result = call("estimate", "neurosfl_brain_age", "--methods", "fedavg,neurosfl", "--subjects", "20")
     assert result.exit_code == 2
     assert "--subjects is for one method" in result.output
+
+
+def test_pages_that_a_text_names_can_be_opened_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert locate_pages("see docs/names.md") == "see docs/names.md"
+    monkeypatch.chdir(tmp_path)
+    found = locate_pages("E_QUORUM (docs/troubleshooting.md), docs/readers/it.md")
+    pages = [Path(word.strip("(),")) for word in found.split()[1:]]
+    assert [page.name for page in pages] == ["troubleshooting.md", "it.md"]
+    assert all(page.is_file() for page in pages)
+    monkeypatch.setattr(sys.modules[locate_pages.__module__], "_find_pages", lambda: "https://pages.our.org")
+    assert locate_pages("docs/names.md") == "https://pages.our.org/names.md"
+
+
+def test_pages_that_the_package_names_exist_and_travel_in_the_wheel() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "custom").rglob("*.py")}
+    named = {page for text in texts.values() for page in re.findall(r"docs/[\w./-]+\.md", text)}
+    assert len(named) > 20
+    assert [page for page in named - {"docs/NAME.md"} if not (ROOT / page).is_file()] == []
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    assert settings["wheel"]["force-include"]["docs"] == "flare_sparse/docs"
+    assert "/docs" in settings["sdist"]["include"]

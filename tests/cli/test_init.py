@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from flare_sparse.cli import app
 from flare_sparse.config.configurations import STARTERS, find_configuration, list_configurations
 from flare_sparse.config.study import Study
+from flare_sparse.tasks.data.phantom import write_phantoms
 
 
 def call(*words: object) -> Result:
@@ -89,6 +90,26 @@ def test_columns_kinds_labels_and_sites_of_a_table_are_filled_in(separator: str,
     assert (task["categories"], task["classes"], task["id"]) == ({"sex": ["F", "M"]}, ["no", "yes"], "patient")
     assert written["simulator"]["data"]["partition"] == {"kind": "natural", "column": "hospital"}
     assert Study.load(tmp_path / "study" / "study.yaml").config.name == "study"
+
+
+def test_shapes_labels_and_sites_of_images_are_filled_in(tmp_path: Path) -> None:
+    write_phantoms(tmp_path / "brains", 2, 2, 1, labels=True)
+    tasks = {}
+    for kind in ("brain_age", "segmentation"):
+        result = call("init", kind, "--data", tmp_path / "brains", "--out", tmp_path / kind)
+        assert result.exit_code == 0, result.output
+        config = Study.load(tmp_path / kind / "study.yaml").config
+        assert config.simulator is not None
+        assert config.simulator.data.partition is not None
+        assert config.simulator.data.partition.name == "natural"
+        tasks[kind] = yaml.safe_load((tmp_path / kind / "study.yaml").read_text())["task"]
+    assert (tasks["brain_age"]["shape"], tasks["brain_age"]["downsample"]) == ([52, 64, 52], 2)
+    assert tasks["segmentation"]["classes"] == {"class_1": 1, "class_2": 2, "class_3": 3}
+    assert tasks["segmentation"]["patch"] == [48, 64, 48]
+    refused = call("init", "brain_age", "--data", tmp_path / "brain_age", "--out", tmp_path / "none")
+    assert refused.exit_code == 1
+    assert "no BIDS data set" in refused.output
+    assert not (tmp_path / "none").exists()
 
 
 def test_table_that_cannot_be_a_study_leaves_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection, Iterable, Sequence
+from functools import cache
+from importlib.metadata import metadata
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,8 +22,38 @@ from typer.core import TyperGroup
 from ..core.errors import ConfigError, FlareSparseError
 from ..core.findings import Finding
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+_PAGE = re.compile(r"\bdocs/([\w./-]+\.md)")
+
+
+@cache
+def _find_pages() -> str:
+    """Return where the pages are: the address in the distribution's metadata, else a folder of this installation."""
+    for entry in metadata("flare-sparse").get_all("Project-URL") or ():
+        label, _, address = entry.partition(", ")
+        if label.lower() == "documentation":
+            return str(address).rstrip("/")
+    installed, source = Path(__file__).parents[1] / "docs", Path(__file__).parents[3] / "docs"
+    return str(installed if installed.is_dir() else source)
+
+
+def locate_pages(text: str) -> str:
+    """Return a text whose pages (``docs/NAME.md``) can be opened from the working directory."""
+
+    def locate(match: re.Match[str]) -> str:
+        return match[0] if Path(match[0]).is_file() else f"{_find_pages()}/{match[1]}"
+
+    return _PAGE.sub(locate, text)
+
+
+class PageConsole(Console):
+    """A console that names each page by where it is."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(locate_pages(text) if isinstance(text, str) else text for text in objects), **options)
+
+
+out = PageConsole(highlight=False, soft_wrap=True)
+err = PageConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 def get_exit_code(error: FlareSparseError) -> int:

@@ -13,6 +13,9 @@ from ..core.errors import ConfigError
 from .console import out as console
 
 Kind = Literal["table", "segmentation", "brain_age", "script", "bundle", "nnunet", "method", "component"]
+EXTRA_FILES = {"table": ("patients.csv",), "nnunet": ("study.yaml", "plan.json", "data")}
+"""What is written beside the starter's files, by kind; the last one only without data."""
+READS_DATA = ("table", "segmentation", "brain_age", "nnunet")
 
 
 def init(
@@ -20,7 +23,8 @@ def init(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="For table: your own table, for nnunet: raw data of nnU-Net; it is looked at, and the study filled in"
+            help="Your own data, for table, brain_age (BIDS), segmentation and nnunet (its raw format): it is "
+            "looked at, and the study filled in"
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write; nothing in it is replaced")] = Path(),
@@ -31,16 +35,16 @@ def init(
 
     [dim]flare-sparse init table --data cohort.csv && flare-sparse check study.yaml[/]
 
+    [dim]flare-sparse init brain_age --data /data/bids && flare-sparse check study.yaml[/]
+
     [dim]flare-sparse init script && flare-sparse run study.yaml[/]
     """
+    if data is not None and kind not in READS_DATA:
+        raise ConfigError(f"--data: it is for {', '.join(READS_DATA)}; leave it out, and name your data in study.yaml")
     sources = [CONFIGURATIONS / name for name in STARTERS.get(kind, ())]
+    extra = EXTRA_FILES.get(kind, ())
     targets = [out / ("study.yaml" if source.suffix == ".yaml" else source.name) for source in sources]
-    if data is not None and kind not in ("table", "nnunet"):
-        raise ConfigError(f"--data: {kind} reads no table; leave it out, and name your data in study.yaml")
-    if kind == "table":
-        targets += [] if data is not None else [out / "patients.csv"]
-    elif kind == "nnunet":
-        targets = [out / "study.yaml", out / "plan.json", *([] if data is not None else [out / "data"])]
+    targets += [out / name for name in (extra if data is None else extra[:-1])]
     if existing := [str(path) for path in targets if path.exists()]:
         raise ConfigError(f"{', '.join(existing)}: exists already; choose another folder with --out")
     for note in _write(kind, data, out, dict(zip(sources, targets, strict=False))):
@@ -63,10 +67,11 @@ def _write(kind: Kind, data: Path | None, out: Path, copies: dict[Path, Path]) -
         out.mkdir(parents=True, exist_ok=True)
         return write_nnunet_study(out, data)
     if data is not None:
+        from ..config.image_study import describe_images
         from ..config.table_study import describe_table
 
-        # Read before anything is written: a table that cannot be read leaves no half of a study.
-        text, notes = describe_table(data)
+        # Read before anything is written: data that cannot be read leaves no half of a study.
+        text, notes = describe_table(data) if kind == "table" else describe_images(kind, data)
         out.mkdir(parents=True, exist_ok=True)
         (out / "study.yaml").write_text(text, encoding="utf-8")
         return notes

@@ -19,6 +19,7 @@ from rich.status import Status
 from ..api.deployment import Deployment, Env, Service, check_service
 from ..core.errors import ConfigError
 from ..results.runs.progress import find_training
+from .console import PageConsole
 from .console import out as stdout
 from .options import AsJson, ConfigFile, ContinueFrom, Overrides, Resume, StepBack, take_options
 from .screen import Screen
@@ -209,7 +210,7 @@ def open_screen(env: Env) -> Iterator[Console]:
     # FLARE's simulator prints to this process's own standard output, which is sent to a log file meanwhile
     # (flare/launch/simulator.py); the duplicate still reaches the screen.
     with os.fdopen(os.dup(1), "w") as screen:
-        yield Console(file=screen, highlight=False, soft_wrap=True)
+        yield PageConsole(file=screen, highlight=False, soft_wrap=True)
 
 
 def _check_options(options: RunOptions) -> None:

@@ -207,7 +207,7 @@ class SparseRecipe(Recipe):
     def _add_package(self, job: FedJob) -> None:
         """Copy the whole package into ``custom/``."""
         # FLARE finds modules to send by tracing imports, which misses files of the package.
-        self._add_folder(job, Path(flare_sparse.__file__).parent)
+        self._add_folder(job, Path(flare_sparse.__file__).parent, "docs", "app_configs")
 
     def _add_modules(self, job: FedJob, modules: tuple[Path, ...]) -> None:
         """Copy the user's files and packages into ``custom/``, each under the name that it is imported by."""
@@ -218,9 +218,10 @@ class SparseRecipe(Recipe):
             for add in (job.add_file_to_server, job.add_file_to_clients):
                 add(str(module), app_folder_type="custom")
 
-    def _add_folder(self, job: FedJob, source: Path) -> None:
+    def _add_folder(self, job: FedJob, source: Path, *left_out: str) -> None:
         copy = self._staging / source.name
-        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", *left_out)
+        shutil.copytree(source, copy, ignore=ignored, dirs_exist_ok=True)
         for add in (job.add_file_to_server, job.add_file_to_clients):
             add(str(copy), dest_dir=source.name, app_folder_type="custom")
 
