@@ -1,4 +1,4 @@
-"""Draw what each method sends and how good its model is, from the tables of docs/results/.
+"""Draw how few bytes each method needs for the quality of FedAvg, from the tables of docs/results/.
 
     python benchmarks/experiments/bytes_picture.py docs/images/quality_by_bytes.png
 
@@ -20,8 +20,24 @@ import numpy as np
 from matplotlib.axes import Axes
 from page_tables import read_table
 
+from flare_sparse.results.report.figures import STYLE
+
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-FEDAVG, GREY = "FedAvg", "0.45"
+FEDAVG = "FedAvg"
+COLOURS = {
+    FEDAVG: "0.6",
+    f"{FEDAVG} of LoRA": "0.6",
+    "top-k both ways": "C0",
+    "top-k 10 %": "C5",
+    "top-k": "C5",
+    "NeuroSFL": "C2",
+    "FedSparsify": "C1",
+    "LoRA-A2": "C3",
+    "FFA-LoRA": "C4",
+    "FlexLoRA": "C6",
+    "HetLoRA": "C7",
+}
+"""Colour of a method, the same in every panel."""
 ABLATIONS = ("FedAvg, float32, learning rate 0.003", "the same, without decay")
 
 
@@ -87,37 +103,51 @@ def read_texts() -> list[Point]:
     return points
 
 
-def draw_points(axis: Axes, points: list[Point]) -> None:
-    """Draw the runs of each method over megabytes, the one of fewest labelled, and FedAvg's interval."""
+def select_level(points: list[Point], sign: int) -> tuple[Point, dict[str, Point | None]]:
+    """Return FedAvg, and of each method the run of fewest bytes that is not behind it; None: none is.
+
+    A run is not behind if its interval has FedAvg's quality, or is better: higher with ``sign`` 1, lower with -1.
+    """
     reference = next(point for point in points if point.method.startswith(FEDAVG))
-    axis.axhspan(reference.low, reference.high, color=GREY, alpha=0.15, linewidth=0)
-    others = dict.fromkeys(point.method for point in points if point.method != reference.method)
-    for number, method in enumerate([reference.method, *others]):
-        colour = f"C{number - 1}" if number else GREY
-        runs = sorted((point for point in points if point.method == method), key=lambda point: point.sent)
-        sent, values = [point.sent for point in runs], np.array([point.value for point in runs])
-        ends = [values - [point.low for point in runs], [point.high for point in runs] - values]
-        axis.errorbar(sent, values, ends, fmt="o", color=colour, markersize=4, label=method)
-        if runs[0].setting:
-            place = (sent[0], values[0])
-            axis.annotate(runs[0].setting, place, xytext=(4, 4), textcoords="offset points", fontsize=8, color=colour)
-    axis.margins(x=0.15)
-    axis.set(xscale="log", xlabel="MB sent, all sites, both ways")
-    axis.legend(fontsize=8)
+    found: dict[str, Point | None] = {}
+    for point in sorted(points, key=lambda point: point.sent):
+        if point.method != reference.method and found.get(point.method) is None:
+            best = max(sign * point.low, sign * point.high)
+            found[point.method] = point if best >= sign * reference.value else None
+    return reference, found
+
+
+def draw_bars(axis: Axes, points: list[Point], sign: int) -> None:
+    """Draw the bytes of FedAvg and of each method that reaches its quality, with that quality and its interval."""
+    reference, found = select_level(points, sign)
+    reached = sorted((point for point in found.values() if point), key=lambda point: -point.sent)
+    for row, point in enumerate([reference, *reached]):
+        axis.barh(row, point.sent, color=COLOURS[point.method], height=0.62)
+        text = f"{point.sent:.4g} MB\n{point.value:.4g} [{point.low:.4g}, {point.high:.4g}]"
+        axis.text(point.sent * 1.15, row, text, va="center", fontsize=8)
+    names = [f"{point.method}\n{point.setting}".strip() for point in (reference, *reached)]
+    axis.set_yticks(range(len(names)), names, fontsize=9)
+    axis.invert_yaxis()
+    missed = [method for method, point in found.items() if point is None]
+    label = "MB sent, all sites, both ways" + (f"\nnot at FedAvg's quality: {', '.join(missed)}" if missed else "")
+    axis.set(xscale="log", xlabel=label)
+    axis.set_xlim(0.5, reference.sent * 40)
+    axis.grid(axis="y", visible=False)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="PNG to write")
     arguments = parser.parse_args()
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
+    plt.style.use(STYLE)
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     studies = {
-        "Brain age, five sites: error in years, less is better": read_brain_age(),
-        "Hippocampus, four sites: Dice, more is better": read_hippocampus(),
-        "Intents of texts, ten sites: accuracy in %, more is better": read_texts(),
+        "Brain age: bytes to FedAvg's error (years)": (read_brain_age(), -1),
+        "Hippocampus: bytes to FedAvg's Dice": (read_hippocampus(), 1),
+        "Texts: bytes to FedAvg's accuracy (%)": (read_texts(), 1),
     }
-    for axis, (title, points) in zip(axes, studies.items(), strict=True):
-        draw_points(axis, points)
+    for axis, (title, study) in zip(axes, studies.items(), strict=True):
+        draw_bars(axis, *study)
         axis.set_title(title, fontsize=10)
     figure.savefig(arguments.file)
     return 0
