@@ -15,6 +15,7 @@ from ..core.seeds import limit_threads
 from ..results.runs.continuation import FINAL, copy_checkpoints
 from ..results.runs.folder import CHECKPOINTS, RunFolder
 from ..results.runs.model_files import delete_models
+from ..results.runs.received import explain_damage
 from ..results.runs.withdrawal import Commit, find_commit, find_start, list_touched_rounds, remove_traces
 from ..tasks.task import Examples, SiteData, load_examples
 from .deployment import Env
@@ -43,6 +44,7 @@ class Touched:
     id: str | None = None
 
 
+@explain_damage
 def trace_withdrawal(run: Run, gone: Withdrawals) -> Touched:
     """Return which rounds of a finished run contain the data of subjects or sites, and where to begin again.
 
@@ -83,6 +85,7 @@ def trace_withdrawal(run: Run, gone: Withdrawals) -> Touched:
     return Touched(rounds, found, moved, commits[0] if commits else None, first == len(lines), gone.id)
 
 
+@explain_damage
 def withdraw(
     run: Run,
     gone: Withdrawals,

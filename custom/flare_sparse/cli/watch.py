@@ -92,8 +92,11 @@ def watch(
     find_now = partial(_find_now, folder) if kit is None else _find_nothing
     if page is not None:
         updates = write_pages(updates, page, find_now)
+    from ..results.runs.received import name_damage
+
     try:
-        show_updates(stdout, updates, json.dumps if as_json else None, find_now)
+        with name_damage(folder):
+            show_updates(stdout, updates, json.dumps if as_json else None, find_now)
     except KeyboardInterrupt:
         stdout.print("no longer watching; the run continues")
 
@@ -184,7 +187,9 @@ def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, An
 def _read_lines(file: Path) -> list[Mapping[str, Any]]:
     """Return the complete lines of a growing file."""
     text = file.read_bytes() if file.is_file() else b""
-    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+    from ..results.runs.received import parse_record
+
+    return [parse_record(line) for line in text[: text.rfind(b"\n") + 1].decode().splitlines()]
 
 
 def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str, Any]]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -59,18 +60,25 @@ def explain_damage(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
 
     @wraps(read)
     def call(run: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
+        with name_damage(run.path):
             return read(run, *args, **kwargs)
-        except FlareSparseError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError,
-                ValueError) as error:  # fmt: skip
-            frame = find_user_line(error)
-            where = f" at {frame.filename}:{frame.lineno}" if frame else ""
-            raise ConfigError(
-                f"{run.path}: the folder is damaged or was changed ({type(error).__name__}: {neutralize(str(error))}"
-                f"{where}); expected an unchanged result folder of flare-sparse run, or data in the form that its task "
-                "reads. Take another copy"
-            ) from error
 
     return call
+
+
+@contextmanager
+def name_damage(folder: Path) -> Iterator[None]:
+    """Raise ConfigError where the block fails at a damaged record of a result folder."""
+    try:
+        yield
+    except FlareSparseError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError,
+            ValueError) as error:  # fmt: skip
+        frame = find_user_line(error)
+        where = f" at {frame.filename}:{frame.lineno}" if frame else ""
+        raise ConfigError(
+            f"{folder}: the folder is damaged or was changed ({type(error).__name__}: {neutralize(str(error))}"
+            f"{where}); expected an unchanged result folder of flare-sparse run, or data in the form that its task "
+            "reads. Take another copy"
+        ) from error

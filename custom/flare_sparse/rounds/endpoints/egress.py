@@ -263,14 +263,13 @@ def read_chain(folder: Path) -> tuple[list[dict[str, Any]], str]:
     Raises:
         EgressError: a line was changed, removed or moved, or the end was cut off; the error names the line.
     """
-    raw_lines = [
-        line
-        for file in (*sorted(folder.glob("egress-*.jsonl")), folder / LOG_FILE)
-        if file.exists()
-        for line in file.read_bytes().split(b"\n")[:-1]
-    ]
+    files = [file for file in (*sorted(folder.glob("egress-*.jsonl")), folder / LOG_FILE) if file.exists()]
+    try:
+        raw_lines = [line for file in files for line in file.read_bytes().split(b"\n")[:-1]]
+    except OSError as error:
+        raise _describe_damage(folder, f"it cannot be read: {error}") from error
     start, first = 0, _START
-    with suppress(ValueError, KeyError, TypeError, IndexError):
+    with suppress(ValueError, KeyError, TypeError, IndexError, RecursionError):
         # Older files may have been moved elsewhere.
         opening = json.loads(raw_lines[0])
         if opening["kind"] == ROTATION:
@@ -319,7 +318,7 @@ def _check_head(folder: Path, lines: int, get_digest: Callable[[int], str]) -> N
         if lines:
             raise _describe_damage(folder, f"{HEAD_FILE}, which holds the number of lines, was removed") from None
         return
-    except ValueError:
+    except (OSError, ValueError):
         raise _describe_damage(folder, f"{HEAD_FILE} was changed") from None
     if recorded > lines:
         raise _describe_damage(folder, f"line {lines + 1} and all after it were removed: {recorded} lines were written")
@@ -334,7 +333,7 @@ def _read_number(raw: bytes, folder: Path, place: int | None = None) -> int:
         EgressError: it is no line of a log.
     """
     number = None
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         number = json.loads(raw)["line"]
     # Also in optimised code, and not for true, which is an int to isinstance.
     if type(number) is not int:
