@@ -26,6 +26,18 @@ def test_few_missing_values_and_columns_of_few_rows_are_left_out() -> None:
     assert encoded["age=missing"].mean() == 12 / 52
 
 
+def test_what_is_left_out_follows_from_the_bounds_of_the_counts_alone() -> None:
+    """Two tables whose released numbers are equal have the same columns and labels, however many rows each has."""
+
+    def list_names(rows: int) -> set[str]:
+        numbers, labels = Column("dose", "number", 0, np.arange(float(rows))), {"F": rows, "M": 70}
+        columns = [numbers, Column("sex", "category", 0, np.zeros(0), labels)]
+        return {*encode_columns(columns, 20, lambda name, count: count // 10 * 10)}
+
+    assert [list_names(rows) for rows in (20, 24, 29)] == [{"dose", "sex=F", "sex=M"}] * 3
+    assert [list_names(rows) for rows in (11, 15, 19)] == [set()] * 3
+
+
 def test_cells_of_few_rows_are_merged_with_their_neighbours() -> None:
     values = np.repeat([-7.0, 1.5, 2.5, 9.0], [20, 2, 12, 5])
     edges = np.array([0.0, 1.0, 2.0, 3.0, 4.0])

@@ -155,6 +155,10 @@ class ReleaseGate:
         """Return a released count of rows."""
         return round_count(self.rule, self._secret, name, count)
 
+    def bound_count(self, name: str, count: int) -> int:
+        """Return the least count that the released one says: whatever it decides tells nothing more of the rows."""
+        return self.round_count(name, count) - self.rule.base
+
     def build(self, record: ReleaseRecord | None, task: Task, examples: Examples | None) -> SiteRelease:
         """Return the release of a job; a site that declares nothing keeps for life the number of its first job.
 

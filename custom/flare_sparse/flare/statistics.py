@@ -54,7 +54,9 @@ class StatisticsExecutor(QuestionExecutor):
         if gate is not None:
             gate.bind(task, data)
             least = max(least, gate.rule.minimum)
-        if not (values := encode_columns(list_columns(task, data), least)):
+        columns = list_columns(task, data)
+        values = encode_columns(columns, least) if gate is None else encode_columns(columns, least, gate.bound_count)
+        if not values:
             raise DataError(f"no column has {least} rows, the fewest from which this site computes a figure")
         # By name: labels come in the order of the rows, whose first one would show in the order of the answer.
         figures = {name: compute_figures(values[name], least) for name in sorted(values)}

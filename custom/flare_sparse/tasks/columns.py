@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -65,19 +65,28 @@ def list_columns(task: Task, data: SiteData) -> list[Column]:
     return [*described, *(column for column in columns if column is not None)]
 
 
-def encode_columns(columns: Sequence[Column], least: int) -> dict[str, np.ndarray]:
+def encode_columns(
+    columns: Sequence[Column], least: int, bound: Callable[[str, int], int] = lambda name, rows: rows
+) -> dict[str, np.ndarray]:
     """Return the values of each number, and 0 or 1 by row for each label, without those of fewer than ``least`` rows.
 
     Labels, a missing value among them, are named ``sex=F``. A rare label takes others of its column with it, until the
     rows that are left out are enough, too (:func:`flare_sparse.cohorts.subgroups.suppress_small`).
+
+    Args:
+        columns: the columns.
+        least: fewest rows.
+        bound: returns the number of rows that decides, at most the exact one, by the name of a column or label.
     """
     encoded: dict[str, np.ndarray] = {}
     for column in columns:
-        if len(column.numbers) >= least:
+        present = bound(column.name, len(column.numbers))
+        if present >= least:
             encoded[column.name] = column.numbers
         labels = dict(column.labels) | ({MISSING: column.missing} if column.missing else {})
         # Beside missing values, the present numbers are the other group.
-        groups = labels | ({"present": len(column.numbers)} if len(column.numbers) else {})
+        groups = {label: bound(f"{column.name}={label}", count) for label, count in labels.items()}
+        groups |= {"present": present} if len(column.numbers) else {}
         kept = suppress_small({name_metric(SUBJECTS, "column", label): n for label, n in groups.items()}, least)
         for label, count in labels.items():
             if name_metric(SUBJECTS, "column", label) in kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
 from flare_sparse.training import Site
+from flare_sparse.wire.ledger import LedgerLine
 
 CONFIGS = Path(__file__).parents[3] / "app_configs"
 SLOW = {"metagater_cifar10", "metagater_mnist"}
@@ -120,6 +122,41 @@ def test_unencrypted_full_model_conflicts_with_terms_that_forbid_it(
         reason.split(";")[0] for reason in iterate_conflicts(Policy(**terms), "fedavg", ledger.lines, {}, LAYOUT)
     ]
     assert reasons == ([conflict] if conflict else [])
+
+
+LINE = LedgerLine(
+    run="0" * 16, round=1, sequence=1, site="A", direction="up", kind="train", content="delta", encoding="bitmap",
+    values="float32", scalars_total=100, scalars_sent=50, payload_bytes=328, selection_bytes=0, dense_bytes=400,
+    floor_bytes=200,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("terms", "changes", "conflicts"),
+    [
+        ({"max_upload_bytes": 328}, {}, []),
+        ({"max_upload_bytes": 327}, {}, ["max_upload_bytes: a message has 328 bytes, the limit is 327"]),
+        ({"max_upload_bytes": 327}, {"direction": "down"}, []),
+        ({"max_upload_share": 0.5}, {}, []),
+        ({"max_upload_share": 0.49}, {}, ["max_upload_share: 50.0% of the model's entries, the limit is 49.0%"]),
+        ({"max_upload_share": 0.49}, {"content": "metrics"}, []),
+        ({"encrypted": True}, {"values": "ckks"}, []),
+        ({"encrypted": True}, {"content": "scores"}, []),
+        ({"encrypted": True}, {}, ["encrypted: weights and deltas must be encrypted"]),
+        ({"encrypted": True}, {"content": "weights"}, ["encrypted: weights and deltas must be encrypted"]),
+        ({"encrypted": True}, {"content": "statistics"}, ["statistics of inputs leave"]),
+        ({"noise": 0.1, "clip_norm": 1.0}, {"content": "statistics"}, ["statistics of inputs leave"]),
+        ({"noise": 0.1, "clip_norm": 1.0}, {}, []),
+        ({"tensors": ("none*",)}, {}, []),
+        ({"contents": ("weights", "metrics")}, {}, ["contents: fedavg sends delta, which may not leave"]),
+        ({"methods": ("scbf",)}, {}, ["methods: fedavg may not run at this site"]),
+    ],
+)  # fmt: skip
+def test_each_term_on_messages_conflicts_at_its_limit_and_not_at_other_messages(
+    terms: dict[str, Any], changes: dict[str, Any], conflicts: list[str]
+) -> None:
+    found = list(iterate_conflicts(Policy(**terms), "fedavg", [replace(LINE, **changes)], {}, LAYOUT))
+    assert [reason[: len(start)] for reason, start in zip(found, conflicts, strict=True)] == conflicts
 
 
 def test_job_without_privacy_conflicts_with_a_budget(tmp_path: Path) -> None:

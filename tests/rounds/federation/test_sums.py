@@ -398,9 +398,13 @@ def test_masked_message_has_4_bytes_a_value_and_a_header() -> None:
     buffers = layout.size - layout.num_parameters
     assert {line.payload_bytes for line in values} == {4 * layout.size + 4 * buffers + HEADER_BYTES + 16}
     assert {line.content for line in values} == {"weights"}
+    sizes = {(line.encoding, line.scalars_total, line.scalars_sent, line.dense_bytes) for line in values}
+    assert sizes == {("shared", layout.size, layout.size, 4 * layout.size)}
+    assert {line.floor_bytes for line in values} == {4 * layout.size + 4 * buffers}
+    assert len(values) == 3 * 4
     keys = [line for line in ledger.lines if line.values == "masked" and not line.scalars_sent]
     assert {line.encoding for line in keys} == {"keys", "shares", "values", "reveal"}
-    assert all(line.payload_bytes > 0 and line.dense_bytes == 0 for line in keys)
+    assert all(line.payload_bytes > 0 and line.dense_bytes == line.floor_bytes == 0 for line in keys)
 
 
 @pytest.mark.slow
