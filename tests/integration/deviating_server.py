@@ -58,4 +58,4 @@ class DeviatingDescription(Deviating, DescriptionController):
 
 
 class DeviatingFingerprint(Deviating, FingerprintController):
-    """Deviates from ``flare-sparse nnunet collect``."""
+    """Deviates from ``flare-sparse plan``."""

@@ -215,6 +215,7 @@ def log(
 def _show_run(run: RunSummary) -> None:
     """Print what was asked of the site in a run."""
     from ..flare.site.requests import format_time
+    from ..results.runs.received import neutralize
 
     record = run.record
     counts = ", ".join(f"{count} {kind}" for kind, count in run.counts.items()) or "none"
@@ -224,7 +225,7 @@ def _show_run(run: RunSummary) -> None:
         f"  requests: {counts}; last round {run.last_round}; {run.answers} answers with retries",
         f"  starts of the job: {record.start}; models whose metrics left: {record.evaluations}",
         f"  questions that count for life: {len(record.questions)}; sums: {len(record.sums)}",
-        *(f"  unchecked results of task {task}: {count}" for task, count in record.foreign.items()),
+        *(f"  unchecked results of task {neutralize(task)}: {count}" for task, count in record.foreign.items()),
     ]
     if run.rounds_with_many_models:
         lines.append(f"  more than one model in: {', '.join(run.rounds_with_many_models)}")
@@ -237,6 +238,7 @@ def _show_run(run: RunSummary) -> None:
 
 def _show_egress(name: str, lines: list[dict[str, Any]], head: str) -> None:
     """Print what left the site: messages and bytes by job, kind and contents."""
+    from ..results.runs.received import neutralize
     from ..rounds.endpoints.egress import sum_lines
 
     sent = sum(line["sent_bytes"] for line in lines)
@@ -248,7 +250,8 @@ def _show_egress(name: str, lines: list[dict[str, Any]], head: str) -> None:
     rows, total = [], 0
     for (job, kind, contents), (messages, size) in sum_lines(lines).items():
         total += size
-        rows.append([job, kind, contents, str(messages), f"{size:,}", f"{total:,}"])
+        # A job of another package names its kinds of data itself.
+        rows.append([*map(neutralize, (job, kind, contents)), str(messages), f"{size:,}", f"{total:,}"])
     columns = ("job", "kind", "contents", "messages", "bytes", "total")
     console.print(build_table("", columns, rows, left=columns[:3]))
 

@@ -84,7 +84,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
         "run", made / "study.yaml", "--env", "local", "--rounds", 2, "--continue-from", run, "--out", run / "longer"
     ],
     "resume": lambda run, made: ["run", made / "study.yaml", "--env", "local", "--resume", "--out", run],
-    "egress": lambda run, made: ["site", "egress", run],
+    "egress": lambda run, made: ["site", "log", run],
 }  # fmt: skip
 
 

@@ -104,6 +104,13 @@ def test_table_sums_messages_and_bytes_by_job_and_kind(kit: Path) -> None:
     assert late.output.startswith("site-1: 0 messages, with headers 0 bytes; chain intact")
 
 
+def test_kinds_that_a_job_of_another_package_names_are_text_in_the_table(tmp_path: Path) -> None:
+    EgressLog(tmp_path / EGRESS_FOLDER / "site-1", "age").record(Outgoing("result", ["[/b]\x1b[2J"], [b"1"]))
+    result = CliRunner().invoke(app, ["site", "log", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "(/b) (2J" in result.output
+
+
 KILLED = """
 import hashlib, itertools, os, random, signal, sys, time
 from pathlib import Path

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.errors import ConfigError
 from ...wire.ledger import EXCHANGE_FILE
+from .received import parse_record
 from .record import CONFIG
 
 _SIMULATED = "simulate_job"
@@ -105,7 +106,7 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            line = json.loads(text)
+            line = parse_record(text)
             found = {name: type(line[name]) for name in _FIELDS}
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}, line {number}: no line of a ledger: {error!r}") from error
@@ -138,7 +139,7 @@ def _find_name(folder: Path, files: list[Path]) -> str:
         summary = file.parent / "metrics" / "metrics_summary.json"
         if summary.is_file():
             try:
-                return str(json.loads(summary.read_text(encoding="utf-8"))["job_name"])
+                return str(parse_record(summary.read_text(encoding="utf-8"))["job_name"])
             except (ValueError, KeyError, TypeError):
                 continue
     return files[0].parents[2].name if files[0].parent.name == _SIMULATED else folder.resolve().name
