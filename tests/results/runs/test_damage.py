@@ -72,16 +72,17 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "one bit": lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]),
 }
 COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
-    "report": lambda run, made: ["report", run, "--no-baselines", "--json"],
-    "evaluate": lambda run, made: ["evaluate", run, "--data", made / "t.csv", "--resamples", 0, "--overwrite"],
-    "matrix": lambda run, made: ["evaluate", run, "--matrix"],
-    "save": lambda run, made: ["save", run, "--sparse"],
-    "dpia": lambda run, made: ["evidence", run, "--dpia"],
+    "report": lambda run, made: ["report", run, "--plain", "--json"],
+    "evaluate": lambda run, made: ["evaluate", run, "--data", made / "t.csv"],
+    "matrix": lambda run, made: ["evaluate", run],
+    "save": lambda run, made: ["save", run, "--format", "sparse"],
+    "dpia": lambda run, made: ["evidence", run, "--out", run / "dpia.md"],
     "withdraw": lambda run, made: ["withdraw", run, "--site", "B", "--dry-run"],
     "watch": lambda run, made: ["watch", run, "--json"],
     "page": lambda run, made: ["watch", run, "--page", run / "page.html"],
     "continue": lambda run, made: [
-        "run", made / "study.yaml", "--env", "local", "--rounds", 2, "--continue-from", run, "--out", run / "longer"
+        "run", made / "study.yaml", "--env", "local", "--set", "method.rounds=2", "--continue-from", run,
+        "--out", run / "more",
     ],
     "resume": lambda run, made: ["run", made / "study.yaml", "--env", "local", "--resume", "--out", run],
     "egress": lambda run, made: ["site", "log", run],
@@ -108,7 +109,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "study.yaml").write_text(yaml.safe_dump(study))
     for words in (
         ("run", folder / "study.yaml", "--env", "local", "--out", folder / "run"),
-        ("evaluate", folder / "run", "--data", folder / "t.csv", "--resamples", 0),
+        ("evaluate", folder / "run", "--data", folder / "t.csv"),
     ):
         assert call(*words).exit_code == 0
     nobody = {"subjects": [], "sites": [], "note": "", "id": None}
