@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -20,7 +20,17 @@ from ..core.errors import ConfigError, FlareSparseError, describe_exception
 from ..core.observer import SILENT, Observer
 from ..results.runs.folder import RunFolder, copy_user_code
 from ..results.runs.record import CONFIG, SUMMARY
-from ..results.runs.sweep import Search, SettingsResult, Trial, expand_seeds, find_unequal_validation, run_search
+from ..results.runs.sweep import (
+    Search,
+    SettingsResult,
+    Trial,
+    expand_seeds,
+    find_best_of_methods,
+    find_unequal_validation,
+    run_search,
+    split_by_method,
+)
+from .report import compare_runs
 from .start import Overrides, launch, list_overrides
 
 RECORD, STUDY, WINNER, FIGURE = "sweep.json", "sweep.db", "best.yaml", "sweep.png"
@@ -36,12 +46,15 @@ class Sweep:
         results: settings with their runs, best first.
         metric: name, unit and mode of the task's metric.
         warning: why the settings cannot be compared; empty: they can.
+        methods: where methods were values: each with its best settings, the metric on the test subjects of all seeds,
+            and the paired difference from the first method, with its 95 % interval; the best on validation first.
     """
 
     path: Path
     results: tuple[SettingsResult, ...]
     metric: dict[str, Any]
     warning: str
+    methods: tuple[dict[str, Any], ...] = ()
 
     @property
     def winner(self) -> Path:
@@ -96,29 +109,57 @@ def sweep(
     folder = Path(out) if out else Path("runs") / f"{base.name}-sweep"
     # Two sweeps on one folder would each rank the runs of both.
     with RunFolder(folder).claim():
-        search = Search(
-            grid, f"sqlite:///{folder.resolve() / STUDY}", trials=trials, seed=base.seed, keep=keep_known_settings
-        )
+        # With a sampler each method has as many trials: one that looked worse at first would be tuned less.
+        searches = [
+            Search(
+                axes, f"sqlite:///{folder.resolve() / STUDY}", trials=trials, seed=base.seed, keep=keep_known_settings
+            )
+            for axes in ([list(grid)] if trials is None else split_by_method(grid))
+        ]
         all_seeds = range(base.seed, base.seed + seeds)
 
         def list_pending(listed: Iterable[Trial]) -> list[Trial]:
             return [trial for trial in listed if not _is_finished(_load(file, shared, trial), folder / trial.folder)]
 
         # All settings that are known are checked before the first run starts.
-        known = expand_seeds(search.known, all_seeds)
+        known = expand_seeds([settings for search in searches for settings in search.known], all_seeds)
         finished = len(known) - len(list_pending(known))
-        observer.say(f"{search.count * seeds} runs, {finished} of them finished; folder: {folder}")
+        observer.say(
+            f"{sum(search.count for search in searches) * seeds} runs, {finished} of them finished; folder: {folder}"
+        )
         start = partial(run_trial, file.resolve(), shared, folder=folder.resolve())
         ranked, metric = run_search(
-            search,
+            searches,
             all_seeds,
             lambda batch: _run_trials(start, list_pending(batch), parallel, observer),
             lambda trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8")),
             at_a_time=parallel,
         )
-        result = Sweep(folder, tuple(ranked), metric, find_unequal_validation(ranked))
+        methods = tuple(_compare_methods(ranked, metric["name"], folder, observer))
+        result = Sweep(folder, tuple(ranked), metric, find_unequal_validation(ranked), methods)
         _write(result, file, shared)
         return result
+
+
+def _compare_methods(
+    ranked: Sequence[SettingsResult], metric: str, folder: Path, observer: Observer
+) -> Iterator[dict[str, Any]]:
+    """Yield each method with its best settings, and its paired difference from the first one on the test subjects."""
+    best = find_best_of_methods(ranked)
+    if len(best) < 2:
+        return
+    runs = [folder / Trial(result.settings, seed).folder for result in best.values() for seed in result.values]
+    # With the observer's notes alone: the lines of the baselines are those of a report.
+    groups = compare_runs(runs, observer=SILENT)["groups"]
+    if len(groups) != len(best):
+        observer.note("the methods are not compared on test subjects: their runs differ in more than the method")
+        return
+    # Of subjects of all sites at once, which is another figure than the mean of the sites' and has a name of its own.
+    paired = next((name for name in (metric, f"{metric}_across_sites") if name in groups[0]), metric)
+    for (name, result), group in zip(best.items(), groups, strict=True):
+        difference = group.get("differences", {}).get(groups[0]["label"], {}).get(paired)
+        row = {"method": name, "settings": list(result.settings), "bytes": result.sent, "metric": paired}
+        yield {**row, "value": group.get(paired), "difference": difference}
 
 
 def _join(values: Sequence[Any]) -> str:
@@ -215,6 +256,7 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
         for r in ranked
     ]
     record = {"metric": metric, "config": str(file), "overrides": overrides, "results": rows, "warning": warning}
+    record["methods"] = list(sweep.methods)
     write_json(folder / RECORD, record)
     won = f"{folder.name} of {len(ranked)} settings with {len(best.values)} seeds: {', '.join(best.settings)}."
     lines = [
@@ -230,4 +272,5 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
         from ..results.report.sweep import write_sweep_figure
     except ImportError:
         return
-    write_sweep_figure(list(ranked), f"{metric['name']} ({unit})" if unit else metric["name"], folder / FIGURE)
+    label = f"{metric['name']} ({unit})" if unit else metric["name"]
+    write_sweep_figure(list(ranked), sweep.methods, label, folder / FIGURE)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from ..results.runs.progress import format_bytes
-from .console import err
+from .console import build_table, err
 from .console import out as console
 from .options import AsJson, ConfigFile, Overrides
 from .screen import Screen
@@ -53,7 +54,8 @@ def sweep(
     the settings that won (best.yaml). With several seeds, some test subjects of one seed are validation subjects of
     another; with --seeds 1 they choose nothing (docs/evaluation.md).
 
-    Methods are values like others; a setting that one of them lacks is left out of its runs.
+    Methods are values like others; a setting that one of them lacks is left out of its runs, and with --trials each has
+    as many. The best settings of each are then compared on the same test subjects, with paired 95 % intervals.
 
     [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml --grid method.sparsity=0.8,0.9 --set
     task.split.validation=0.1[/]
@@ -71,9 +73,23 @@ def sweep(
         typer.echo((result.path / sweeps.RECORD).read_text(encoding="utf-8"))
         return
     console.print(_build_table(list(result.results), result.metric["name"]))
+    if result.methods:
+        console.print(_build_methods_table(result.methods))
     if result.warning:
         console.print(f"[bold yellow]WARN[/] {escape(result.warning)}")
     console.print(f"best settings: {result.winner}", markup=False)
+
+
+def _build_methods_table(methods: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row for each method with its best settings; differences are those from the first."""
+    rows = []
+    for row in methods:
+        found = row["difference"]
+        shown = f"{found['value']:+.4g} [{found['low']:+.4g}, {found['high']:+.4g}]" if found else "-"
+        value = "-" if row["value"] is None else f"{row['value']:.4g}"
+        rows.append([row["method"], value, shown, format_bytes(row["bytes"])])
+    columns = ("method, best settings", f"test {methods[0]['metric']}", "difference [95 %]", "sent")
+    return build_table(f"on the test subjects of all seeds, against {methods[0]['method']}", columns, rows)
 
 
 def _build_table(ranked: list[SettingsResult], metric: str) -> Table:

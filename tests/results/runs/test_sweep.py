@@ -16,9 +16,11 @@ from flare_sparse.results.runs.sweep import (
     SettingsResult,
     Trial,
     expand_seeds,
+    find_best_of_methods,
     find_unequal_validation,
     rank_settings,
     run_search,
+    split_by_method,
 )
 
 MEMORY = "sqlite:///:memory:"
@@ -119,13 +121,13 @@ def test_failed_settings_are_noted_as_such_and_others_go_on() -> None:
     def run(batch: list[Trial]) -> dict[Trial, str]:
         return {trial: "E_QUORUM" for trial in batch if trial.settings == ("a=2",) and trial.seed == 1}
 
-    ranked, metric = run_search(search, range(2), run, lambda trial: summarize(float(trial.settings[0][2:])))
+    ranked, metric = run_search([search], range(2), run, lambda trial: summarize(float(trial.settings[0][2:])))
     assert [result.settings for result in ranked] == [("a=1",), ("a=3",), ("a=2",)]
     assert metric["name"] == "mae"
     states = {trial.params["a"]: (trial.state.name, trial.value) for trial in search._study.trials}
     assert states == {"1": ("COMPLETE", 1.0), "2": ("FAIL", None), "3": ("COMPLETE", 3.0)}
     with pytest.raises(ConfigError, match="no run of the sweep finished; a=1, seed 0: E_DATA"):
-        run_search(Search(["a=1"], MEMORY), [0], lambda batch: dict.fromkeys(batch, "E_DATA"), lambda trial: {})
+        run_search([Search(["a=1"], MEMORY)], [0], lambda batch: dict.fromkeys(batch, "E_DATA"), lambda trial: {})
 
 
 def test_sweep_without_optuna_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,3 +182,18 @@ def test_settings_with_a_failed_run_come_last(mode: str) -> None:
 
 def test_label_of_a_trial_names_settings_and_seed() -> None:
     assert Trial(("method.training.lr=1e20", "method.rounds=5"), 1).label == "lr=1e20, rounds=5, seed 1"
+
+
+def test_each_method_has_its_own_search_and_its_best_settings_with_every_seed() -> None:
+    axes = ["a=1,2", "method.name=x,y"]
+    assert split_by_method(axes) == [["a=1,2", "method.name=x"], ["a=1,2", "method.name=y"]]
+    assert split_by_method(["a=1,2"]) == [["a=1,2"]]
+    results = [
+        SettingsResult((f"method.name={name}", f"a={a}"), values, failures, {}, 1.0)
+        for name, a, values, failures in (
+            ("y", 1, {0: 1.0}, {1: "E_DATA"}), ("x", 1, {0: 2.0, 1: 2.0}, {}), ("y", 2, {0: 3.0, 1: 3.0}, {}),
+            ("x", 2, {0: 4.0, 1: 4.0}, {}),
+        )
+    ]  # fmt: skip
+    best = find_best_of_methods(results)
+    assert {name: result.settings[1] for name, result in best.items()} == {"x": "a=1", "y": "a=2"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -15,10 +16,21 @@ from ..runs.sweep import SettingsResult
 from .figures import STYLE
 
 
-def write_sweep_figure(ranked: Sequence[SettingsResult], metric: str, file: Path) -> None:
-    """Write a PNG file with a row for each setting, best on top: a dot for each seed, a bar for their mean."""
+def write_sweep_figure(
+    ranked: Sequence[SettingsResult], methods: Sequence[Mapping[str, Any]], metric: str, file: Path
+) -> None:
+    """Write a PNG file with a row for each setting, best on top: a dot for each seed, a bar for their mean.
+
+    Below, where methods were compared, the paired difference of each from the first, with its 95 % interval.
+    """
+    compared = [row for row in methods if row["difference"]]
+    heights = [1.2 + 0.35 * len(ranked), *([1.2 + 0.35 * len(compared)] if compared else [])]
     with plt.style.context(STYLE):
-        figure, axes = plt.subplots(figsize=(8, 1.2 + 0.35 * len(ranked)), layout="constrained")
+        size = (8, sum(heights))
+        figure, grid = plt.subplots(
+            len(heights), figsize=size, height_ratios=heights, squeeze=False, layout="constrained"
+        )
+        axes, *below = grid[:, 0]
         for row, result in enumerate(ranked):
             values = list(result.values.values())
             axes.plot(values, [row] * len(values), "o", color="C0", alpha=0.6)
@@ -27,6 +39,15 @@ def write_sweep_figure(ranked: Sequence[SettingsResult], metric: str, file: Path
         axes.set_yticks(range(len(ranked)), [_label(result) for result in ranked])
         axes.invert_yaxis()
         axes.set(xlabel=f"{metric} on validation examples", title="Settings, best first")
+        for place in below:
+            for row, found in enumerate(compared):
+                value, low, high = (found["difference"][name] for name in ("value", "low", "high"))
+                place.errorbar([value], [row], xerr=[[value - low], [high - value]], fmt="o", color="C0", capsize=3)
+            place.axvline(0, color="0.5", linewidth=1)
+            place.set_yticks(range(len(compared)), [row["method"] for row in compared])
+            place.invert_yaxis()
+            name = f"{methods[0]['metric']}: difference from {methods[0]['method']}"
+            place.set(xlabel=f"{name}, same subjects, 95 %")
         figure.savefig(file, format="png", metadata={"Software": None})
         plt.close(figure)
 

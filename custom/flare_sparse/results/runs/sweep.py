@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean, stdev
 from typing import Any
 
@@ -210,8 +211,35 @@ def expand_seeds(settings: Iterable[tuple[str, ...]], seeds: Sequence[int]) -> l
     return [Trial(own, seed) for own in settings for seed in seeds]
 
 
+METHOD = "method.name"
+
+
+def split_by_method(axes: Sequence[str]) -> list[list[str]]:
+    """Return the axes of a search for each method that an axis names, so that each has a budget of its own.
+
+    >>> split_by_method(["method.name=fedavg,neurosfl", "method.training.lr=0.1..1"])
+    [['method.name=fedavg', 'method.training.lr=0.1..1'], ['method.name=neurosfl', 'method.training.lr=0.1..1']]
+    """
+    parsed = dict(map(_parse_axis, axes))
+    if METHOD not in parsed:
+        return [list(axes)]
+    return [
+        [f"{METHOD}={name}" if _parse_axis(axis)[0] == METHOD else axis for axis in axes] for name in parsed[METHOD]
+    ]
+
+
+def find_best_of_methods(ranked: Sequence[SettingsResult]) -> dict[str, SettingsResult]:
+    """Return the best settings of each method, of those that have a result with every seed, the best method first."""
+    best: dict[str, SettingsResult] = {}
+    for result in ranked:
+        names = [setting.partition("=")[2] for setting in result.settings if setting.startswith(f"{METHOD}=")]
+        if names and result.values and not result.failures:
+            best.setdefault(names[0], result)
+    return best
+
+
 def run_search(
-    search: Search,
+    searches: Sequence[Search],
     seeds: Sequence[int],
     run: Callable[[list[Trial]], Mapping[Trial, str]],
     read: Callable[[Trial], Mapping[str, Any]],
@@ -221,7 +249,7 @@ def run_search(
     """Run the settings of a search, and return them, best first, and the task's metric.
 
     Args:
-        search: chooses the settings.
+        searches: choose the settings, one after another.
         seeds: each of the settings runs with these.
         run: runs trials, or what is left of them, and returns why the failed ones failed.
         read: returns the summary of a finished trial.
@@ -232,7 +260,12 @@ def run_search(
     """
     results: dict[Trial, Mapping[str, Any]] = {}
     failures: dict[Trial, str] = {}
-    while settings := search.propose(max(1, at_a_time // len(seeds))):
+    batches = (
+        (search, settings)
+        for search in searches
+        for settings in iter(partial(search.propose, max(1, at_a_time // len(seeds))), [])
+    )
+    for search, settings in batches:
         batch = expand_seeds(settings, seeds)
         failed = run(batch)
         finished = {trial: read(trial) for trial in batch if trial not in failed}
