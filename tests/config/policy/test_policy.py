@@ -191,6 +191,14 @@ def test_presets_become_stricter_from_open_to_careful_to_strict() -> None:
     assert set(strict.contents) < set(careful.contents)
 
 
+@pytest.mark.parametrize(("limit", "rounds"), [(None, [1, 2, 3, 4, 5]), (1, [5]), (2, [1, 5]), (3, [1, 3, 5])])
+def test_metrics_of_the_last_model_and_of_others_at_equal_intervals_may_leave(
+    limit: int | None, rounds: list[int]
+) -> None:
+    policy = Policy(max_evaluations=limit)
+    assert [t for t in range(1, 6) if policy.allows_metrics(t, 4, 1)] == rounds
+
+
 def test_policy_is_a_file_or_the_name_of_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(

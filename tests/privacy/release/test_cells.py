@@ -93,6 +93,9 @@ def test_counts_are_multiples_near_the_count_and_the_same_again(count: int, secr
     found = round_count(rule, key, "cell", count)
     assert found == round_count(rule, key, "cell", count)
     assert found == 10 if count < 10 else abs(found - count) < 5 and found % 5 == 0
+    # A minimum between two multiples: from it on a count is rounded.
+    assert [round_count(Rule(12), key, "cell", n) for n in (0, 11)] == [12, 12]
+    assert round_count(Rule(12), key, "cell", 12) in (10, 15)
 
 
 def test_rounding_has_no_bias() -> None:

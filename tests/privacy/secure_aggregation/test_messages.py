@@ -60,6 +60,13 @@ def test_golden_messages_mean_what_was_packed() -> None:
     assert unpack_names(payloads["reveal-down"]) == ["a", "site-é"]
 
 
+def test_message_without_a_payload_is_its_header_and_a_shorter_one_is_refused() -> None:
+    message = pack_message(Step.KEYS, SUM_ID, b"")
+    assert message.size == HEADER_BYTES
+    assert unpack_message(message, "server")[2] == b""
+    assert refuses(lambda: unpack_message(message[:-1], "server")) == "E_LEN"
+
+
 @pytest.mark.parametrize("name", sorted(build_messages()))
 def test_every_flipped_bit_of_the_header_is_noticed(name: str) -> None:
     message = build_messages()[name]

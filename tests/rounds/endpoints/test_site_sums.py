@@ -51,3 +51,16 @@ def test_site_refuses_sums_of_another_update_and_steps_out_of_order() -> None:
         ("E_REQUEST", ask(step=Step.REVEAL)),
     ):
         assert refuses(lambda question=question: build_site().answer(question)) == code
+    site = build_site()
+    site.answer(ask())
+    assert refuses(lambda: site.answer(ask(step=Step.VALUES))) == "E_REQUEST"
+
+
+def test_nothing_is_withheld_before_an_update_nor_after_it_was_discarded() -> None:
+    patch, site = Patch(BENCH.weights + 0.25, Mask.full(BENCH.weights.numel())), build_site()
+    assert site.is_withheld(patch)
+    assert not site.is_withheld(Patch(BENCH.weights, patch.mask))
+    site.discard()
+    for other in (site, build_site(has_update=False)):
+        assert not other.is_withheld(patch)
+        assert other.message_bytes == 0

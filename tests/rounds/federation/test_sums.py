@@ -300,6 +300,24 @@ def test_second_job_of_one_model_has_the_same_members(tmp_path: Path, monkeypatc
     assert run_job("3" * 16, 5).records[0].sites_contributed == [f"site-{number}" for number in range(1, 6)]
 
 
+def test_site_that_signs_another_number_than_it_reports_has_no_part_in_the_sum() -> None:
+    federation = build_federation(4, settings={"rounds": 1}, rules=RoundRules(min_sites=3, retries=0))
+    full = Mask.full(federation.bench.layout.size)
+    request = Request("train", 1, Patch.from_vector(federation.bench.weights, full), full)
+    assignments = dict.fromkeys(sorted(federation.sites), Assignment(request, UpdateSpec("weights", full)))
+    attempt = federation.server.encode_requests(assignments)
+    assert isinstance(federation.server.protection, ServerSums)
+    exchange = federation.server.protection.start_sum(assignments, attempt.sequence)
+    assert exchange is not None
+    replies = dict(federation.deliver(attempt))
+    replies["site-2"] = replace(replies["site-2"], num_examples=replies["site-2"].num_examples + 1)
+    found, _ = sum_replies(exchange, replies, federation.yield_sum_replies, None)
+    assert found["site-2"] == "E_WEIGHT"
+    other = Assignment(request, UpdateSpec("weights", full))
+    with pytest.raises(ValueError, match="all sites have the same assignment"):
+        federation.server.protection.start_sum({**assignments, "site-2": other}, attempt.sequence)
+
+
 def test_swapped_key_is_refused_by_every_site() -> None:
     federation = build_federation(4, rules=RoundRules(min_sites=3, retries=0))
 

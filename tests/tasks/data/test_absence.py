@@ -16,6 +16,7 @@ import flare_sparse
 from flare_sparse.config.withdrawals import Withdrawals
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.columns import list_columns
+from flare_sparse.tasks.data.absence import check_absence
 from flare_sparse.tasks.data.cases import find_images, select_cases
 from flare_sparse.tasks.data.source import LOCAL_FILE, WITHDRAWN_FILE, find_site_data
 from flare_sparse.tasks.registry import TASKS
@@ -34,6 +35,8 @@ OPENERS = {
     "api/estimate.py name_sites": "names of sites",
     "cli/plan.py _read_sources": "folders that a person names, of no site and no run",
     "cli/predict.py predict": "from open_data",
+    "config/image_study.py _look_at_brains": "a folder that a person names, of no site and no run",
+    "config/image_study.py _look_at_cases": "a folder that a person names, of no site and no run",
     "config/nnunet_study.py write_nnunet_study": "folders that a person names, of no site and no run",
     "config/sites.py _locate_data": "opened by prepare_site_data",
     "config/table_study.py describe_table": "a file that a person names, of no site and no run",
@@ -150,9 +153,20 @@ def test_list_of_a_run_is_narrowed_to_who_is_in_the_data(tmp_path: Path) -> None
     write_site(tmp_path, "")
     gone = Withdrawals(frozenset({"p003", "q1"}), id="patient").open(SiteData("a", tmp_path / "t.csv"))
     assert gone.withdrawn == {"p003"}
+    for one, other in ((None, "patient"), ("patient", None), ("patient", "visit")):
+        assert Withdrawals(id=one).merge(Withdrawals(id=other)).id == "patient"
     # A file of arrays has no column: its examples are named by their numbers.
     np.savez(tmp_path / "images.npz", train_images=np.zeros((3, 2, 2), np.uint8))
     assert Withdrawals(frozenset({"1"})).open(SiteData("a", tmp_path / "images.npz")).withdrawn == {"1"}
+
+
+def test_subject_is_known_by_a_name_at_most_four_folders_deep(tmp_path: Path) -> None:
+    for name in ("a/b/c/case_07_0000.nii.gz", "a/b/c/d/case_08_0000.nii.gz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    check_absence(SiteData("a", tmp_path, withdrawn=frozenset({"case_07"})))
+    with pytest.raises(DataError, match="case_08"):
+        check_absence(SiteData("a", tmp_path, withdrawn=frozenset({"case_08"})))
 
 
 def list_calls(function: ast.FunctionDef) -> set[str]:
