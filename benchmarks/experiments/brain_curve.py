@@ -1,6 +1,6 @@
 """Learning curves of brain age: a 3D-CNN and the MLP on the same 9 mm voxels, by the number of training subjects.
 
-    python benchmarks/experiments/brain_curve.py ../shared/data/brain_t1 [--out runs/brain_curve] [--docs]
+    python benchmarks/experiments/brain_curve.py ../shared/data/brain_t1 [--folds 3] [--out FOLDER] [--docs]
 
 The data of all sites is pooled. In each of five folds a fifth of the training subjects is set aside to choose a setting
 of :data:`SETTINGS` for each network and each number of subjects; a network with that setting then trains on all of
@@ -99,7 +99,7 @@ def format_interval(values: np.ndarray, *, sign: bool = False) -> str:
 def write_docs(rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the table of the page."""
     lines = [
-        "### Learning curves", "", "| training subjects | MLP, years [95 %] | CNN, years [95 %] | CNN minus MLP |",
+        "| training subjects | MLP, years [95 %] | CNN, years [95 %] | CNN minus MLP |",
         "| --- | --- | --- | --- |",
     ]  # fmt: skip
     for share in SHARES:
@@ -115,12 +115,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder with the BIDS data sets IXI-HH and NSK")
     parser.add_argument("--out", type=Path, default=Path("runs/brain_curve"))
+    parser.add_argument("--folds", type=int, default=FOLDS, help="number of folds to run (default all)")
     parser.add_argument("--docs", action="store_true", help="update docs/results/age.md from the files in --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
     volumes, rows = Volumes(arguments.data), []
-    for fold in range(1, FOLDS + 1):
+    for fold in range(1, arguments.folds + 1):
         for share in SHARES:
             for network in SETTINGS:
                 file = arguments.out / f"{network}_{share:g}_{fold}.json"

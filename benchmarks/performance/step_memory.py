@@ -51,7 +51,7 @@ def _read_status(name: str) -> int:
 def compare(network: str) -> dict[str, Any]:
     """Return the megabytes of a step, counted and of the process."""
     config, overrides = NETWORKS[network]
-    study = Study.load(CONFIGS / f"{config}.yaml", list(overrides))
+    study = Study.load(CONFIGS / f"{config}.yaml", [*overrides, "simulator.data.phantom.subjects=8"])
     memory.measure_step(study)
     counted = memory.measure_step(study)["step"]
     memory.PeakMemory = Resident  # type: ignore[misc]
