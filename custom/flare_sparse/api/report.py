@@ -15,6 +15,7 @@ from ..results.runs.cost import BATCH, load_inputs, measure_cost
 from ..results.runs.load import load_study, load_trained_model
 from ..results.runs.pictures import PICTURES_FILE, compute_pictures, read_pictures, write_pictures
 from ..results.runs.predictions import PREDICTIONS_FILE, compute_predictions
+from ..results.runs.received import name_damage
 from ..results.runs.results import COST_FILE, EVALUATIONS, RunResult, read_runs
 from ..tasks.task import Task
 
@@ -65,7 +66,9 @@ def write_reports(
 
 def compare_runs(runs: Sequence[Path], *, baselines: bool = True, observer: Observer = SILENT) -> dict[str, Any]:
     """Return metrics, baselines and paired differences of runs, as ``flare-sparse report --json`` prints them."""
-    return describe_runs(*read_with_predictions(runs, baselines=baselines, observer=observer))
+    results, notes = read_with_predictions(runs, baselines=baselines, observer=observer)
+    with name_damage(runs[0]):
+        return describe_runs(results, notes)
 
 
 def read_with_predictions(

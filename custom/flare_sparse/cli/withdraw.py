@@ -56,6 +56,7 @@ def withdraw(options: WithdrawOptions) -> None:
     from ..api.withdraw import withdraw as make_again
     from ..config.withdrawals import Withdrawals
     from ..core.names import read_names
+    from ..results.runs.received import name_damage
 
     if (options.subjects is None) == (options.site is None):
         raise ConfigError("give either --subjects FILE or --site NAME")
@@ -67,8 +68,9 @@ def withdraw(options: WithdrawOptions) -> None:
         raise ConfigError(f"--subjects {options.subjects}: the file lists no identifier")
     run = Run.load(options.run, Screen(err))
     touched = trace_withdrawal(run, gone)
-    for line in _describe(touched):
-        console.print(line, markup=False)
+    with name_damage(run.path):
+        for line in _describe(touched):
+            console.print(line, markup=False)
     if options.dry_run:
         return
     done = make_again(run, gone, touched, out=options.out, deletes_models=options.delete_models, observer=Screen())

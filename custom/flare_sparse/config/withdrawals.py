@@ -43,7 +43,7 @@ class Withdrawals:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             return cls(frozenset(content["subjects"]), frozenset(content["sites"]), str(content["note"]), content["id"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"{file}: cannot be read ({error}); it lists what must not be used. Restore it"
             ) from error

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flare_sparse.core.mask import Mask
-from flare_sparse.privacy.dp.account import BudgetSpent, PrivacyAccount
+from flare_sparse.privacy.dp.account import Budget, BudgetSpent, PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import LEAST_NOISE, PrivateQuery, SiteMechanism, clip_rows, limit_steps
@@ -55,6 +55,14 @@ def test_noise_has_the_scale_of_clip_times_multiplier_over_the_lot() -> None:
     assert abs(float(noise.mean())) < 0.001
     mean = question.privatize(torch.full((100_000,), 20.0, dtype=torch.float64), 1)
     assert float(mean.mean()) == pytest.approx(1.0, abs=0.001)
+
+
+def test_training_beyond_the_budget_is_refused_before_it_begins() -> None:
+    account = PrivacyAccount(None, Budget(1.0, 1e-5))
+    with pytest.raises(BudgetSpent):
+        ask(mechanism(account, noise_multiplier=0.1))
+    assert ask(mechanism(account, noise_multiplier=50.0))
+    assert not account.read().entries
 
 
 def test_subjects_take_part_with_the_sampling_rate_and_independently_by_step() -> None:

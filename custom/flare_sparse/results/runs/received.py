@@ -11,6 +11,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import yaml
+
 from ...core.errors import ConfigError, FlareSparseError, find_user_line
 
 P = ParamSpec("P")
@@ -74,7 +76,7 @@ def name_damage(folder: Path) -> Iterator[None]:
     except FlareSparseError:
         raise
     except (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError,
-            ValueError) as error:  # fmt: skip
+            ValueError, yaml.YAMLError) as error:  # fmt: skip
         frame = find_user_line(error)
         where = f" at {frame.filename}:{frame.lineno}" if frame else ""
         raise ConfigError(

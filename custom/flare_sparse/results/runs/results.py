@@ -18,7 +18,7 @@ from ...tasks.task import TEST_EXAMPLES, VALIDATION, VALIDATION_EXAMPLES
 from .contributions import Contributions, read_contributions
 from .pictures import PICTURES_FILE, CasePicture, read_pictures
 from .predictions import PREDICTIONS_FILE, Predictions
-from .received import neutralize, parse_record
+from .received import name_damage, neutralize, parse_record
 from .record import CONFIG
 
 EVALUATIONS = "evaluations"
@@ -79,7 +79,10 @@ class RunResult:
     def config(self) -> dict[str, Any]:
         """Content of ``config.yaml``; empty if it is missing."""
         file = self.path / CONFIG
-        return dict(neutralize(yaml.safe_load(file.read_text(encoding="utf-8")))) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        with name_damage(self.path):
+            return dict(neutralize(yaml.safe_load(file.read_text(encoding="utf-8"))))
 
     @property
     def fold(self) -> int | None:
