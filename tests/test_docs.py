@@ -499,3 +499,8 @@ def test_citation_and_changelog_have_the_version_of_the_package() -> None:
     assert citation["version"] == VERSION
     assert newest is not None
     assert newest[1] == VERSION
+
+
+def test_method_that_init_writes_is_the_one_of_the_page() -> None:
+    written = (ROOT / "app_configs" / "starters" / "method" / "random_masks.py").read_text()
+    assert written.strip() in find_fenced_blocks("new-method.md", "python")[0]

@@ -108,7 +108,13 @@ def iterate_conflicts(
             policy.find_shortfalls(content, usage) for content, usage in zip(contents, site_usages, strict=True)
         )
         for reason in dict.fromkeys(chain.from_iterable(shortfalls)):
-            yield f"{reason} ({site}); add data, or let the method read more of it (scores: saliency_batches)"
+            yield f"{reason} ({site}); {_SCORES_REMEDY if reason.startswith('min_score') else 'add data'}"
+
+
+_SCORES_REMEDY = (
+    "add data, or let scores read all of it: --set method.saliency_batches=null; for a smaller site send none: --set "
+    "method.scores=random, whose mask does not follow the data and costs accuracy (docs/site-policy.md)"
+)
 
 
 def _iterate_conflicts_of_messages(
