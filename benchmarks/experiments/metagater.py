@@ -2,6 +2,7 @@
 
     python benchmarks/experiments/metagater.py cifar_small ../shared/data --rounds 120 --seeds 1 2 3
     python benchmarks/experiments/metagater.py cifar_main ../shared/data --rounds 200 --seeds 1 2 3
+    python benchmarks/experiments/metagater.py cifar_moderate ../shared/data --rounds 400 --seeds 1 2 3
     python benchmarks/experiments/metagater.py brain ../shared/data --rounds 100 --seeds 1 2 3
 
 Target sites take no part in training. Every site keeps 20 % of its examples for validation or testing: those of the
@@ -22,7 +23,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,12 +96,13 @@ class Setting:
     validation_sites: int | None = None
 
 
-def build_cifar_arms(batch: int, alphas: tuple[float, ...]) -> dict[str, Arm]:
+def build_cifar_arms(batch: int, alphas: tuple[float, ...], pruned: Sequence[str] = ("2.0.conv",)) -> dict[str, Arm]:
     """Return the arms on CIFAR-10. MetaGater's step is lambda times its learning rate.
 
     Args:
         batch: size of the minibatches.
         alphas: inner steps of Per-FedAvg to choose among.
+        pruned: convolutions whose channels MetaSNIP scores.
     """
     plain = {"training": {"optimizer": "sgd", "batch_size": batch, "lr": 0.1}}
     proximal = {"training": {**plain["training"], "lr": 0.1 / LAMBDA}, "momentum_cap": 0.9, "lasso": 0}
@@ -113,7 +115,7 @@ def build_cifar_arms(batch: int, alphas: tuple[float, ...]) -> dict[str, Arm]:
             "metagater", {**proximal, "lasso": LASSO, "closed_channels": "permanent"}, gated=True
         ),
         "MetaGater without gates": Arm("metagater", proximal),
-        "MetaSNIP": Arm("metasnip", {**proximal, "layers": ["2.0.conv"]}),
+        "MetaSNIP": Arm("metasnip", {**proximal, "layers": list(pruned)}),
     }
 
 
@@ -159,6 +161,14 @@ SETTINGS = {
         # The inner step that validation on the small sites chose for every seed: a second one takes two runs of FedAvg.
         build_cifar_arms(64, (0.01,)),
         {"sites": 40, "targets": 10, "min_examples": 221, "max_examples": 2792},
+        validation_sites=10,
+    ),
+    "cifar_moderate": Setting(
+        "image_classification",
+        {**CIFAR, "model": {"name": "image_cnn6"}},
+        ("4", "5"),
+        build_cifar_arms(64, (0.01,), ("4.0.conv", "5.0.conv")),
+        {"sites": 20, "targets": 10, "min_examples": 221, "max_examples": 2792},
         validation_sites=10,
     ),
     "brain": Setting("table", BRAIN, (), build_brain_arms(), {"targets": 10, "smallest_target": 20}),

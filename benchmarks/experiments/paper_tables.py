@@ -28,8 +28,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import torch
+from page_tables import write_section
 from runs import CONFIGS, claim
 from torch.utils.data import ConcatDataset
 
@@ -40,7 +42,11 @@ from flare_sparse.results.audit.pairs import attack_between_sites
 from flare_sparse.results.runs.cost import measure_cost
 from flare_sparse.results.runs.load import load_study, load_trained_model
 
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
 HERE = Path(__file__).resolve().parent
+IMAGES = HERE.parents[1] / "docs" / "images"
 SPARSITIES = (0.85, 0.9, 0.95, 0.99)
 Record = dict[str, Any]
 
@@ -310,7 +316,7 @@ def list_lora() -> tuple[Row, ...]:
     settings = {f"rank {rank}": f"rank: {rank}" for rank in (1, 2, 4, 8)}
     settings |= {"rank 2, B alone": "rank: 2, schedule: b_only"}
     settings |= {f"rank 2, ratio {ratio}": f"rank: 2, b_lr_ratio: {ratio}" for ratio in (1, 2, 10)}
-    settings |= {f"rank 2, {score}": f"rank: 2, score: {score}" for score in ("magnitude", "sensitivity")}
+    settings |= {f"rank 2, {score}": f"rank: 2, score: {score}" for score in ("magnitude", "sensitivity", "random")}
     rows = [Row(label, (lora_method(text),)) for label, text in settings.items()]
     for alpha in (0.5, 1.0):
         for rank in (1, 8):
@@ -324,7 +330,26 @@ def lora_method(text: str) -> str:
     return f"method={{name: lora_a2, {text}, rounds: 8, {training}}}"
 
 
-LORA_SETTINGS = ("simulator.sites=4", "task.max_length=20", "task.split={test: 0.3}", "task.every=3")
+def list_mnist() -> tuple[Row, ...]:
+    """Return MetaGater without gates, and its baselines, by local steps (Table 1)."""
+    training = "training: {optimizer: sgd, lr: %s, batch_size: 64}"
+    targets = "targets: [site-21, site-22, site-23, site-24, site-25]"
+    shared = f"rounds: 200, participation: 0.25, adapt_lr: 0.1, {targets}"
+    gater = f"name: metagater, proximity: 0.2, momentum_cap: 0.9, lasso: 0, {training % 0.25}"
+    arms = {
+        "FedAvg + one step": (f"name: fedavg_one_step, {training % 0.05}", "98.78"),
+        "Per-FedAvg": (f"name: per_fedavg, {training % 0.05}", "99.05"),
+        "MetaGater, 1 local step": (f"{gater}, local_steps: 1", "99.2"),
+        "MetaGater, 2 local steps": (f"{gater}, local_steps: 2", "99.4"),
+        "MetaGater, up to 20 steps, xi = 0.01": (f"{gater}, local_steps: 20, local_accuracy: 0.01", ""),
+    }
+    return tuple(
+        Row(label, (f"method={{{method}, {shared}}}",), {"accuracy, %": paper} if paper else {})
+        for label, (method, paper) in arms.items()
+    )
+
+
+LORA_SETTINGS = ("simulator.sites=4", "task.max_length=20", "task.split={test: 0.3}")
 TABLES: dict[str, Table] = {
     "scbf_methods": Table(
         "scbf", "scbf_mortality", "eicu_demo/mortality.npz", SCBF_SETTINGS, list_scbf_methods(), SCBF_COLUMNS
@@ -389,6 +414,14 @@ TABLES: dict[str, Table] = {
         choose("MAE", "attack accuracy"),
         is_attacked=True,
     ),
+    "metagater_mnist": Table(
+        "metagater",
+        "metagater_mnist",
+        "mnist/mnist_small.npz",
+        (),
+        list_mnist(),
+        choose("accuracy, %", "processor, s"),
+    ),
     "lora_ablations": Table(
         "lora_a2",
         "lora_a2_banking77",
@@ -427,11 +460,14 @@ def attack(folder: Path) -> Record:
     One site alone is attacked by an attacker who holds a random half of its examples (the paper's centralised setting).
     """
     study = load_study(folder)
-    model, task = load_trained_model(study), study.assembly.task
+    task = study.assembly.task
     sites = {name: task.load(where, study.config.seed) for name, where in sorted(study.prepare_sites(folder).items())}
     parts = [part for own in sites.values() for part in (own.train, own.test)]
     members = np.concatenate([np.full(len(part), number % 2 == 0) for number, part in enumerate(parts)])
     names = np.repeat(list(sites), [len(own.train) + len(own.test) for own in sites.values()])
+    # The centralised model is the one that the site has trained on after the pruning.
+    own = sorted((folder / "site_models").glob("*")) if len(sites) == 1 else []
+    model = fs.load_model(folder, next(iter(sites))) if own else load_trained_model(study)
     if len(sites) == 1:
         names = np.where(np.random.default_rng(study.config.seed).random(len(names)) < 0.5, "attacker", "others")
     features = compute_gradient_features(task, model, ConcatDataset(parts))
@@ -445,13 +481,13 @@ def attack(folder: Path) -> Record:
 
 @cache
 def write_texts(file: Path) -> Path:
-    """Write the texts of 20 classes, 40 of each, and return the new file: the paper's data, smaller."""
+    """Write the texts of 20 classes, 25 of each, and return the new file: the paper's data, smaller."""
     with gzip.open(file, "rt", encoding="utf-8", newline="") as stream:
         rows = list(csv.DictReader(stream))
     classes = {name: str(number) for number, name in enumerate(sorted({row["label"] for row in rows}, key=int)[:20])}
     kept: dict[str, list[dict[str, str]]] = {name: [] for name in classes}
     for row in rows:
-        if row["label"] in kept and len(kept[row["label"]]) < 40:
+        if row["label"] in kept and len(kept[row["label"]]) < 25:
             kept[row["label"]].append(row)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
@@ -495,6 +531,137 @@ def format_table(name: str, records: Mapping[str, Sequence[Record]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def update_docs(out: Path) -> None:
+    """Write the tables of the pages and their figures from the finished runs."""
+    for name, table in TABLES.items():
+        records = read_records(out, name)
+        if any(records.values()):
+            write_section(f"../papers/{table.paper}", name, format_table(name, records))
+    plt.style.use("flare_sparse.results.report.plots")
+    for paper, panels in FIGURES.items():
+        names = {name for panel in panels for points in panel.lines.values() for name, *_ in points}
+        if not any(own for name in names for own in read_records(out, name).values()):
+            continue
+        figure, axes = plt.subplots(
+            1, len(panels), figsize=(4.6 * len(panels), 3.6), layout="constrained", squeeze=False
+        )
+        for axis, panel in zip(axes[0], panels, strict=True):
+            draw(axis, panel, out)
+        figure.savefig(IMAGES / f"paper_{paper}.png")
+        plt.close(figure)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel of a figure.
+
+    Attributes:
+        title, x: what it says and the name of its axis.
+        column: the figure of a run that it shows.
+        lines: points by name of the line: table, label of the row, position.
+        ticks: labels of the positions 0, 1, ...; none: numbers.
+    """
+
+    title: str
+    x: str
+    column: str
+    lines: Mapping[str, Sequence[tuple[str, str, float]]]
+    ticks: Sequence[str] = ()
+
+
+def draw(axis: Any, panel: Panel, out: Path) -> None:
+    """Draw each line of a panel, ours solid with a standard deviation, and the paper's dashed in the same colour."""
+    for number, (label, points) in enumerate(panel.lines.items()):
+        ours, printed = [], []
+        for name, row_label, x in points:
+            values = [COLUMNS[panel.column](record) for record in read_records(out, name)[row_label]]
+            if values:
+                ours.append((x, fmean(values), stdev(values) if len(values) > 1 else 0.0))
+            paper = next(row for row in TABLES[name].rows if row.label == row_label).paper.get(panel.column, "")
+            if paper.replace(".", "").isdigit():
+                printed.append((x, float(paper)))
+        color = f"C{number}"
+        if ours:
+            axis.errorbar(*zip(*ours, strict=True), fmt="o-", color=color, label=label, capsize=2)
+        if printed:
+            axis.plot(*zip(*printed, strict=True), "--", color=color, alpha=0.6)
+    axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.column)
+    if panel.ticks:
+        axis.set_xticks(range(len(panel.ticks)), panel.ticks)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize="small")
+
+
+SHARES = ("dense", *(f"{share:.0%}" for share in SPARSITIES))
+BY_SPARSITY = {label: number for number, label in enumerate(SHARES)}
+BRAIN_LINES = {
+    title: [(f"fedsparsify_{name}", label, float(x)) for label, x in BY_SPARSITY.items()]
+    for title, name in (
+        ("uniform, IID", "uniform_iid"),
+        ("uniform, by age", "uniform_age"),
+        ("skewed, IID", "skewed_iid"),
+        ("skewed, by age", "skewed_age"),
+        ("one site", "centralised"),
+    )
+}
+FIGURES = {
+    "fedsparsify": (
+        Panel("Figures 3a and 4: error", "pruned", "MAE", BRAIN_LINES, SHARES),
+        Panel("Figures 3b and 5: attacks", "pruned", "attack accuracy", BRAIN_LINES, SHARES),
+    ),
+    "scbf": (
+        Panel(
+            "Figure 5: update rate",
+            "update rate, %",
+            "AUC-ROC",
+            {"SCBFwP": [("scbf_rates", f"{10 * n} %", 10.0 * n) for n in range(1, 11)]},
+        ),
+        Panel(
+            "Figure 7: units pruned in all",
+            "units pruned, %",
+            "AUC-ROC",
+            {
+                "10 % a pruning": [
+                    ("scbf_prunings", f"10 % a pruning, {100 * (1 - 0.9**n):.0f} % in all", 100 * (1 - 0.9**n))
+                    for n in range(1, 7)
+                ]
+            },
+        ),
+    ),
+    "neurosfl": (
+        Panel(
+            "Figure 2: sparsity",
+            "sparsity, %",
+            "accuracy, %",
+            {
+                label: [
+                    ("neurosfl_sparsity", f"{label} {percent} %", float(percent)) for percent in (0, 50, 80, 90, 95)
+                ]
+                for label in ("NeuroSFL", "DisPFL", "IndividualSNIP", "global random mask")
+            },
+        ),
+        Panel(
+            "Figures 4 to 6: sites with Dir(0.3)",
+            "sparsity, %",
+            "F1",
+            {
+                f"{sites} sites": [("neurosfl_clients", f"{sites} sites, {p} %", float(p)) for p in (0, 50, 80, 90, 95)]
+                for sites in (10, 20, 30)
+            },
+        ),
+    ),
+    "lora_a2": (
+        Panel(
+            "Rank",
+            "rank of 16",
+            "accuracy, %",
+            {"LoRA-A2": [("lora_ablations", f"rank {rank}", float(rank)) for rank in (1, 2, 4, 8)]},
+        ),
+    ),
+}
+"""Panels of the figure of each page."""
+
+
 def format_spread(values: Sequence[float], digits: int) -> str:
     if not values:
         return "not run"
@@ -509,6 +676,7 @@ def main() -> int:
     parser.add_argument("--only", choices=TABLES, nargs="+", default=list(TABLES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, default=Path("runs/papers"))
+    parser.add_argument("--docs", action="store_true", help="write tables and figures of docs/papers from --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     plan = [(name, row, seed) for name in arguments.only for seed in arguments.seeds for row in TABLES[name].rows]
@@ -526,6 +694,8 @@ def main() -> int:
             print(name, row.label, seed, record["metrics"], f"{record['seconds']:.0f} s", flush=True)
     for name in arguments.only:
         print(f"\n## {name}\n\n{format_table(name, read_records(arguments.out, name))}")
+    if arguments.docs:
+        update_docs(arguments.out)
     return 0
 
 
