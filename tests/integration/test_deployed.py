@@ -271,7 +271,7 @@ def test_no_private_key_is_outside_its_own_kit(federation: Path) -> None:
         assert isinstance(signed, RSAPublicKey)
         assert isinstance(key, RSAPrivateKey)
         assert key.public_key().public_numbers() == signed.public_numbers()
-    result = CliRunner().invoke(app, ["site", "preflight", str(kits / "site-1")])
+    result = CliRunner().invoke(app, ["check", "--kit", str(kits / "site-1")])
     assert "its private key was made by nvflare cert request" in " ".join(result.output.split())
 
 
@@ -285,7 +285,7 @@ def test_site_without_the_allow_list_refuses_the_job_and_names_the_log_with_the_
     resources.unlink()
     try:
         done = run(config, federation, tmp_path / "refused")
-        result = CliRunner().invoke(app, ["site", "preflight", str(kits / "site-3")])
+        result = CliRunner().invoke(app, ["check", "--kit", str(kits / "site-3")])
     finally:
         resources.write_bytes(kept)
     assert done.returncode == 1

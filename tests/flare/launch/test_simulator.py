@@ -30,14 +30,13 @@ from flare_sparse.flare.launch.site_processes import watch_site_processes
     ],
 )
 def test_simulator_without_a_result_names_the_cause(
-    number: int, logged: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, logged: str, expected: str, tmp_path: Path
 ) -> None:
     def execute(_environment: Any) -> None:
         os.write(1, logged.encode())
         raise RuntimeError(f"Simulation failed with return code {number}. Logs are in per-site subdirectories")
 
     recipe: Any = SimpleNamespace(name="job", execute=execute)
-    monkeypatch.setattr(simulator, "add_experiment_tracking", lambda recipe, kind: None)
     with pytest.raises(JobFailed) as caught:
         simulate(recipe, ["site-1"], str(tmp_path / "{site}.yaml"), tmp_path / "out")
     assert str(caught.value).splitlines()[1:] == [f"  {expected}", f"FLARE's log: {tmp_path / 'out' / 'flare.log'}"]

@@ -101,7 +101,7 @@ class Hospital:
         layout, weights = build_initial_model(task, 1)
         x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
         data = Examples(TensorDataset(x[8:], x[8:, :1]), TensorDataset(x[:8], x[:8, :1]))
-        settings = {"rounds": 2, **({"sparsity": 0.5} if method == "neurosfl" else {})}
+        settings = {"rounds": 2, **({"sparsity": 0.5, "saliency_batches": 1} if method == "neurosfl" else {})}
         self.method = METHODS[method](METHODS[method].Config.model_validate(settings), layout, 1)
         self.server = ServerEndpoint(
             layout, RUN, values, Ledger(), ServerEncryption(ServerCipher(keys.server)) if keys else None, 1

@@ -65,7 +65,7 @@ def test_tampered_log_is_found_and_the_line_named(how: str, kit: Path) -> None:
     tamper, expected = TAMPERING[how]
     file = kit / EGRESS_FOLDER / "site-1" / LOG_FILE
     file.write_bytes(b"".join(tamper(file.read_bytes().splitlines(keepends=True))))
-    result = CliRunner().invoke(app, ["site", "egress", str(kit)])
+    result = CliRunner().invoke(app, ["site", "log", str(kit)])
     assert result.exit_code == 1
     assert expected in result.output + result.stderr
 
@@ -84,24 +84,25 @@ def test_removed_head_lets_nothing_leave(kit: Path) -> None:
 
 
 def test_folder_that_is_no_kit_is_refused(tmp_path: Path) -> None:
-    assert "this is no startup kit" in CliRunner().invoke(app, ["site", "egress", str(tmp_path)]).stderr
+    assert "this is no startup kit" in CliRunner().invoke(app, ["site", "log", str(tmp_path)]).stderr
 
 
 def test_table_sums_messages_and_bytes_by_job_and_kind(kit: Path) -> None:
-    result = CliRunner().invoke(app, ["site", "egress", str(kit)])
+    result = CliRunner().invoke(app, ["site", "log", str(kit)])
     assert result.exit_code == 0
-    head, _, *rows = result.output.splitlines()
+    head, *table = result.output.splitlines()
+    rows = [line.split("│")[1:-1] for line in table if line.startswith("│")]
     last = (kit / EGRESS_FOLDER / "site-1" / LOG_FILE).read_bytes().splitlines()[-1]
-    assert head == f"site-1: 4 messages, with headers 16 bytes; chain intact, head {hashlib.sha256(last).hexdigest()}"
-    assert [row.split() for row in rows] == [
+    assert head == f"site-1: 4 messages left, with headers 16 bytes; chain intact, head {hashlib.sha256(last).hexdigest()}"
+    assert [[cell.strip() for cell in row] for row in rows] == [
         ["age", "train", "weights", "2", "8", "8"],
         ["age", "evaluate", "metrics", "1", "1", "9"],
         ["dose", "train", "weights", "1", "7", "16"],
     ]
-    first = json.loads(CliRunner().invoke(app, ["site", "egress", str(kit), "--json"]).output)["site-1"][0]
+    first = json.loads(CliRunner().invoke(app, ["site", "log", str(kit), "--json"]).output)["egress"]["site-1"][0]
     assert (first["policy"], first["run"], first["round"]) == ({"metrics": "rounded"}, "ab", 1)
-    late = CliRunner().invoke(app, ["site", "egress", str(kit), "--since", "2990-01-01"])
-    assert late.output.startswith("site-1: 0 messages, with headers 0 bytes; chain intact")
+    late = CliRunner().invoke(app, ["site", "log", str(kit), "--since", "2990-01-01"])
+    assert late.output.startswith("site-1: 0 messages left, with headers 0 bytes; chain intact")
 
 
 def test_kinds_that_a_job_of_another_package_names_are_text_in_the_table(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_rotated_log_is_one_chain_with_and_without_its_older_files(kit: Path, tm
     folder = kit / EGRESS_FOLDER / "site-1"
     with (folder / LOG_FILE).open("ab") as file:
         file.write(b'{"line":5,"ti')
-    result = CliRunner().invoke(app, ["site", "egress", str(kit), "--rotate"])
+    result = CliRunner().invoke(app, ["site", "log", str(kit), "--rotate"])
     assert result.exit_code == 0, result.output
     EgressLog(folder, "age").record(Outgoing("train", ["weights"], [b"1"]))
     old = EgressLog(folder, "age").rotate()
@@ -207,7 +208,7 @@ def test_rotated_log_is_one_chain_with_and_without_its_older_files(kit: Path, tm
     assert old.name == "egress-000000000006.jsonl"
     EgressLog(folder, "age").record(Outgoing("train", ["weights"], [b"1"]))
     assert [line["line"] for line in read_log(folder)] == list(range(1, 9))
-    assert "6 messages" in CliRunner().invoke(app, ["site", "egress", str(kit)]).output
+    assert "6 messages" in CliRunner().invoke(app, ["site", "log", str(kit)]).output
     first = folder / "egress-000000000004.jsonl"
     whole = first.read_bytes()
     first.write_bytes(whole.replace(b"weights", b"scores!"))
