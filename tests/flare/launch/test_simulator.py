@@ -29,9 +29,7 @@ from flare_sparse.flare.launch.site_processes import watch_site_processes
         (1, "INFO all is well", "no error was logged"),
     ],
 )
-def test_simulator_without_a_result_names_the_cause(
-    number: int, logged: str, expected: str, tmp_path: Path
-) -> None:
+def test_simulator_without_a_result_names_the_cause(number: int, logged: str, expected: str, tmp_path: Path) -> None:
     def execute(_environment: Any) -> None:
         os.write(1, logged.encode())
         raise RuntimeError(f"Simulation failed with return code {number}. Logs are in per-site subdirectories")

@@ -109,8 +109,8 @@ def test_own_file_continues_a_run_with_its_own_code_alone(made: Path, received: 
     """The folder's code is not needed, so nobody has to trust it; nor is what its settings name imported."""
 
     def go_on(out: str) -> Result:
-        options = ["--env", "local", "--set", "method.rounds=2", "--continue-from", str(received), "--out", str(tmp_path / out)]
-        return CliRunner().invoke(app, ["run", str(made.parent / "s.yaml"), *options])
+        options = ["--env", "local", "--set", "method.rounds=2", "--continue-from", str(received)]
+        return CliRunner().invoke(app, ["run", str(made.parent / "s.yaml"), *options, "--out", str(tmp_path / out)])
 
     result = go_on("longer")
     assert result.exit_code == 0, result.output

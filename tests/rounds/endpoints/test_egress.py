@@ -93,7 +93,9 @@ def test_table_sums_messages_and_bytes_by_job_and_kind(kit: Path) -> None:
     head, *table = result.output.splitlines()
     rows = [line.split("│")[1:-1] for line in table if line.startswith("│")]
     last = (kit / EGRESS_FOLDER / "site-1" / LOG_FILE).read_bytes().splitlines()[-1]
-    assert head == f"site-1: 4 messages left, with headers 16 bytes; chain intact, head {hashlib.sha256(last).hexdigest()}"
+    assert (
+        head == f"site-1: 4 messages left, with headers 16 bytes; chain intact, head {hashlib.sha256(last).hexdigest()}"
+    )
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["age", "train", "weights", "2", "8", "8"],
         ["age", "evaluate", "metrics", "1", "1", "9"],

@@ -147,7 +147,7 @@ def test_natural_sites_are_read_from_the_data(tmp_path: Path) -> None:
     file = ROOT / "app_configs" / "metagater_morphometry_age.yaml"
     config = load_config(file, list_overrides(file, tmp_path, 2))
     assert set(NATURAL_SITES) < set(name_sites(config, build_task(config)))
-    with pytest.raises(ConfigError, match="add --set simulator.sites=N"):
+    with pytest.raises(ConfigError, match=r"add --set simulator\.sites=N"):
         name_sites(load_config(file), build_task(config))
 
 
