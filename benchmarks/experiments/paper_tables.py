@@ -101,6 +101,8 @@ def get_attack(name: str) -> Callable[[Record], float]:
     return lambda record: float(record["attack"][name])
 
 
+SCBF_UPDATES = 60 * 5
+"""Updates of all rounds and sites of SCBF's tables."""
 COLUMNS: dict[str, Callable[[Record], float]] = {
     "AUC-ROC": get_metric("auc"),
     "AUC-PR": get_metric("auc_pr"),
@@ -114,7 +116,7 @@ COLUMNS: dict[str, Callable[[Record], float]] = {
     "scalars sent, M": lambda record: (record["up"]["scalars_sent"] + record["down"]["scalars_sent"]) / 1e6,
     "MB sent": lambda record: (record["up"]["payload_bytes"] + record["down"]["payload_bytes"]) / 1e6,
     "MB up": lambda record: record["up"]["payload_bytes"] / 1e6,
-    "uploaded, %": lambda record: 100 * record["up"]["scalars_sent"] / record["up"]["dense_scalars"],
+    "uploaded, %": lambda record: 100 * record["up"]["scalars_sent"] / (SCBF_UPDATES * record["model"]["parameters"]),
     "examples a second": lambda record: record["examples_per_second"],
     "processor, s": lambda record: record["seconds"],
 }
@@ -447,8 +449,7 @@ def run(table: Table, row: Row, data: Path, seed: int, folder: Path) -> Record:
     )
     record: Record = {"seconds": time.process_time() - began, "metrics": result.summary["final"]["metrics"]}
     record |= {"model": {name: result.summary["model"][name] for name in ("bytes", "parameters", "live")}}
-    for direction, count in result.summary["traffic"].items():
-        record[direction] = dict(count, dense_scalars=count["messages"] * result.summary["model"]["parameters"])
+    record |= result.summary["traffic"]
     if table.is_attacked:
         record |= attack(folder)
     return record
@@ -515,9 +516,10 @@ def format_table(name: str, records: Mapping[str, Sequence[Record]]) -> str:
     table = TABLES[name]
     printed = [column for column in table.columns if any(column in row.paper for row in table.rows)]
     heads = [head for column in table.columns for head in ([f"{column}: paper"] * (column in printed) + [column])]
-    seeds = max(len(own) for own in records.values())
+    counts = sorted({len(own) for own in records.values() if own})
+    spread = "; after ± the standard deviation" if counts[-1] > 1 else ""
     lines = [
-        f"Seeds: {seeds}; after ± the standard deviation.",
+        f"Seeds: {' to '.join(map(str, {counts[0]: 0, counts[-1]: 0}))}{spread}.",
         "",
         f"| | {' | '.join(heads)} |",
         "| --- " * (len(heads) + 1) + "|",
