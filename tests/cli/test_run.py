@@ -305,6 +305,12 @@ def test_second_command_does_not_write_to_a_folder_in_use(config: Path, options:
     assert run(config, "--out", "out", "--overwrite").exit_code == 0, "the lock ends with the command"
 
 
+def test_json_is_a_line_for_each_round_and_one_of_the_run(config: Path) -> None:
+    *rounds, last = map(json.loads, run(config, "--out", "out", "--json").stdout.splitlines())
+    assert rounds == [json.loads(line) for line in Path("out/rounds.jsonl").read_text().splitlines()]
+    assert last == {"folder": str(Path("out").resolve()), **json.loads(Path("out/summary.json").read_text())}
+
+
 START = """
 import os, signal, sys
 class Hook:

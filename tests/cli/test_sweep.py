@@ -65,6 +65,8 @@ def test_winner_by_validation_becomes_a_configuration_and_finished_runs_are_kept
     assert (lost / "summary.json").is_file()
     assert {path: (path / "summary.json").stat().st_mtime_ns for path in written} == written
     assert json.loads((out / "sweep.json").read_text())["results"] == record["results"]
+    shown = json.loads(call(job, *GRID, "--out", out, "--json").stdout)
+    assert shown == json.loads((out / "sweep.json").read_text())
     other = call(job, *GRID, "--out", out, "--set", "method.rounds=1")
     assert other.exit_code == 2
     assert "holds a run of other settings than this sweep" in other.output

@@ -37,7 +37,7 @@ def report(
         bool,
         typer.Option(
             "--plain",
-            help="Leave out what needs the sites' data: trivial baselines, and pictures of cases of a segmentation",
+            help="Leave out what needs the sites' data: trivial baselines, and figures of single subjects",
         ),
     ] = False,
 ) -> None:
