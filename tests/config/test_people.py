@@ -155,6 +155,13 @@ def test_site_below_the_minimum_has_a_fixed_weight_and_folds_need_the_minimum(tm
         open_job(tmp_path, declared={"columns": COLUMNS})
 
 
+def test_answer_that_left_is_given_again_whatever_was_asked_since(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    gate = ReleaseGate(tmp_path / "local", tmp_path / "release", Rule(10))
+    assert [gate.keep_answer(name, lambda: "first") for name in "abc"] == ["first"] * 3
+    assert [gate.keep_answer(name, lambda: "second") for name in "abcd"] == [*["first"] * 3, "second"]
+
+
 def test_proposal_holds_what_can_be_declared_and_names_the_rest(tmp_path: Path) -> None:
     table = read_table(write_table(tmp_path, 1000))
     found, left = propose(table, "id", 5, Rule(10), 7)

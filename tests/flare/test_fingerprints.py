@@ -135,7 +135,8 @@ def run_controller(
 def test_server_keeps_the_merged_fingerprint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [build_fingerprint(9), build_fingerprint(11)]
     answers = {name: send(part.model_dump_json().encode()) for name, part in zip("BA", parts, strict=True)}
-    assert run_controller(answers, tmp_path, monkeypatch) == []
+    # A job that is started again replaces what it has written.
+    assert [run_controller(answers, tmp_path, monkeypatch) for _ in range(2)] == [[], []]
     content = json.loads((tmp_path / RESULT).read_text())
     assert content["sites"] == ["A", "B"]
     assert Fingerprint.model_validate(content["fingerprint"]) == merge_fingerprints(parts)

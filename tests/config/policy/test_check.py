@@ -131,6 +131,11 @@ LINE = LedgerLine(
 )  # fmt: skip
 
 
+def test_upload_whose_examples_are_not_known_is_no_upload_without_conflicts() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        list(iterate_conflicts(Policy(), "fedavg", [LINE], {"A": []}, LAYOUT))
+
+
 @pytest.mark.parametrize(
     ("terms", "changes", "conflicts"),
     [

@@ -45,6 +45,7 @@ from flare_sparse.flare.payload import (
     update_to_dxo,
 )
 from flare_sparse.flare.session import REQUESTS_FOLDER, SiteSession
+from flare_sparse.flare.site.allow_list import RECIPE_CLASSES
 from flare_sparse.flare.site.authorizer import SitePlanAuthorizer
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.flare.site.install import install_guards
@@ -61,7 +62,7 @@ from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
 from flare_sparse.privacy.secure_aggregation.pads import SumId
 from flare_sparse.rounds.endpoints.encrypted import ServerEncryption, SiteEncryption
-from flare_sparse.rounds.endpoints.request_log import read_record
+from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.endpoints.site_sums import SiteSums
@@ -501,6 +502,16 @@ def test_metrics_of_few_test_examples_are_removed_and_the_update_leaves(kind: st
         assert bool(from_shareable(reply).meta["metrics"]) is leave
 
 
+def test_limited_metrics_leave_in_the_planned_rounds_and_only_if_they_are_counted(tmp_path: Path) -> None:
+    log = RequestLog(RUN, lambda kind, t: 1, attempts=9)
+    for limit, requests, leave in ((2, None, False), (2, log, True), (1, log, False)):
+        hospital = Hospital(tmp_path / f"{limit} {leave}", policy={"max_evaluations": limit})
+        hospital.endpoint.requests = requests
+        reply = hospital.run_task()
+        assert reply.get_return_code() == ReturnCode.OK
+        assert bool(from_shareable(reply).meta["metrics"]) is leave
+
+
 def test_site_with_a_budget_trains_for_jobs_with_privacy_only(tmp_path: Path) -> None:
     hospital = Hospital(tmp_path / "none", policy={"epsilon": 8, "metrics": "none", "min_test_examples": 99})
     assert is_stripped(hospital.run_task())
@@ -608,8 +619,12 @@ def test_job_with_its_own_filters_or_executors_is_refused(tmp_path: Path) -> Non
     for where in ("executors.#1.executor", "task_result_filters.#1.filters.#1", "task_data_filters.#1.filters.#1"):
         with pytest.raises(UnsafeComponentError, match="E_POLICY"):
             build_component(hospital, where, "custom.Overwrite")
+    recipe = next(path for path in RECIPE_CLASSES if path.startswith("flare_sparse."))
+    with pytest.raises(UnsafeComponentError, match="is not a class that a job may name"):
+        build_component(hospital, "components.#1.args.task", recipe)
     (tmp_path / "site" / "local" / "flare_sparse_policy.yaml").write_text("foreign_jobs: true\n")
     build_component(hospital, "executors.#1.executor", "custom.Overwrite")
+    build_component(hospital, "components.#1", recipe)
     with pytest.raises(UnsafeComponentError, match="is not a class that a job may name"):
         build_component(hospital, "executors.#1.executor", "flare_sparse.flare.site.allow_list.allow_classes")
 

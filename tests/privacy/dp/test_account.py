@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -83,6 +84,18 @@ def test_question_answered_before_may_be_asked_when_the_budget_is_spent() -> Non
     # The same question with another answer, as after a change of the data, is not free.
     with pytest.raises(BudgetSpent):
         account.charge(entry("q", "y"), budget)
+
+
+def test_planned_steps_are_not_accounted_again_and_all_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flare_sparse.privacy.dp.account.compute_epsilon", lambda charges, delta: 9.0)
+    budget = Budget(1.0, DELTA, planned=CHARGE)
+    first, last = replace(CHARGE, steps=4), replace(CHARGE, steps=6)
+    others = [replace(CHARGE, noise_multiplier=1.9), replace(CHARGE, sample_rate=0.3), replace(CHARGE, steps=1)]
+    found = [
+        budget.is_exceeded_by(charges) for charges in ([first], [first, last], *([last, first, o] for o in others))
+    ]
+    assert found == [False, False, True, True, True]
+    assert Budget(1.0, DELTA).is_exceeded_by([first])
 
 
 def test_code_of_a_spent_budget_is_stable() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.privacy.dp.accounting import (
     Charge,
     SamplingPlan,
+    _fits,
     compute_epsilon,
     merge_charges,
     solve_noise_multiplier,
@@ -53,6 +56,12 @@ def test_tiny_noise_is_accounted_without_a_huge_grid(noise_multiplier: float) ->
     accountant = RDPAccountant()
     accountant.history = [(noise_multiplier, 0.12, 720)]
     assert compute_epsilon([Charge(noise_multiplier, 0.12, 720)], DELTA) == accountant.get_epsilon(DELTA) > 1000
+
+
+def test_grid_has_the_points_of_theorem_5_5_and_the_largest_one_still_fits() -> None:
+    # Epsilon 1 on either side of 0, in steps of 0.01 / sqrt(4 * 18 / 2).
+    renyi = SimpleNamespace(history=[(1.0, 0.1, 3), (2.0, 0.1, 1)], get_epsilon=lambda delta: 1.0)
+    assert [_fits(renyi, 12_000 * math.exp(-18), points) for points in (1199, 1200)] == [False, True]
 
 
 @pytest.mark.slow
@@ -102,3 +111,8 @@ def test_budget_below_the_accountants_error_is_refused() -> None:
         ConfigError, match=r"privacy\.epsilon is 0\.01; the accountant's error is 0\.01, so choose 0\.05"
     ):
         solve_noise_multiplier(0.01, DELTA, SamplingPlan.build(100, 16, 1, 1))
+
+
+def test_budget_that_no_noise_keeps_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"privacy\.epsilon 0\.05 .* no noise keeps it over 500000 steps"):
+        solve_noise_multiplier(0.05, 1e-12, SamplingPlan.build(10, 10, 50, 10_000))

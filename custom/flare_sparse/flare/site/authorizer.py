@@ -57,7 +57,7 @@ class SitePlanAuthorizer(FLComponent):
     def _check_component(self, fl_ctx: FLContext) -> None:
         config, node = fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG), fl_ctx.get_prop(FLContextKey.COMPONENT_NODE)
         location = str(node.path()) if node is not None else ""
-        path = str((config or {}).get("path") or (config or {}).get("class_path") or (config or {}).get("name") or "")
+        path = str(config.get("path") or config.get("class_path") or config.get("name") or "")
         workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
         local = Path(workspace.get_site_config_dir())
         # Arguments of a component may name other classes: a user task, which the site has allowed by name.
