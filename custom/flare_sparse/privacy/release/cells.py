@@ -34,8 +34,8 @@ def count_groups(groups: Groups) -> int:
 
 
 def is_listed(groups: Groups) -> bool:
-    """Return whether groups are lists of texts, and not intervals."""
-    return bool(groups) and isinstance(groups[0], tuple)
+    """Return whether groups, at least one, are lists of texts, and not intervals."""
+    return isinstance(groups[0], tuple)
 
 
 def find_group(groups: Groups, value: str) -> int:
