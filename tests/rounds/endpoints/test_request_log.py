@@ -39,6 +39,13 @@ def test_honest_run_with_retries_is_one_start() -> None:
             log.admit(request, build_digest(request.round))
 
 
+def test_job_that_returned_to_its_first_round_goes_on_in_the_same_start() -> None:
+    log = open_log(attempts=1, max_starts=2)
+    for _start in range(2):
+        for request in (RequestId("train", 1), RequestId("train", 2), RequestId("evaluate", 3)):
+            log.admit(request, build_digest(request.round))
+
+
 @pytest.mark.parametrize("models", [(ONE, ONE, ONE), (ONE, TWO, TWO)])
 def test_steps_of_scores_with_the_same_model_are_one_start(models: tuple[str, ...]) -> None:
     """A step that removes no further entry from the mask sends the model of the step before."""

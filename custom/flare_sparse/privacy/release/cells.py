@@ -70,7 +70,7 @@ def label_group(groups: Groups, number: int) -> str:
     if is_listed(groups):
         return " or ".join(map(str, groups[number]))  # type: ignore[arg-type]
     if number == 0:
-        return f"below {groups[0]:g}" if groups else "all"
+        return f"below {groups[0]:g}"
     return f"{groups[number - 1]:g} to {groups[number]:g}" if number < len(groups) else f"from {groups[-1]:g}"
 
 
