@@ -155,6 +155,8 @@ def test_list_of_a_run_is_narrowed_to_who_is_in_the_data(tmp_path: Path) -> None
     assert gone.withdrawn == {"p003"}
     for one, other in ((None, "patient"), ("patient", None), ("patient", "visit")):
         assert Withdrawals(id=one).merge(Withdrawals(id=other)).id == "patient"
+    Withdrawals(frozenset({"p003"}), id="patient").inherit(tmp_path / "later")
+    assert Withdrawals.read(tmp_path / "later").subjects == {"p003"}
     # A file of arrays has no column: its examples are named by their numbers.
     np.savez(tmp_path / "images.npz", train_images=np.zeros((3, 2, 2), np.uint8))
     assert Withdrawals(frozenset({"1"})).open(SiteData("a", tmp_path / "images.npz")).withdrawn == {"1"}
