@@ -59,3 +59,12 @@ def test_isolated_units_become_zero_and_others_keep_their_bits() -> None:
     assert torch.equal(tensors["0.weight"][0], weight[0])
     assert tensors["0.bias"].tolist() == [60.0, 0.0]
     assert not tensors["0.weight"][1].any()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_layer_of_which_one_tensor_alone_is_trained_is_sent_as_it_is(name: str) -> None:
+    layout = Layout((TensorSpec(f"0.{name}", (2, 40) if name == "weight" else (2,), name),))
+    values = torch.ones(layout.size)
+    kept, count = withhold_isolated_units(values, Mask.full(layout.size), layout, {"0": EXAMPLES})
+    assert kept is values
+    assert count == 0

@@ -208,6 +208,8 @@ def test_policy_is_a_file_or_the_name_of_a_preset(tmp_path: Path, monkeypatch: p
     assert find_policy_file(Path("careful")) == PRESETS["careful"]
     Path("careful").write_text("min_examples: 3\n")  # a file wins over a preset of the same name
     assert read_policy(find_policy_file(Path("careful"))).min_examples == 3
+    Path("careful").write_text("# nothing is set\n")
+    assert read_policy(Path("careful")) == Policy()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from local_federation import RUN, LocalFederation, Upload
+from secure_sums import refuses
 from toy import Plain, ToyBench
 
 from flare_sparse.config.needs import FEATURES, list_compatible_methods
@@ -313,6 +314,13 @@ def test_site_that_signs_another_number_than_it_reports_has_no_part_in_the_sum()
     replies["site-2"] = replace(replies["site-2"], num_examples=replies["site-2"].num_examples + 1)
     found, _ = sum_replies(exchange, replies, federation.yield_sum_replies, None)
     assert found["site-2"] == "E_WEIGHT"
+    # The values of an attempt leave once; the next one remembers whom it was over.
+    again = pack_message(Step.VALUES, exchange.sum_id, b"")
+    assert refuses(lambda: federation.stages["site-1"].answer(again)) == "E_REQUEST"
+    known = federation.server.protection.current
+    assert (known.kind, known.round, known.survivors) == ("train", 1, {"site-1", "site-3", "site-4"})
+    federation.server.protection.start_sum(assignments, attempt.sequence + 1)
+    assert federation.server.protection.current is known
     other = Assignment(request, UpdateSpec("weights", full))
     with pytest.raises(ValueError, match="all sites have the same assignment"):
         federation.server.protection.start_sum({**assignments, "site-2": other}, attempt.sequence)
