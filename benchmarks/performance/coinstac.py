@@ -38,6 +38,7 @@ from flare_sparse.flare.launch.connection import open_connection
 from flare_sparse.flare.launch.simulator import redirect_output, simulate
 from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.recipe import SparseRecipe
+from flare_sparse.flare.site.allow_list import allow_classes
 
 SITES = tuple(f"site-{i}" for i in range(1, 6))
 PAPER = {"resnet32": 1.20, "resnet44": 1.24, "resnet56": 1.30, "resnet110": 2.32}
@@ -118,7 +119,7 @@ def start_federation(rate: float, delay_ms: float, folder: Path) -> Iterator[Run
     with hosts.build_network(rate, delay_ms, ("server", *SITES, "lead")):
         kits = hosts.provision(folder, SITES)
         for kit in ("server", *SITES):
-            hosts.run_command("flare-sparse", "site", "allow", str(kits / kit), "--also", "idle_task.")
+            allow_classes(kits / kit, ["idle_task."])
             (kits / kit / "local" / "flare_sparse.yaml").write_text(f"data: {folder}\ncheckpoints: off\n")
         hosts.start(kits, SITES)
 

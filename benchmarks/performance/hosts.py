@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from flare_sparse.flare.site.allow_list import allow_classes
+
 SITES = ("site-1", "site-2", "site-3")
 HOSTS = ("server", *SITES, "lead")
 PREFIX, HUB = "fs", "fs-hub"
@@ -156,7 +158,7 @@ def prepare(folder: Path) -> Path:
         (folder / f"{site}.csv").write_text("\n".join([header, *lines]) + "\n")
         (kits / site / "local" / "flare_sparse.yaml").write_text(f"data: {folder / f'{site}.csv'}\n")
     for kit in ("server", *SITES):
-        run_command("flare-sparse", "site", "allow", str(kits / kit))
+        allow_classes(kits / kit)
     return kits
 
 

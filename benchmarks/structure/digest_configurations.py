@@ -74,7 +74,14 @@ def run_configuration(config: Path, options: argparse.Namespace) -> dict[str, st
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
         start = [sys.executable, "-c", "from flare_sparse.cli import app; app()", "run", str(config), "--env", "local"]
-        line = [*start, "--out", str(out), "--rounds", str(options.rounds), *locate_data(config, options.data)]
+        line = [
+            *start,
+            "--out",
+            str(out),
+            "--set",
+            f"method.rounds={options.rounds}",
+            *locate_data(config, options.data),
+        ]
         try:
             done = subprocess.run(line, capture_output=True, text=True, timeout=options.timeout, check=False)
         except subprocess.TimeoutExpired:

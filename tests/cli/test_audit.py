@@ -133,7 +133,7 @@ def test_canaries_believe_an_honest_budget_and_not_a_false_one(
     settings = [f"method={{name: fedavg, rounds: 1, training: {learning}}}", f"privacy={{{privacy}, delta: 1e-5}}"]
     run_in_process(Study.load(file, settings), RunFolder(tmp_path / "run"))
     options = ("--set", "references=0", "--set", "resamples=0", "--attackers", "outsider", "--set", "canaries=200")
-    result = call(tmp_path / "run", *options, "--epsilon", claim)
+    result = call(tmp_path / "run", *options, "--set", f"epsilon={claim}")
     assert result.exit_code == int(is_wrong), result.output
     canaries = list_attacks(json.loads((tmp_path / "run" / "audit.json").read_text()))["canaries"]
     assert (canaries["epsilon_lower_bound"] > claim) == canaries["contradicts_claim"] == is_wrong

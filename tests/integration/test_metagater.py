@@ -29,10 +29,11 @@ def test_gated_simulator_run_equals_a_local_run_and_adapts_to_a_new_site(
         np.savez(tmp_path / f"site-{i}.npz", train_images=images.astype(np.uint8), train_labels=labels)
     model = {"name": "image_cnn", "channels": [4, 6], "gates": {"layers": ["1"], "hidden": 4}}
     training = {"optimizer": "sgd", "lr": 0.5, "batch_size": 32}
+    gater = {"lasso": 0.08, "closed_channels": "permanent", "targets": ["site-3"]}
     content = {
         "name": "gated",
         "seed": 5,
-        "method": {"name": "metagater", "rounds": 8, "lasso": 0.08, "targets": ["site-3"], "training": training},
+        "method": {"name": "metagater", "rounds": 8, **gater, "training": training},
         "task": {"name": "image_classification", "image": [1, 8, 8], "model": model},
         "federation": {"task_timeout_s": 600},
         "simulator": {"sites": 3, "data": {"path": str(tmp_path / "{site}.npz")}},
@@ -50,4 +51,4 @@ def test_gated_simulator_run_equals_a_local_run_and_adapts_to_a_new_site(
     arguments = ["adapt", str(tmp_path / "sim"), "--data", str(tmp_path / "site-9.npz")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "sim" / "adapted" / "new-site" / "model.safetensors").is_file()
+    assert (tmp_path / "sim" / "adapted" / "site-9" / "model.safetensors").is_file()

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
+from flare_sparse.flare.site.allow_list import allow_classes
+
 ROOT = Path(__file__).resolve().parents[3]
 SITES = ("site-1", "site-2", "site-3")
 SERVER, ADMIN = "localhost", "lead@coordination.org"
@@ -104,7 +106,7 @@ class Federation:
         (self.folder / "project.yml").write_text(project)
         self._run("nvflare", "provision", "-p", str(self.folder / "project.yml"), "-w", str(self.folder / "workspace"))
         for kit in PARENTS:
-            self._run("flare-sparse", "site", "allow", str(self.kits / kit))
+            allow_classes(self.kits / kit)
         self._separate_job_store()
         self._shorten_waits()
         for number, site in enumerate(SITES, start=1):
