@@ -39,7 +39,7 @@ def test_round_with_an_unchanged_mask_makes_no_pass_at_a_site(passes: Any) -> No
 def test_format_that_rounds_copies_and_stores_its_residual(passes: Any, values: str, at_server: int) -> None:
     """The residual of weights that do not train is 0, so the checkpoint finds no mask with its positions."""
     counters = passes.count_round(1, 0.9, values)
-    assert list_operations(counters["site"]) == ["clone", "count_nonzero", "getitem", "not_equal", "packbits"]
+    assert list_operations(counters["site"]) == ["_to_copy", "count_nonzero", "getitem", "not_equal", "packbits"]
     assert counters["server"].count == at_server
 
 
