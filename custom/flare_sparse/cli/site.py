@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core.errors import ConfigError
-from ..core.findings import Finding
 from .console import build_table
 from .console import out as console
 from .options import AsJson
@@ -89,7 +87,8 @@ def setup(
         console.print(line, markup=False)
     if systemd:
         console.print(f"service: {write_unit(kit)}; its first line says where it goes", markup=False)
-    code = 0 if is_server(kit) else min(print_findings(map(_allow_later_server, check_site(kit))), 1)
+    # A site may be set up before the server runs.
+    code = 0 if is_server(kit) else min(print_findings(check_site(kit, needs_server=False)), 1)
     start = f"systemctl enable --now {UNIT_FILE}" if systemd else f"{kit.resolve() / 'startup' / 'start.sh'}"
     console.print(f"left for you: read the policy (docs/site-policy.md); start the site: {start}", markup=False)
     raise typer.Exit(code)
@@ -212,12 +211,6 @@ def log(
         console.print("no request of this package was answered here yet, and nothing has left: there is no egress log")
     for name, lines in logs.items():
         _show_egress(name, lines, chains[name][1])
-
-
-def _allow_later_server(finding: Finding) -> Finding:
-    """Return the finding; as a warning if the server cannot be reached, which may start after the site is set up."""
-    is_late = finding.place == "server" and finding.severity == "FAIL"
-    return replace(finding, severity="WARN") if is_late else finding
 
 
 def _show_run(run: RunSummary) -> None:

@@ -91,7 +91,7 @@ def port(ours: Project, reaction: str) -> Iterator[int]:
         thread.join()
 
 
-def check_server(folder: Path, port: int, root: Project, own: Project) -> Finding:
+def check_server(folder: Path, port: int, root: Project, own: Project, **options: bool) -> Finding:
     """Return the finding about the server for a site with these certificates."""
     startup = folder / "site" / "startup"
     startup.mkdir(parents=True)
@@ -100,7 +100,8 @@ def check_server(folder: Path, port: int, root: Project, own: Project) -> Findin
     (startup / "rootCA.pem").write_bytes((root.folder / "root.pem").read_bytes())
     for name, file in zip(("client.crt", "client.key"), own.create_participant("site"), strict=True):
         (startup / name).write_bytes(file.read_bytes())
-    return next(finding for finding in check_site(startup.parent, environment={}) if finding.place == "server")
+    findings = check_site(startup.parent, environment={}, **options)
+    return next(finding for finding in findings if finding.place == "server")
 
 
 @pytest.mark.slow
@@ -116,6 +117,17 @@ def test_server_of_another_project_is_not_trusted(tmp_path: Path, port: int, the
     finding = check_server(tmp_path, port, theirs, theirs)
     assert finding.severity == "FAIL"
     assert "refuses the TLS handshake" in finding.text
+
+
+def test_server_may_start_later_than_a_site_is_set_up_but_not_be_another(
+    tmp_path: Path, port: int, ours: Project, theirs: Project
+) -> None:
+    with socket.create_server(("localhost", 0)) as free:
+        nobody = free.getsockname()[1]
+    for needs_server, severity in ((True, "FAIL"), (False, "WARN")):
+        finding = check_server(tmp_path / severity, nobody, ours, ours, needs_server=needs_server)
+        assert (finding.severity, "cannot be reached" in finding.text) == (severity, True)
+    assert check_server(tmp_path / "other", port, theirs, theirs, needs_server=False).severity == "FAIL"
 
 
 def test_certificate_that_the_server_refuses_is_reported(

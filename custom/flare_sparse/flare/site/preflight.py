@@ -54,7 +54,12 @@ _WRONG_KIT = "Is this the kit of this project?"
 
 
 def check_site(
-    kit: Path, job: JobConfig | None = None, user_task: Task | None = None, environment: Mapping[str, str] = os.environ
+    kit: Path,
+    job: JobConfig | None = None,
+    user_task: Task | None = None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    needs_server: bool = True,
 ) -> Iterator[Finding]:
     """Yield the findings of all checks at a site; nothing is changed and no data leaves.
 
@@ -64,6 +69,7 @@ def check_site(
             against the site's policy.
         user_task: the user task of that job, if it has one.
         environment: variables that may name the location of the data.
+        needs_server: whether a server that cannot be reached is a failure; else it may start later, a warning.
     """
     if not kit.is_dir():
         raise ConfigError(f"{kit}: there is no such folder; give the startup kit of this site")
@@ -81,7 +87,7 @@ def check_site(
     else:
         yield from _check_job(kit, job, user_task, environment, is_guarded=policy.severity != "FAIL")
     yield _run_check("disk", lambda: _check_disk(kit))
-    yield _run_check("server", lambda: _check_server(kit))
+    yield _run_check("server", lambda: _check_server(kit, "FAIL" if needs_server else "WARN"))
 
 
 def _run_check(subject: str, check: Callable[[], tuple[Severity, str]]) -> Finding:
@@ -258,8 +264,13 @@ def _check_disk(kit: Path) -> tuple[Severity, str]:
     return "PASS", detail
 
 
-def _check_server(kit: Path) -> tuple[Severity, str]:
-    """Connect to the server over TCP and do a TLS handshake with the kit's own certificate."""
+def _check_server(kit: Path, absent: Severity) -> tuple[Severity, str]:
+    """Connect to the server over TCP and do a TLS handshake with the kit's own certificate.
+
+    Args:
+        kit: the startup kit.
+        absent: verdict where no server replies at the address.
+    """
     target = _read_client(kit)["servers"][0]["service"]["target"]
     host, _, port = str(target).rpartition(":")
     startup = kit / "startup"
@@ -280,7 +291,8 @@ def _check_server(kit: Path) -> tuple[Severity, str]:
     except ssl.SSLError as error:
         return "FAIL", f"{target} refuses the TLS handshake: {error.reason}. {_WRONG_KIT}"
     except (OSError, ValueError) as error:
-        return "FAIL", f"{target} cannot be reached: {error}. Allow outgoing connections to it, or start the server"
+        verdict = absent if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)) else "FAIL"
+        return verdict, f"{target} cannot be reached: {error}. Allow outgoing connections to it, or start the server"
 
 
 def _is_closed_by_server(secure: ssl.SSLSocket) -> bool:
