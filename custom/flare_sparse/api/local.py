@@ -15,7 +15,7 @@ from ..config.user_tasks import find_script
 from ..core.errors import ConfigError, format_site_error
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
-from ..core.steps import STEP_FILE, StepFile
+from ..core.steps import STEP_FILE, STEP_FOLDER, StepFile
 from ..methods.method import describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
 from ..results.runs.decrypt import decrypt_run
@@ -36,8 +36,6 @@ from .run import Run, complete_run
 if TYPE_CHECKING:
     from ..flare.script_process import ScriptProcess
 
-PROGRESS = "progress"
-"""Folder below the result folder with how far each site is, while the run goes on."""
 SCRIPTS = "scripts"
 """Folder below the result folder with the working folder and the output of each site's training script."""
 
@@ -98,7 +96,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             ledger=ledger,
         )
     finally:
-        shutil.rmtree(folder.path / PROGRESS, ignore_errors=True)
+        shutil.rmtree(folder.path / STEP_FOLDER, ignore_errors=True)
         for runner in runners.values():
             runner.close()
     record.finish(outcome)
@@ -180,7 +178,7 @@ def _open_site(assembly: Assembly, data: SiteData, script: ScriptProcess | None,
             site = open_site(assembly, data, account)
     except Exception as error:  # noqa: BLE001 - whatever a task's load raises, as at a site of FLARE
         return error
-    progress = root / PROGRESS / data.site
+    progress = root / STEP_FOLDER / data.site
     progress.mkdir(parents=True, exist_ok=True)
     site.step_file = StepFile(progress / STEP_FILE, data.site)
     return site

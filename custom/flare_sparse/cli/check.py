@@ -76,9 +76,12 @@ def _check_site(kit: Path, file: Path | None, overrides: Sequence[str]) -> Itera
     from ..config.user_tasks import load_task
     from ..flare.site.preflight import check_site
 
-    config = None if file is None else load_config(find_configuration(file), overrides)
-    task = None if file is None or config is None else load_task(config, find_configuration(file).parent)
-    yield from check_site(kit, config, task)
+    if file is None:
+        yield from check_site(kit)
+        return
+    found = find_configuration(file)
+    config = load_config(found, overrides)
+    yield from check_site(kit, config, load_task(config, found.parent))
 
 
 def print_findings(findings: Iterable[Finding], *, as_json: bool = False) -> int:

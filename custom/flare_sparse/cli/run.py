@@ -18,6 +18,7 @@ from rich.status import Status
 
 from ..api.deployment import Deployment, Env, Service, check_service
 from ..core.errors import ConfigError
+from ..core.threads import run_beside
 from ..results.runs.progress import find_training
 from .console import PageConsole
 from .console import out as stdout
@@ -152,9 +153,8 @@ def show_training(console: Console, folder: Path, progress: RunProgress) -> Iter
     if not console.is_terminal:
         yield
         return
-    has_ended = threading.Event()
 
-    def show() -> None:
+    def show(has_ended: threading.Event) -> None:
         status: Status | None = None
         while not has_ended.wait(1):
             texts = find_training(folder, progress.committed or 0)
@@ -166,13 +166,8 @@ def show_training(console: Console, folder: Path, progress: RunProgress) -> Iter
         if status is not None:
             status.stop()
 
-    follower = threading.Thread(target=show, daemon=True)
-    follower.start()
-    try:
+    with run_beside(show):
         yield
-    finally:
-        has_ended.set()
-        follower.join()
 
 
 class RunScreen(Screen):

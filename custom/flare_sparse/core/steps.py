@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 STEP_FILE = "flare_sparse_progress.json"
+STEP_FOLDER = "progress"
+"""Folder of a local run's result folder with a folder for each site's file, while the run goes on."""
 EVERY_S = 1.0
 """Seconds between two writes."""
 

@@ -359,7 +359,7 @@ def train_locally(
         step_scale=step_scale,
     )
     if content == "delta":
-        values = values - mask.take(site.start)
+        values = values - mask.take(site.weights).to(values.device)
     return Update(Patch(values, mask), content, site.num_examples)
 
 

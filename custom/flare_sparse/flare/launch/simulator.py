@@ -20,6 +20,7 @@ from nvflare.recipe.spec import Recipe
 from ...config.policy.policy import POLICY_FILE
 from ...core.errors import ConfigError
 from ...core.observer import SILENT, Observer
+from ...core.threads import run_beside
 from ...results.runs.growing import LEDGER, ROUNDS, GrowingRecord
 from ...results.runs.model_files import SITE_MODELS, list_site_models, replace_record
 from ...tasks.data.source import SITE_FILE_VARIABLE
@@ -280,9 +281,8 @@ def redirect_output(path: Path) -> Iterator[None]:
 @contextmanager
 def _follow_lines(path: Path, on_line: Callable[[dict[str, Any]], None]) -> Iterator[None]:
     """Call ``on_line`` with each new JSON line of a file while the block runs."""
-    has_ended = threading.Event()
 
-    def follow() -> None:
+    def follow(has_ended: threading.Event) -> None:
         position, inode, seen = 0, 0, set[str]()
         while True:
             # Read before the file, so that one more pass follows the end of the block and no line is lost.
@@ -303,10 +303,5 @@ def _follow_lines(path: Path, on_line: Callable[[dict[str, Any]], None]) -> Iter
                 return
             has_ended.wait(0.2)
 
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    try:
+    with run_beside(follow):
         yield
-    finally:
-        has_ended.set()
-        follower.join()

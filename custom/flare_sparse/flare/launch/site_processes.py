@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from ...core.threads import run_beside
 from ..watchdog import end_processes
 
 CHECK_S = 1.0
@@ -30,9 +31,9 @@ def watch_site_processes(log: Path, workspace: Path, grace_s: float = GRACE_S) -
     Yields:
         A list that receives what has died.
     """
-    has_ended, dead = threading.Event(), list[str]()
+    dead = list[str]()
 
-    def watch() -> None:
+    def watch(has_ended: threading.Event) -> None:
         position, is_last = 0, False
         while not is_last:
             # One more pass follows the end: the simulation may have ended because of what it logged last.
@@ -50,13 +51,8 @@ def watch_site_processes(log: Path, workspace: Path, grace_s: float = GRACE_S) -
                         end_processes(list_simulation(workspace))
                     return
 
-    watcher = threading.Thread(target=watch, daemon=True, name="watch-site-processes")
-    watcher.start()
-    try:
+    with run_beside(watch):
         yield dead
-    finally:
-        has_ended.set()
-        watcher.join()
 
 
 def list_simulation(workspace: Path) -> list[psutil.Process]:

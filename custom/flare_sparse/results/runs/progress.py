@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...core.observer import Observer
-from ...core.steps import STEP_FILE, describe_step
+from ...core.steps import STEP_FILE, STEP_FOLDER, describe_step
 
-PROGRESS_PLACES = ("*", "progress/*", "workspace/*/*/simulate_job", "poc/example_project/*/*/*")
+PROGRESS_PLACES = ("*", f"{STEP_FOLDER}/*", "workspace/*/*/simulate_job", "poc/example_project/*/*/*")
 """Folders of the sites' jobs below a kit, and below a result folder with --env local, sim and poc."""
 RECENT_ROUNDS = 10
 """Rounds whose mean duration an estimate of the time left extends."""

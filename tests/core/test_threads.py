@@ -1,0 +1,31 @@
+"""Work beside a block."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from flare_sparse.core.threads import run_beside
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_ends_with_its_block_and_is_waited_for(fails: bool) -> None:
+    done: list[str] = []
+
+    def work(has_ended: threading.Event) -> None:
+        assert has_ended.wait(10)
+        done.append("last look")
+
+    def block() -> None:
+        with run_beside(work):
+            done.append("block")
+            if fails:
+                raise KeyError
+
+    if fails:
+        with pytest.raises(KeyError):
+            block()
+    else:
+        block()
+    assert done == ["block", "last look"]
