@@ -259,14 +259,19 @@ def list_neurosfl_clients() -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def list_environment() -> tuple[Row, ...]:
-    """Return FedSparsify at each sparsity, dense first."""
+def list_sparsities(settings: str) -> tuple[Row, ...]:
+    """Return FedSparsify with some settings at each sparsity, after the dense model of 20 rounds."""
     training = "training: {epochs: 4, batch_size: 8, optimizer: adam, lr: 1e-3}"
     rows = [Row("dense", (f"method={{name: fedavg, rounds: 20, {training}}}",))]
     for share in SPARSITIES:
-        method = f"{{name: fedsparsify, sparsity: {share}, prunable: all_trainable, rounds: 20, {training}}}"
+        method = f"{{name: fedsparsify, sparsity: {share}, prunable: all_trainable, {settings}, {training}}}"
         rows.append(Row(f"{share:.0%}", (f"method={method}",)))
     return tuple(rows)
+
+
+ROUND_BY_ROUND = "rounds: 20"
+AT_THE_END = "first_round: 18, rounds: 18, finetune: {epochs: 8}"
+"""One site prunes once, after 72 of 80 epochs (Figure 3)."""
 
 
 def list_fedsparsify_table() -> tuple[Row, ...]:
@@ -288,19 +293,9 @@ def list_fedsparsify_table() -> tuple[Row, ...]:
         "29,505 0.16M 521 3.024 0.596 47 128.55",
     )
     return tuple(
-        Row(row.label, row.settings, dict(zip(names, line.split(), strict=True)))
-        for row, line in zip(list_environment(), printed, strict=True)
+        Row(row.label, row.settings, pick(names, line))
+        for row, line in zip(list_sparsities(ROUND_BY_ROUND), printed, strict=True)
     )
-
-
-def list_centralised() -> tuple[Row, ...]:
-    """Return one site that prunes once, after 18 of 20 rounds of 4 epochs, and trains on for 8 epochs (Figure 3)."""
-    training = "training: {epochs: 4, batch_size: 8, optimizer: adam, lr: 1e-3}"
-    rows = [Row("dense", (f"method={{name: fedavg, rounds: 20, {training}}}",))]
-    for share in SPARSITIES:
-        method = f"{{name: fedsparsify, sparsity: {share}, prunable: all_trainable, first_round: 18, rounds: 18, "
-        rows.append(Row(f"{share:.0%}", (f"method={method}finetune: {{epochs: 8}}, {training}}}",)))
-    return tuple(rows)
 
 
 ENVIRONMENTS = {
@@ -401,7 +396,7 @@ TABLES: dict[str, Table] = {
             "membership",
             "brain_t1",
             (*BRAIN_MLP, f"simulator.data.partition={partition}"),
-            list_environment(),
+            list_sparsities(ROUND_BY_ROUND),
             choose("MAE", "attack accuracy", "attacks above 0.5"),
             is_attacked=True,
         )
@@ -412,7 +407,7 @@ TABLES: dict[str, Table] = {
         "membership",
         "brain_t1",
         (*BRAIN_MLP, "simulator.sites=1"),
-        list_centralised(),
+        list_sparsities(AT_THE_END),
         choose("MAE", "attack accuracy"),
         is_attacked=True,
     ),
