@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nnunet_data import require_nnunet
 import yaml
 from typer.testing import CliRunner, Result
 
@@ -59,6 +60,7 @@ def test_job_with_a_component_runs_and_its_report_has_the_bytes(
 
 @pytest.mark.slow
 def test_data_of_nnunet_are_planned(tmp_path: Path) -> None:
+    require_nnunet()
     result = call("init", "nnunet", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "plan of 10 cases: 3d_fullres, patch [48, 64, 48], batch size 2" in result.output
