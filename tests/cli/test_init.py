@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from nnunet_data import require_nnunet
 import yaml
+from nnunet_data import require_nnunet
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
