@@ -24,7 +24,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import flare_sparse
-from flare_sparse.cli import app, load_command
+from flare_sparse.cli import COMMANDS, app, load_command
 from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.config.schema import list_partitions
 from flare_sparse.core.version import VERSION
@@ -168,6 +168,19 @@ def test_unknown_commands_and_options_are_found() -> None:
     assert find_unknown_options("run CONFIG --env poc --byoc") == set()
     assert find_unknown_options("run CONFIG --envv poc") == {"--envv"}
     assert find_unknown_options("site setup|allow KIT") == {"site setup|allow KIT"}
+
+
+def test_options_that_messages_name_exist() -> None:
+    tops: list[Any] = [get_command(app), *map(load_command, COMMANDS)]
+    commands = [command for top in tops for command in (top, *getattr(top, "commands", {}).values())]
+    known = {option for command in commands for parameter in command.params for option in parameter.opts}
+    named = {
+        option
+        for file in (ROOT / "custom").rglob("*.py")
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+\b", file.read_text())
+    }
+    others = {"--now", "--override", "--lr", "--epochs", "--force", "--timeout", "--he"}  # systemctl, ...
+    assert named - known - {"--help"} == others
 
 
 def find_missing_imports(code: str) -> set[str]:

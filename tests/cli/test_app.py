@@ -46,7 +46,7 @@ def test_installed_command_is_this_app(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_help_shows_a_first_command_and_lists_all_commands() -> None:
     result = call("--help")
     assert result.exit_code == 0
-    assert "flare-sparse run app_configs/neurosfl_brain_age.yaml" in result.output
+    assert "flare-sparse run neurosfl_brain_age" in result.output
     assert {name for name in COMMANDS if f" {name} " in result.output} == COMMANDS
     assert (ROOT / "app_configs/neurosfl_brain_age.yaml").is_file()
 

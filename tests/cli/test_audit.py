@@ -156,7 +156,7 @@ def test_interrupted_audit_trains_no_model_twice(runs: Path) -> None:
     assert "training" not in second.stderr
     assert first.exit_code == second.exit_code == 0
     record = json.loads((runs / "idle" / "audit.json").read_text())
-    assert [(entry["attack"], entry["reason"]) for entry in record["skipped"]] == [("canaries", "--canaries is 0")]
+    assert [(entry["attack"], entry["reason"]) for entry in record["skipped"]] == [("canaries", "canaries is 0")]
     # A file of another model is not used.
     file = runs / "idle" / "audit" / "reference-1.npz"
     with np.load(file) as stored:

@@ -76,20 +76,21 @@ def test_data_of_nnunet_are_planned(tmp_path: Path) -> None:
 def test_columns_kinds_labels_and_sites_of_a_table_are_filled_in(separator: str, mark: str, tmp_path: Path) -> None:
     table = tmp_path / "cohort.csv"
     lines = [
-        f"{n},{'AB'[n % 2]},{50 + n},{'FM'[n % 2]},{n}_{n % 7},free text {n},{'yes' if n % 3 else 'no'}"
+        f"{n},{'AB'[n % 2]},{50 + n},{'FM'[n % 2]},{n}_{n % 7},free text {n},{'died' if n % 3 else 'healthy'}"
         for n in range(30)
     ]
     text = "\n".join(["patient,hospital,age,sex,marker,remark,outcome", *lines])
     table.write_text(text.replace(",", separator).replace("_", mark))
     result = call("init", "table", "--data", table, "--out", tmp_path / "study")
     assert result.exit_code == 0, result.output
-    assert "target outcome: binary of no, yes" in result.output
+    assert "target outcome: binary of healthy, died" in result.output
+    assert "what is predicted, class 1: outcome died" in result.output
     assert "left out, neither numbers nor few labels: remark" in result.output
     written = yaml.safe_load((tmp_path / "study" / "study.yaml").read_text())
     task = written["task"]
     assert task["features"] == ["age", "sex", "marker"]
     assert task.get("decimal", ".") == mark
-    assert (task["categories"], task["classes"], task["id"]) == ({"sex": ["F", "M"]}, ["no", "yes"], "patient")
+    assert (task["categories"], task["classes"], task["id"]) == ({"sex": ["F", "M"]}, ["healthy", "died"], "patient")
     assert written["simulator"]["data"]["partition"] == {"kind": "natural", "column": "hospital"}
     assert Study.load(tmp_path / "study" / "study.yaml").config.name == "study"
 
@@ -126,7 +127,8 @@ def test_table_that_cannot_be_a_study_leaves_nothing(tmp_path: Path) -> None:
 def test_configuration_is_found_by_name_and_a_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "neurosfl_brain_age" in list_configurations()
-    assert Study.load("neurosfl_brain_age").config.name == "neurosfl_brain_age"
+    for name in ("neurosfl_brain_age", "app_configs/neurosfl_brain_age.yaml"):
+        assert Study.load(name).config.name == "neurosfl_brain_age"
     (tmp_path / "neurosfl_brain_age").write_text("own")
     assert find_configuration(Path("neurosfl_brain_age")) == Path("neurosfl_brain_age")
     assert find_configuration(Path("nothing")) == Path("nothing")

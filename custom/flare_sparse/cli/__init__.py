@@ -112,9 +112,8 @@ def main(
 ) -> None:
     """Train one model over many sites with NVIDIA FLARE and send only what matters.
 
-    [bold]Start[/]   flare-sparse run app_configs/neurosfl_brain_age.yaml
-    [bold]Change[/]  flare-sparse run app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.98
-    [bold]Choose[/]  flare-sparse settings, then a file in app_configs/
-    [bold]Follow[/]  flare-sparse watch RUN shows the rounds and the time left
-    [bold]Check[/]   flare-sparse estimate CONFIG counts bytes, flare-sparse check CONFIG finds mistakes
+    [bold]Try[/]     flare-sparse run neurosfl_brain_age
+    [bold]Start[/]   flare-sparse init table --data patients.csv, then check study.yaml, run study.yaml
+    [bold]Change[/]  flare-sparse run study.yaml --set method.sparsity=0.98; flare-sparse settings lists what there is
+    [bold]Follow[/]  flare-sparse watch RUN shows the rounds and the time left; flare-sparse report RUN draws them
     """

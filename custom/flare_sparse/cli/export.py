@@ -44,11 +44,13 @@ def export(
 
         flare-sparse export dose.yaml --byoc --set federation.min_sites=2
     """
+    from ..config.configurations import find_configuration
     from ..config.loading import load_config
     from ..config.user_tasks import list_user_code
     from ..flare.export import export_job
 
     for file in configs:
+        file = find_configuration(file)  # noqa: PLW2901, the same file by its full name
         config = load_config(file, set_ or ())
         with contextlib.redirect_stdout(io.StringIO()):
             # A script always travels: it is no class, which a site could have installed and allowed.

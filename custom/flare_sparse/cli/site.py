@@ -21,7 +21,7 @@ HELP = """Prepare a site and keep it: data, policy, allowed classes; people, wit
 
 [dim]flare-sparse site setup /opt/flare/site-1 --data /data/brains --policy careful[/]
 
-[dim]flare-sparse site declare /opt/flare/site-1 --id patient[/]
+[dim]flare-sparse site declare /opt/flare/site-1[/]
 
 [dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt[/]
 
@@ -121,7 +121,6 @@ def withdraw(
 @site.command()
 def declare(
     kit: Kit,
-    id_column: Annotated[str, typer.Option("--id", help="Column with the identifier of a person")],
     write: Annotated[bool, typer.Option("--write", help="Write the proposal to the kit; otherwise print it")] = False,
 ) -> None:
     """Propose which columns and groups of this site's people jobs may ask for (release: cells of the policy).
@@ -130,15 +129,16 @@ def declare(
     policy's min_cell; the others are named. Change the groups as you like: a column that does not fit is left out.
     The first job fixes the declaration for life.
 
-    [dim]flare-sparse site declare /opt/flare/site-1 --id patient[/]
+    [dim]flare-sparse site declare /opt/flare/site-1[/]
 
-    [dim]flare-sparse site declare /opt/flare/site-1 --id patient --write[/]
+    [dim]flare-sparse site declare /opt/flare/site-1 --write[/]
     """
     from ..flare.site.people import declare_people
 
-    text, left = declare_people(kit, id_column, write=write)
+    text, left = declare_people(kit, write=write)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"left out: {', '.join(left) or 'none'}", markup=False, soft_wrap=True)
+    reason = " (free text, one value, or cells of too few people)" if left else "none"
+    console.print(f"left out: {', '.join(left)}{reason}", markup=False, soft_wrap=True)
 
 
 @site.command()

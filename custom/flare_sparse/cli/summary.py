@@ -44,7 +44,11 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
     log = "; FLARE's log: flare.log" if (out / "flare.log").is_file() else ""
     console.print(f"record: {out / 'summary.json'}, rounds.jsonl, ledger.jsonl, config.yaml, model_card.md{log}")
     console.print(f"report: flare-sparse report {out}")
-    console.print(_suggest_next_step(summary))
+    other = "neurosfl" if summary["method"] == "fedavg" else "fedavg"
+    console.print(
+        f"next: flare-sparse run {out / 'config.yaml'} --set method.name={other}; your own data: flare-sparse init "
+        "table --data FILE"
+    )
     for line in describe_contributions(summary, out):
         console.print(line, markup=False)
 
@@ -159,13 +163,3 @@ def _build_bytes_table(summary: dict[str, Any]) -> Table:
         rows.append([label, str(sums["messages"]), *sizes])
     columns = ("direction", "messages", "sent", "dense FedAvg", "compared", "floor")
     return build_table("bytes on the wire, all rounds", columns, rows)
-
-
-def _suggest_next_step(summary: dict[str, Any]) -> str:
-    if summary["method"] == "fedavg":
-        return "next: a sparse method on the same data: --set 'method={name: neurosfl}' (see flare-sparse settings)"
-    rounds = summary["rounds"]
-    return (
-        f"next: dense FedAvg for comparison (--set 'method={{name: fedavg, rounds: {rounds}, training: ...}}' with the "
-        "training section of config.yaml), another setting, or your own data (docs/)"
-    )

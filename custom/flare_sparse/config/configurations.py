@@ -25,6 +25,10 @@ def list_configurations() -> list[str]:
 
 
 def find_configuration(file: Path) -> Path:
-    """Return a file as it is if it exists, or else the configuration of this name, such as ``neurosfl_brain_age``."""
-    named = CONFIGURATIONS / f"{file}.yaml"
-    return named if len(file.parts) == 1 and not file.exists() and named.is_file() else file
+    """Return a file as it is if it exists, or else the configuration of this name, such as ``neurosfl_brain_age``.
+
+    Pages name it as in the repository, ``app_configs/neurosfl_brain_age.yaml``.
+    """
+    name = file.stem if file.parent == Path(CONFIGURATIONS.name) else str(file)
+    named = CONFIGURATIONS / f"{name}.yaml"
+    return named if "/" not in name and not file.exists() and named.is_file() else file

@@ -15,6 +15,8 @@ from .yaml_files import format_yaml
 SITE_NAMES = ("hospital", "site", "center", "centre", "clinic", "region", "institution", "ward", "klinik", "zentrum")
 TARGET_NAMES = ("target", "outcome", "label", "died", "death", "event", "readmitted", "diagnosis", "tod", "y")
 ID_NAMES = ("id", "patient", "patient_id", "subject", "subject_id", "participant_id", "case")
+NEGATIVES = ("no", "nein", "non", "n", "false", "negative", "neg", "none", "control", "healthy", "alive", "absent")
+"""Labels of the absence of what is predicted: of two labels, the other one is class 1."""
 MOST_LABELS = 12
 """A column of text with more different values is no category: it is left out, and named."""
 
@@ -48,7 +50,7 @@ def describe_table(path: Path) -> tuple[str, list[str]]:
     if identifier:
         ids = table.get_names(identifier)
         task["id" if len(set(ids)) == len(ids) else "group"] = identifier
-    task |= {"missing": "impute", "scaling": "site", "model": {"name": "resnet_mlp"}}
+    task |= {"missing": "impute", "scaling": "site", "model": {"name": "resnet_mlp"}, "split": {"validation": 0.1}}
     task |= {"target_scaling": "site"} if kind == "regression" else {}
     sites = {"kind": "natural", "column": site} if site else {"kind": "iid"}
     simulator: dict[str, Any] = {} if site else {"sites": 3}
@@ -62,6 +64,7 @@ def describe_table(path: Path) -> tuple[str, list[str]]:
     }
     notes = [
         f"{table.rows} rows; target {target}: {kind}" + (f" of {', '.join(classes)}" if classes else ""),
+        *([f"what is predicted, class 1: {target} {classes[1]}"] if kind == "binary" and classes else []),
         f"sites: column {site}" if site else "sites: no column with a usual name, so three at random",
         f"{len(features)} features, {len(categories)} of them categories" + "; decimal commas" * has_commas,
         *([f"left out, neither numbers nor few labels: {list_first(left_out, 5)}"] if left_out else []),
@@ -105,6 +108,7 @@ def _describe_target(table: Table, name: str) -> tuple[str, list[str]]:
                 f"target {name!r}: expected numbers or 2 to {MOST_LABELS} labels, found {len(labels)} labels. Name the "
                 f"target's column as one of {', '.join(TARGET_NAMES)}, or make it the last one"
             )
+        labels.sort(key=lambda label: label.lower() not in NEGATIVES)
         return ("binary" if len(labels) == 2 else "classes"), labels
     return ("binary" if set(table.get_numbers(name).tolist()) <= {0.0, 1.0} else "regression"), []
 

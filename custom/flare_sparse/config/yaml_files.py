@@ -103,7 +103,7 @@ def parse_yaml(text: str) -> Any:
 
 def format_yaml(data: Mapping[str, Any]) -> str:
     """Return settings as YAML, from which :func:`parse_yaml` reads the same values."""
-    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 

@@ -199,6 +199,10 @@ def test_page_fits_the_width_of_the_screen(width: int, browser: Any, page: Path)
 def test_missing_record_and_mixed_metrics_are_refused(finished: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no record of a finished run"):
         RunResult.read(tmp_path)
+    # What a recipe leaves in FLARE's workspace.
+    shutil.copytree(finished["fedavg"], record := tmp_path / "job/server/flare_sparse")
+    with pytest.raises(ConfigError, match=rf"expected {record}$"):
+        RunResult.read(tmp_path / "job")
     (tmp_path / "a").mkdir()
     for name in ("summary.json", "rounds.jsonl", "ledger.jsonl"):
         shutil.copy(finished["fedavg"] / name, tmp_path / "a" / name)

@@ -20,16 +20,15 @@ FOLDS = 5
 """Folds that are proposed; a declaration may have another number."""
 
 
-def declare_people(kit: Path, id_column: str, *, write: bool = False) -> tuple[str, list[str]]:
+def declare_people(kit: Path, *, write: bool = False) -> tuple[str, list[str]]:
     """Return the text of a proposed declaration, and the columns that it leaves out.
 
     Args:
         kit: the startup kit.
-        id_column: column with the identifier of a person.
         write: write the text to the kit.
 
     Raises:
-        ConfigError: the folder is no kit, or has a declaration already.
+        ConfigError: the folder is no kit, has a declaration already, or names no column of identifiers.
         DataError: the table cannot be read, or has no such column.
     """
     local = find_local_folder(kit).absolute()
@@ -38,8 +37,13 @@ def declare_people(kit: Path, id_column: str, *, write: bool = False) -> tuple[s
         raise ConfigError(f"{file}: this site has declared its people; change the file by hand before the first job")
     rule = Rule(read_policy(local / POLICY_FILE).min_cell)
     gate = ReleaseGate(local, local.parent / RELEASE_FOLDER / name, rule)
-    path = find_table(find_site_data(name, local).path)
-    declaration, left = propose(read_table(path), id_column, FOLDS, rule, gate.split_seed)
+    data = find_site_data(name, local)
+    id_column = data.id or ("participant_id" if data.path.is_dir() else None)
+    if id_column is None:
+        raise ConfigError(
+            f"{local}: the site file names no column of identifiers; flare-sparse site setup KIT --id COLUMN"
+        )
+    declaration, left = propose(read_table(find_table(data.path)), id_column, FOLDS, rule, gate.split_seed)
     text = format_yaml(declaration.model_dump(mode="json", exclude_none=True))
     if write:
         write_text(file, text)

@@ -184,7 +184,10 @@ def _check_log_streaming(kit: Path) -> tuple[Severity, str]:
 
 def _check_data_path(kit: Path, environment: Mapping[str, str]) -> tuple[Severity, str]:
     data = find_site_data(read_site_name(kit), find_local_folder(kit), environment)
-    return "WARN", f"{data.path} exists but was not read; add --job CONFIG to read it as that job would"
+    return (
+        "WARN",
+        f"{data.path} exists but was not read; flare-sparse check CONFIG --kit {kit} reads it as that job would",
+    )
 
 
 def _check_job(

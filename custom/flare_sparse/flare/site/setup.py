@@ -80,7 +80,7 @@ def set_up_site(
     if data is not None and not data.exists():
         raise ConfigError(f"--data {data}: there is no such file or folder")
     if settings and not file.is_file():
-        file.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        file.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
         file.chmod(0o600)
     if file.is_file():
         yield f"data: {find_site_data(kit.resolve().name, local, {}).path}"

@@ -110,7 +110,7 @@ class RunAttacks:
         """
         count, sites = self._options.references, self.examples.sites
         if not count:
-            raise DataError("RMIA needs reference models; --references is 0")
+            raise DataError("RMIA needs reference models; references is 0")
         is_in = np.stack([draw_reference_rows(sites, number, self._seed) for number in range(1, count + 1)])
         references = np.stack([self._compute_reference_losses(i + 1, is_in[i], count) for i in range(count)])
         scale = choose_scale(self._task.kind, references)
@@ -128,7 +128,7 @@ class RunAttacks:
         """
         options, sites, dataset = self._options, self.examples.sites, self.examples.dataset
         if not options.canaries:
-            raise DataError("--canaries is 0")
+            raise DataError("canaries is 0")
         generator = np.random.default_rng(derive_seed(self._seed, "audit canaries"))
         shuffled = generator.permutation(len(sites))
         # Non-members first: the examples that canaries are made of do not train the model.

@@ -69,9 +69,12 @@ class RunResult:
             # Fail here, with a clear message, if a key that the properties below read is missing.
             summary["metric"]["name"], summary["traffic"]["down"], summary["final"]["sites"]
         except (OSError, ValueError, KeyError, TypeError) as error:
+            # A recipe leaves the record deep in FLARE's workspace, or in the downloaded job.
+            inner = next((str(file.parent) for file in path.glob("**/flare_sparse/summary.json")), None)
+            found = f"{type(error).__name__}: {error}" if path.is_dir() else "there is no such folder"
             raise ConfigError(
-                f"{path}: no record of a finished run ({type(error).__name__}: {error}); expected the result folder of "
-                "flare-sparse run, with summary.json, rounds.jsonl and ledger.jsonl"
+                f"{path}: no record of a finished run ({found}); expected "
+                + (inner or "the result folder of flare-sparse run, with summary.json, rounds.jsonl and ledger.jsonl")
             ) from error
         return cls(summary["name"], path, summary, rounds, messages)
 
