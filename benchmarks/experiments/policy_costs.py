@@ -1,9 +1,10 @@
 """What the presets of a policy cost an honest study: metric, rounds and seconds, with each site behind its guards.
 
-Run as ``python benchmarks/experiments/policy_costs.py CONFIG [--data FILE] [--set KEY=VALUE ...]``: trains the
-configuration without a policy and with all sites under ``open``, ``careful`` and ``strict``; a choice of rows that a
-site has to approve is approved, and said. The sites are those of a run in one process; what leaves them goes through
-the guards of a kit. Prints a line of the table each.
+Run as ``python benchmarks/experiments/policy_costs.py CONFIG [--data FILE] [--set KEY=VALUE ...] [--seeds 3]``: trains
+the configuration without a policy and with all sites under ``open``, ``careful`` and ``strict``; a choice of rows that
+a site has to approve is approved, and said. The sites are those of a run in one process; what leaves them goes through
+the guards of a kit. Prints a line of the table each: the metric as the sites report it, and the exact metric of the
+delivered model on the sites' test examples, which a policy of cells draws anew.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import re
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +24,10 @@ import yaml
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContextManager
+from torch.utils.data import ConcatDataset
 
 from flare_sparse.api import local
+from flare_sparse.api.run import Run
 from flare_sparse.api.start import run
 from flare_sparse.config.assemble import Assembly, open_site
 from flare_sparse.config.people import ReleaseGate
@@ -47,6 +52,10 @@ KITS: dict[str, Path] = {}
 
 INITIAL: list[torch.Tensor] = []
 """Initial weights of the jobs, the last one's last."""
+
+
+SITES: list[Site] = []
+"""Sites of the last run."""
 
 
 class Refused(FlareSparseError):
@@ -86,13 +95,19 @@ class GuardedSites(rounds.LocalSites):
         return sent, data, meta.get(EVENTS, ())
 
 
+def open_recorded(assembly: Assembly, data: SiteData, account: Any = None) -> Site:
+    """Open a site and keep it in SITES."""
+    SITES.append(open_guarded(assembly, data, account))
+    return SITES[-1]
+
+
 def open_guarded(assembly: Assembly, data: SiteData, account: Any = None) -> Site:
-    """Open a site behind its policy; approve the job's choice of rows where that is needed."""
+    """Open a site behind its policy, if it has one; approve the job's choice of rows where that is needed."""
     kit = KITS[data.site]
     INITIAL.append(assembly.weights)
     file = kit / "local" / POLICY_FILE
-    policy = read_policy(file)
-    if policy.release == "exact":
+    policy = read_policy(file) if file.exists() else None
+    if policy is None or policy.release == "exact":
         return open_site(assembly, data, account)
     for approved in (policy.approved_rows, None):
         try:
@@ -115,10 +130,41 @@ class CountedEndpoint(SiteEndpoint):
         super().__init__(site, method, run, values, store, stage, limits=RequestLimits(log, None), **settings)
 
 
-def measure(config: Path, preset: str | None, terms: dict[str, Any], overrides: list[str]) -> str:
-    """Return the line of a preset with some of its terms changed."""
+def evaluate_delivered(done: Run) -> float:
+    """Return the exact metric of the final model on the test examples of all sites together."""
+    task = SITES[0].trainer.task
+    tests = ConcatDataset([site.trainer.examples.test for site in SITES if site.trainer.examples.n_test])
+    return task.evaluate(done.model(), tests)[task.metric.name]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run ended with.
+
+    Attributes:
+        reported: the metric as the sites report it.
+        delivered: that of the delivered model on the sites' test examples.
+        rounds: committed rounds.
+        sites: how many contributed to the last one.
+        seconds: from start to end.
+        refusals: what sites let not leave in single rounds.
+    """
+
+    reported: float
+    delivered: float
+    rounds: int
+    sites: int
+    seconds: float
+    refusals: tuple[str, ...]
+
+
+def measure(config: Path, preset: str | None, terms: dict[str, Any], overrides: list[str]) -> Cost:
+    """Train under a preset with some of its terms changed.
+
+    Raises:
+        Refused: the policy refuses the study, or its numbers let no model be made.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        KITS.clear()
 
         class Kits(dict[str, Path]):
             def __missing__(self, name: str) -> Path:
@@ -132,21 +178,35 @@ def measure(config: Path, preset: str | None, terms: dict[str, Any], overrides: 
                 return kit
 
         globals()["KITS"] = Kits()
+        SITES.clear()
+        local.open_site = open_recorded
         if preset is not None:
-            rounds.LocalSites, rounds.SiteEndpoint, local.open_site = GuardedSites, CountedEndpoint, open_guarded
+            rounds.LocalSites, rounds.SiteEndpoint = GuardedSites, CountedEndpoint
         start = time.perf_counter()
         try:
             done = run(config, overrides=overrides, out=Path(folder) / "run", observer=SILENT)
         except FlareSparseError as error:
             reasons = sorted(file.read_text().splitlines()[0] for file in Path(folder).rglob("site_error.txt"))
-            return f"| {preset or 'none'} | refused: {(reasons or [str(error)])[0]} |"
-        seconds, final = time.perf_counter() - start, done.summary["final"]
-        name = done.study.assembly.task.metric.name
-        value = final["metrics"].get(name)
-        refused = {line for file in Path(folder).rglob("errors/*.txt") for line in file.read_text().splitlines()[:1]}
-        return (
-            f"| {preset or 'none'} | {name} {value} | {done.summary['rounds']} | {seconds:.0f} | {'; '.join(refused)} |"
+            raise Refused((reasons or [str(error)])[0]) from error
+        refusals = {line for file in Path(folder).rglob("errors/*.txt") for line in file.read_text().splitlines()[:1]}
+        return Cost(
+            done.summary["final"]["metrics"].get(done.study.assembly.task.metric.name, float("nan")),
+            evaluate_delivered(done),
+            done.summary["rounds"],
+            len(done.rounds[-1]["sites_contributed"]),
+            time.perf_counter() - start,
+            tuple(sorted(refusals)),
         )
+
+
+def format_costs(costs: list[Cost]) -> str:
+    """Return the cells of a line: means over seeds, and in brackets the delivered model's of each seed."""
+    delivered = ", ".join(f"{cost.delivered:.3f}" for cost in costs)
+    refusals = "; ".join(sorted({refusal for cost in costs for refusal in cost.refusals}))
+    return (
+        f"{mean(cost.reported for cost in costs):.3f} | {mean(cost.delivered for cost in costs):.3f} ({delivered}) | "
+        f"{costs[0].rounds} | {min(cost.sites for cost in costs)} | {mean(cost.seconds for cost in costs):.0f} | {refusals}"
+    )
 
 
 def main() -> None:
@@ -157,10 +217,22 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], dest="overrides", help="KEY=VALUE")
     parser.add_argument("--presets", nargs="+", default=["none", *PRESETS], choices=["none", *PRESETS])
     parser.add_argument("--terms", type=yaml.safe_load, default={}, help="changed terms, {withhold_isolated: false}")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds 1, 2, ...")
     options = parser.parse_args()
     overrides = options.overrides + ([f"simulator.data.path={options.data}"] if options.data else [])
+    print("| preset | reported | delivered | rounds | sites | seconds | refusals |\n| --- | --- | --- | --- | --- | --- | --- |")
     for preset in options.presets:
-        print(measure(options.config, None if preset == "none" else preset, options.terms, overrides), flush=True)
+        try:
+            costs = [
+                measure(
+                    options.config, None if preset == "none" else preset, options.terms, [*overrides, f"seed={seed}"]
+                )
+                for seed in range(1, options.seeds + 1)
+            ]
+            cells = format_costs(costs)
+        except Refused as error:
+            cells = f"refused | {error} | | | "
+        print(f"| {preset} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

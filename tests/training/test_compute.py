@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from other_device import require_compiler
 from pydantic import ValidationError
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset, default_collate
 
 from flare_sparse.compute.kernels import network as kernels
@@ -83,6 +85,35 @@ def test_sparse_training_ends_near_dense_training_and_keeps_entries_off(
     assert float((trained["dense"] - start).abs().max()) > 1e-2
     assert torch.equal(trained["sparse"][~bits], start[~bits])
     assert list_sparse_layers(caplog)[-1] == "0, 4, 8"
+
+
+@pytest.mark.slow
+def test_compiled_network_trains_as_the_dense_one_and_never_by_kernels(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    require_compiler()
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: True).__code__)
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.rand(site.layout.size, generator=generator) < 0.3
+    start = torch.randn(site.layout.size, generator=generator) * 0.2 * bits
+    config = TrainingConfig(epochs=3, optimizer="sgd", lr=1e-2, batch_size=4, compute="dense")
+    dense = site.train(start, Mask(bits), config, 1)
+    compiled = TrainingConfig.model_validate(config.model_dump() | {"compute": "auto", "compile": True})
+    task, examples = VolumeTask(), site.trainer.examples
+    local = LocalTask.open("site-1", task, examples, site.layout, 3, compiled.select_hardware("cpu"))  # type: ignore[arg-type]
+    torch.compiler.reset()
+    counters.clear()
+    trained = build_site(local).train(start, Mask(bits), compiled, 1)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert float((trained - dense).abs().max()) < 1e-4
+    assert torch.equal(trained[~bits], start[~bits])
+    assert not list_sparse_layers(caplog)
+
+
+def test_compiled_network_with_kernels_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"torch\.compile cannot trace the kernels"):
+        TrainingConfig(compute="sparse", compile=True)
 
 
 def test_frozen_weights_that_are_not_zero_are_computed(site: Site) -> None:

@@ -39,8 +39,8 @@ class SparseComputeTrainer(Wrapper):
 
     def train(self, training: Training) -> Tensor:
         config = training.config
-        # The kernels compute in float32.
-        if config.precision != "float32" or not can_use_kernels(config.compute, self._model.device):
+        # The kernels compute in float32, and torch.compile cannot trace them.
+        if config.precision != "float32" or config.compile or not can_use_kernels(config.compute, self._model.device):
             return self._inner.train(training)
         # numba is an optional dependency, which takes a second to import.
         from ..compute.kernels.network import install_blocks

@@ -89,7 +89,8 @@ class TrainingConfig(BaseModel):
         "0: none; the bits are the same",
     )
     compile: bool = Field(
-        False, description="compile the network by torch.compile, which needs a C++ compiler at each site"
+        False,
+        description="compile the network by torch.compile, which needs a C++ compiler at each site; computes densely",
     )
 
     precision: Precision = Field(
@@ -115,6 +116,8 @@ class TrainingConfig(BaseModel):
             raise ValueError(
                 f"precision {self.precision}: the sparse kernels compute in float32; leave compute at auto"
             )
+        if self.compile and self.compute == "sparse":
+            raise ValueError("compute: sparse and compile exclude each other: torch.compile cannot trace the kernels")
         if self.device.startswith("cuda") and self.compute == "sparse":
             raise ValueError(
                 f"compute: sparse and device: {self.device} exclude each other, because the sparse kernels are for "

@@ -47,7 +47,7 @@ class FlatModel:
         self.layout, self.hardware, self.device = layout, hardware, hardware.device
         self.module = module.to(self.device)
         if hardware.is_compiled:
-            self.module.compile()
+            _compile(self.module)
         self.after_load: Callable[[], None] = lambda: None
         named, specs = dict(self.module.named_parameters()), [s for s in layout.tensors if s.role != "buffer"]
         self.parameters = [named[spec.name] for spec in specs]
@@ -186,3 +186,14 @@ class FlatModel:
     def to_device(self, batch: Any) -> Any:
         """Return the batch with its tensors on the model's device."""
         return move_batch(batch, self.device, channels_last=self.hardware.channels_last)
+
+
+def _compile(network: nn.Module) -> None:
+    """Let ``torch.compile`` compile the calls of a network; names of tensors and copies stay as they are."""
+
+    def call(*inputs: Any, **options: Any) -> Any:
+        return network._call_impl(*inputs, **options)
+
+    # Module.compile() leaves a network of torch's own classes, such as nn.Sequential, as it is without a word: torch
+    # compiles no frame of its own files. It does compile them when they are called from another file.
+    network._compiled_call_impl = torch.compile(call)
