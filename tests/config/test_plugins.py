@@ -11,6 +11,7 @@ from toy import ToyBench
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
+from flare_sparse.config.configurations import CONFIGURATIONS
 from flare_sparse.config.loading import dump_config, load_config, parse_job, serialize_job
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import CheckpointError, ConfigError
@@ -133,6 +134,10 @@ def test_plugin_is_named_by_its_class_in_the_job(file: Path) -> None:
     file.write_text(JOB.replace("class: my_methods.Mine", "name: draws"))
     config = load_config(file)
     assert (config.method.name, config.method.key) == ("my_methods.Mine", "class")
+    # Settings of the file's method that the plugin lacks are left out, as for the package's methods.
+    assert (
+        load_config(CONFIGURATIONS / "neurosfl_brain_age.yaml", ["method.name=draws"]).method.name == "my_methods.Mine"
+    )
     for words, expected in (
         (["settings"], "my_methods.Mine  sparse_draws 1.2"),
         (["settings", "draws"], "method.share"),

@@ -165,8 +165,12 @@ def get_first_line(documented: Any) -> str:
 def iterate_settings(
     config: type[BaseModel], path: str, section: BaseModel | None = None
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield path, default, allowed values and meaning of each setting; ``section`` overrides the defaults."""
-    for name, field in config.model_fields.items():
+    """Yield path, default, allowed values and meaning of each setting, those of the class itself first.
+
+    ``section`` overrides the defaults.
+    """
+    inherited = {name for parent in config.__mro__[1:] for name in getattr(parent, "model_fields", ())}
+    for name, field in sorted(config.model_fields.items(), key=lambda item: item[0] in inherited):
         default = field.get_default(call_default_factory=True, validated_data={})
         # A method may have defaults of its own for a section that it shares with others, as the LoRA methods have.
         default = default if section is None else getattr(section, name)

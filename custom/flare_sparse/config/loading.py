@@ -23,7 +23,7 @@ from ..tasks.task import Task, TaskConfig
 from ..wire.formats import is_quantized
 from .bundles import insert_bundle
 from .choice import Registries, find_name, get_settings
-from .plugins import name_plugin_classes
+from .plugins import find_plugin, load_entry, name_plugin_classes
 from .problems import describe_problem
 from .schema import JobConfig, RunConfig, list_partitions
 from .user_classes import import_method_class, import_task_class
@@ -80,9 +80,10 @@ def keep_known_settings(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def _list_method_settings(overrides: Sequence[str]) -> set[str] | None:
-    """Return the settings of the package's method that overrides name; None if they name none."""
-    names = [text.removeprefix(_METHOD) for text in overrides if text.startswith(_METHOD)]
-    return {"name", *METHODS[names[-1]].Config.model_fields} if names and names[-1] in METHODS else None
+    """Return the settings of the method that overrides name; None if they name none, or none that is installed."""
+    name = next((text.removeprefix(_METHOD) for text in reversed(overrides) if text.startswith(_METHOD)), "")
+    known = name in METHODS or find_plugin("method", name)
+    return {"name", *load_entry("method", name, Path.cwd()).Config.model_fields} if known else None
 
 
 def import_classes(data: Mapping[str, Any], folder: Path) -> dict[str, type[Any]]:
