@@ -130,7 +130,7 @@ def find_unknown_options(line: str) -> set[str]:
         if any(name not in command.commands for name in names):
             return {line}
         command = load_command(names[0]) if command is root else command.commands[names[0]]
-    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    known = {option for parameter in (*command.params, *root.params) for option in parameter.opts} | {"--help"}
     # What is in quotes is the value of an option, such as another program's command line.
     unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", " ".join(words))
     return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", unquoted)) - known

@@ -3,7 +3,7 @@ r"""Inversion of the message of one brain scan: without protection, under a site
     python benchmarks/experiments/inversion.py ../shared/data [--steps 300] [--picture docs/images/inversion.png]
 
 A server inverts one step of plain SGD and saliency scores of the initial model, as ``flare-sparse audit RUN
---attackers server`` does. ``perceptron``: scans at 6 mm, flattened into a linear layer, whose gradient reveals its
+--set attackers=server`` does. ``perceptron``: scans at 6 mm, flattened into a linear layer, whose gradient reveals its
 input exactly. ``convolutions``: the published network at 12 mm, whose input is optimised. Under the policy also the
 smallest numbers of examples that it lets leave. Prints the table and draws a slice of each rebuilt scan.
 """

@@ -48,41 +48,37 @@ def call() -> Callable[..., Result]:
     return lambda *arguments: CliRunner().invoke(app, ["adapt", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_adapt_writes_a_changed_model_and_metrics_before_and_after(
-    finished: Path, call: Callable[..., Result], tmp_path: Path
-) -> None:
-    result = call(finished / "run", "--data", finished / "site-9.npz", "--out", tmp_path)
+def test_adapt_writes_a_changed_model_and_metrics_before_and_after(finished: Path, call: Callable[..., Result]) -> None:
+    result, folder = call(finished / "run", "--data", finished / "site-9.npz"), finished / "run/adapted/site-9"
     assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "adaptation.json").read_text())
+    figures = json.loads((folder / "adaptation.json").read_text())
     assert figures["training_examples"] == 19
     assert figures["before"]["test_examples"] == figures["after"]["test_examples"] == 5
     assert {"accuracy", "channel_sparsity"} <= figures["before"].keys() & figures["after"].keys()
     assert 0 <= figures["sparsity"] < 1
     assert figures["adaptation_seconds"] > 0
     layout = load_study(finished / "run").assembly.layout
-    files = (path / "model.safetensors" for path in (finished / "run", tmp_path))
+    files = (path / "model.safetensors" for path in (finished / "run", folder))
     before, after = (layout.unflatten(read_model(file, layout)) for file in files)
     changed = {name for name in before if not before[name].equal(after[name])}
     assert any(".gate." in name for name in changed)
     assert any(".gate." not in name for name in changed)
     assert "accuracy" in result.output
-    assert str(tmp_path / "adaptation.json") in result.output
+    assert str(folder / "adaptation.json") in result.output
 
 
-def test_adapting_twice_gives_the_same_bits(finished: Path, call: Callable[..., Result], tmp_path: Path) -> None:
+def test_adapting_twice_gives_the_same_bits(finished: Path, call: Callable[..., Result]) -> None:
     sums = []
-    for name in ("first", "second"):
-        call(finished / "run", "--data", finished / "site-9.npz", "--out", tmp_path / name)
-        sums.append(json.loads((tmp_path / name / "adaptation.json").read_text())["sha256_after"])
+    for _ in range(2):
+        call(finished / "run", "--data", finished / "site-9.npz")
+        sums.append(json.loads((finished / "run/adapted/site-9/adaptation.json").read_text())["sha256_after"])
     assert sums[0] == sums[1]
 
 
-def test_adapt_reports_for_a_site_of_the_run_what_the_run_reported(
-    finished: Path, call: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_adapt_reports_for_a_site_of_the_run_what_the_run_reported(finished: Path, call: Callable[..., Result]) -> None:
     """The command and the end of a run adapt a model in the same way."""
-    call(finished / "run", "--data", finished / "site-1.npz", "--out", tmp_path)
-    figures = json.loads((tmp_path / "adaptation.json").read_text())
+    call(finished / "run", "--data", finished / "site-1.npz")
+    figures = json.loads((finished / "run/adapted/site-1/adaptation.json").read_text())
     summary = json.loads((finished / "run" / "summary.json").read_text())["final"]["sites"]["site-1"]
     assert {name: summary[name] for name in figures["after"]} == figures["after"]
     assert summary["accuracy_before"] == figures["before"]["accuracy"]

@@ -182,7 +182,7 @@ def test_configuration_error_is_printed_without_a_traceback(config: Path) -> Non
 
 
 def test_phantom_writes_a_volume_for_each_subject_of_each_site(tmp_path: Path) -> None:
-    result = call("phantom", "--out", tmp_path / "brains", "--sites", "2", "--subjects", "3", "--seed", "5")
+    result = call("phantom", tmp_path / "brains", "--sites", "2", "--subjects", "3", "--seed", "5")
     assert result.exit_code == 0, result.output
     assert result.output.strip().endswith(": 6 phantoms of 2 sites")
     assert len(list((tmp_path / "brains").glob("sub-*/anat/*_T1w.nii.gz"))) == 6
@@ -190,7 +190,7 @@ def test_phantom_writes_a_volume_for_each_subject_of_each_site(tmp_path: Path) -
 
 def test_phantom_refuses_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
-    result = call("phantom", "--out", tmp_path)
+    result = call("phantom", tmp_path)
     assert result.exit_code == 1
     assert result.output.startswith("error E_DATA")
     assert "is not empty; choose another folder" in result.output

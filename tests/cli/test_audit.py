@@ -101,9 +101,8 @@ def test_run_that_learned_by_heart_is_found_out_by_every_attack(runs: Path) -> N
 
 @pytest.mark.slow
 def test_run_that_learned_nothing_withstands(runs: Path) -> None:
-    result = call(
-        runs / "idle", "--set", "references=2", "--set", "resamples=200", "--set", "epsilon=0.1", "--policy", "careful"
-    )
+    settings = ("references=2", "resamples=200", "epsilon=0.1", "policy=careful")
+    result = call(runs / "idle", *(word for text in settings for word in ("--set", text)))
     assert result.exit_code == 0, result.output
     attacks = list_attacks(json.loads((runs / "idle" / "audit.json").read_text()))
     for name in ("loss threshold", "rmia"):
@@ -132,7 +131,7 @@ def test_canaries_believe_an_honest_budget_and_not_a_false_one(
     learning = "{epochs: 30, batch_size: 64, optimizer: adam, lr: 2e-2}"
     settings = [f"method={{name: fedavg, rounds: 1, training: {learning}}}", f"privacy={{{privacy}, delta: 1e-5}}"]
     run_in_process(Study.load(file, settings), RunFolder(tmp_path / "run"))
-    options = ("--set", "references=0", "--set", "resamples=0", "--attackers", "outsider", "--set", "canaries=200")
+    options = ("--set", "references=0", "--set", "resamples=0", "--set", "attackers=outsider", "--set", "canaries=200")
     result = call(tmp_path / "run", *options, "--set", f"epsilon={claim}")
     assert result.exit_code == int(is_wrong), result.output
     canaries = list_attacks(json.loads((tmp_path / "run" / "audit.json").read_text()))["canaries"]
@@ -149,8 +148,8 @@ def test_interrupted_audit_trains_no_model_twice(runs: Path) -> None:
         "canaries=0",
         "--set",
         "resamples=0",
-        "--attackers",
-        "outsider",
+        "--set",
+        "attackers=outsider",
     )
     first, second = call(*arguments), call(*arguments)
     assert "training" not in second.stderr
@@ -166,11 +165,11 @@ def test_interrupted_audit_trains_no_model_twice(runs: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "text"),
-    [(["--attackers", "insider"], "expected some of outsider, member, server"), (["--attackers", ""], "expected some")],
+    ("given", "text"),
+    [("insider", "expected some of outsider, member, server"), ("''", "expected some")],
 )
-def test_unknown_attacker_is_a_wrong_configuration(runs: Path, arguments: list[str], text: str) -> None:
-    result = call(runs / "idle", *arguments)
+def test_unknown_attacker_is_a_wrong_configuration(runs: Path, given: str, text: str) -> None:
+    result = call(runs / "idle", "--set", f"attackers={given}")
     assert result.exit_code == 2
     assert text in result.output
 

@@ -73,10 +73,11 @@ def test_every_model_of_the_run_can_be_evaluated_at_every_site(folder: Path) -> 
     assert set(record["results"]["site-1"]) == {"final", "best", "site-1", "site-2"}
 
 
-def test_new_site_adapts_its_head_and_saves_the_whole_network(folder: Path, tmp_path: Path) -> None:
-    result = invoke("adapt", folder / "run", "--data", folder / "site-9.npz", "--out", tmp_path)
+def test_new_site_adapts_its_head_and_saves_the_whole_network(folder: Path) -> None:
+    result = invoke("adapt", folder / "run", "--data", folder / "site-9.npz")
     assert result.exit_code == 0, result.output
-    adapted, common = load_file(tmp_path / "model.safetensors"), load_file(folder / "run" / "model.safetensors")
+    adapted = load_file(folder / "run" / "adapted" / "site-9" / "model.safetensors")
+    common = load_file(folder / "run" / "model.safetensors")
     assert all(torch.equal(adapted[name], tensor) for name, tensor in common.items())
     initial = load_study(folder / "run").assembly.personal
     assert not any(torch.equal(adapted[name], tensor) for name, tensor in initial.items())

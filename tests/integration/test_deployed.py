@@ -450,14 +450,15 @@ def list_charges(kit: Path) -> list[str]:
 
 @pytest.mark.long
 def test_sites_of_a_federation_are_described_from_their_own_data(
-    config: Path, federation: Path, tmp_path: Path
+    config: Path, federation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kit = federation / "workspace" / "sparse" / "prod_00" / "lead@coordination.org"
-    done = command("describe", str(config), "--kit", str(kit), "--out", str(tmp_path / "out"), "--json")
+    kit = (federation / "workspace" / "sparse" / "prod_00" / "lead@coordination.org").absolute()
+    monkeypatch.chdir(tmp_path)
+    done = command("describe", str(config), "--kit", str(kit), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads(done.stdout)
-    assert record == json.loads((tmp_path / "out" / "description.json").read_text())
-    assert (tmp_path / "out" / "description.html").is_file()
+    record, (folder,) = json.loads(done.stdout), tmp_path.glob("runs/*-description")
+    assert record == json.loads((folder / "description.json").read_text())
+    assert (folder / "description.html").is_file()
     assert record["sites"] == list(SITES)
     deaths = {site: round(own["count"] * own["mean"]) for site, own in record["columns"]["died=1"].items()}
     assert deaths == {"site-1": 26, "site-2": 24, "site-3": 25}

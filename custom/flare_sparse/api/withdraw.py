@@ -115,7 +115,7 @@ def withdraw(
     everyone = replace(gone, id=touched.id).merge(earlier)
     folder = RunFolder(out or run.path.with_name(f"{run.path.name}-without"), resume=touched.start is not None)
     if folder.path.resolve() == run.path.resolve() or folder.is_finished or folder.has_checkpoint:
-        raise ConfigError(f"--out {folder.path}: holds a run; choose another folder")
+        raise ConfigError(f"{folder.path}: holds a run already; withdraw from that one, or remove it first")
     with folder.claim():
         source = f"after round {touched.start.round}" if touched.start else "the start"
         replace(everyone, note=f"This model was trained without them, from {source}.").write(folder.path)

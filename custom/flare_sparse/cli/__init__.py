@@ -15,8 +15,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from ..core.errors import ConfigError
 from .console import Commands, join_lines
 from .console import out as console
+from .options import JSON
 
 GROUPS = {
     "Run": ("init", "check", "estimate", "plan", "run", "sweep", "adapt", "export"),
@@ -27,6 +29,11 @@ GROUPS = {
 }
 """Commands by what a user does with them, in the order of ``--help``."""
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+HAVE_JSON = (
+    *("check", "estimate", "run", "sweep", "watch", "report", "describe", "evaluate", "audit"),
+    "site log",
+)
+"""Commands that print JSON with --json, which may stand anywhere on their line."""
 
 
 class _LazyCommands(Commands):
@@ -38,7 +45,12 @@ class _LazyCommands(Commands):
             name: TyperCommand(name, rich_help_panel=group) for group, names in GROUPS.items() for name in names
         }
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, sorted(args, key=lambda word: word != "--json"))
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        if JSON.get() and args[0] not in HAVE_JSON and " ".join(args[:2]) not in HAVE_JSON:
+            raise ConfigError(f"--json: it is for {', '.join(HAVE_JSON)}; leave it out")
         if args[0] in COMMANDS:
             self.commands[args[0]] = load_command(args[0])
         return super().resolve_command(ctx, args)
@@ -88,6 +100,10 @@ def _show_version(requested: bool) -> None:
         raise typer.Exit
 
 
+def _ask_json(value: bool) -> None:
+    JSON.set(value)
+
+
 def _trust(context: typer.Context, value: bool) -> None:
     """Let the command execute the code of result folders, until it ends."""
     if value:
@@ -100,6 +116,10 @@ def _trust(context: typer.Context, value: bool) -> None:
 def main(
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit")
+    ] = False,
+    _json: Annotated[
+        bool,
+        typer.Option("--json", callback=_ask_json, help=f"Print JSON, for another program: {', '.join(HAVE_JSON)}"),
     ] = False,
     _trust_code: Annotated[
         bool,

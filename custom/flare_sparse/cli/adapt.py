@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 def adapt(
     run_dir: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)],
     data: Annotated[Path, typer.Option(help="Data of the new site: the folder or file that its site file would name")],
-    out: Annotated[
-        Path | None, typer.Option(help="Result folder; default: RUN_DIR/adapted/NAME, NAME as the data")
-    ] = None,
     set_: Overrides = None,
 ) -> None:
     """Adapt a run's model to a site that took no part in the run.
@@ -46,7 +43,7 @@ def adapt(
     from ..results.runs.record import CONFIG
 
     site = data.resolve().name.split(".")[0]
-    folder = (out or run_dir / "adapted" / site).resolve()
+    folder = (run_dir / "adapted" / site).resolve()
     config_file = run_dir / CONFIG
     if not config_file.is_file():
         raise ConfigError(f"{run_dir}: there is no config.yaml here; give the result folder of a finished run")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from ..core.errors import ConfigError
 from .console import build_table, err
 from .console import out as console
-from .options import AsJson, take_options
+from .options import JSON, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class AttackSettings(BaseModel, extra="forbid"):
     """What ``--set`` may set; see ``AuditOptions``."""
 
+    attackers: str = "outsider,member,server"
+    policy: str = ""
     references: int = Field(4, ge=0, le=8)
     canaries: int = Field(100, ge=0)
     epsilon: float | None = Field(None, ge=0)
@@ -37,20 +39,14 @@ class AuditCommandOptions:
     """Options of ``flare-sparse audit``."""
 
     runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)]
-    attackers: Annotated[str, typer.Option(help="Attackers, separated by commas")] = "outsider,member,server"
-    policy: Annotated[
-        str | None, typer.Option(help="Policy of the sites whose messages the server inverts: a file or a preset")
-    ] = None
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="A setting of the attacks, such as epsilon=3: the run's claim, exit code 1 if contradicted; "
-            "repeatable",
+            help="A setting of the attacks, such as attackers=member; repeatable",
         ),
     ] = None
-    as_json: AsJson = False
 
 
 @take_options(AuditCommandOptions)
@@ -59,26 +55,29 @@ def audit(options: AuditCommandOptions) -> None:
 
     Members are the training examples of the sites, non-members their test examples, so the data of all sites must be on
     this machine. Writes RUN/audit.json, which report and model card show. A second call continues an interrupted one.
-    Settings (--set): references (reference models of RMIA, each takes as long as a run; 4), canaries (of one more run,
-    which bound epsilon from below; 100), epsilon and delta (the run's claim), resamples (of the bootstrap; 1000), steps
-    (of the optimisation that inverts a message; 200); 0 leaves each out. Needs the extra audit. docs/audit.md explains
-    the attacks and their figures.
+    Settings (--set): attackers (outsider,member,server), policy (of the sites whose messages the server inverts: a file
+    or a preset), references (reference models of RMIA, each takes as long as a run; 4), canaries (of one more run,
+    which bound epsilon from below; 100), epsilon and delta (the run's claim; exit code 1 if contradicted), resamples
+    (of the bootstrap; 1000), steps (of the optimisation that inverts a message; 200); 0 leaves each out. Needs the
+    extra audit. docs/audit.md explains the attacks and their figures.
 
     [dim]flare-sparse audit runs/neurosfl_brain_age[/]
 
-    [dim]flare-sparse audit runs/dense runs/pruned --attackers member --json[/]
+    [dim]flare-sparse audit runs/dense runs/pruned --set attackers=member --json[/]
     """
     from ..api.run import Run
     from ..config.policy.policy import find_policy_file, read_policy
     from ..results.audit.attacks import AuditOptions
     from ..results.runs.results import AUDIT_FILE
 
-    chosen = _parse_attackers(options.attackers)
-    site_policy = read_policy(find_policy_file(Path(options.policy))) if options.policy else None
     given = _read_settings(options.set_ or ())
-    settings = AuditOptions(**given.model_dump(), policy=site_policy, policy_name=options.policy or "")
+    chosen = _parse_attackers(given.attackers)
+    site_policy = read_policy(find_policy_file(Path(given.policy))) if given.policy else None
+    settings = AuditOptions(
+        **given.model_dump(exclude={"attackers", "policy"}), policy=site_policy, policy_name=given.policy
+    )
     records = [Run(run, Screen(err)).audit(chosen, settings) for run in options.runs]
-    if options.as_json:
+    if JSON.get():
         console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
     else:
         for run, record in zip(options.runs, records, strict=True):
@@ -111,7 +110,7 @@ def _parse_attackers(text: str) -> list[Attacker]:
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or set(names) - set(ATTACKERS):
-        raise ConfigError(f"--attackers {text!r}: expected some of {', '.join(ATTACKERS)}, separated by commas")
+        raise ConfigError(f"--set attackers={text}: expected some of {', '.join(ATTACKERS)}, separated by commas")
     return [name for name in ATTACKERS if name in names]
 
 

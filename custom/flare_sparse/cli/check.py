@@ -14,7 +14,7 @@ from ..config.configurations import find_configuration
 from ..core.errors import ConfigError
 from ..core.findings import Finding, attempt, get_exit_code
 from .console import out, print_finding
-from .options import AsJson, Overrides
+from .options import JSON, Overrides
 
 if TYPE_CHECKING:
     from ..config.study import Study
@@ -34,7 +34,6 @@ def check(
         Path | None,
         typer.Option(help="Check the site of this startup kit instead: is it ready, for any job or for CONFIG?"),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Check a configuration: settings, model, data, and a first round with one training step at every site.
 
@@ -56,10 +55,10 @@ def check(
     if kit is not None:
         if policy is not None:
             raise ConfigError("--policy: the policy of --kit is in force; leave one of them out")
-        raise typer.Exit(min(print_findings(_check_site(kit, config, overrides or ()), as_json=as_json), 1))
+        raise typer.Exit(min(print_findings(_check_site(kit, config, overrides or ()), as_json=JSON.get()), 1))
     if config is None:
         raise ConfigError("name a configuration to check, or with --kit the startup kit of a site")
-    raise typer.Exit(print_findings(_check(config, overrides or (), policy), as_json=as_json))
+    raise typer.Exit(print_findings(_check(config, overrides or (), policy), as_json=JSON.get()))
 
 
 def _check(config: Path, overrides: Sequence[str], policy: Path | None) -> Iterator[Finding]:

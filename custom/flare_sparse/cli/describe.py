@@ -11,14 +11,12 @@ import typer
 from ..core.findings import Finding
 from .console import err, print_finding
 from .console import out as console
+from .options import JSON
 from .screen import Screen
 
 
 def describe(
     config: Annotated[Path, typer.Argument(help="Configuration, YAML", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the page; default: runs/NAME-description", show_default=False)
-    ] = None,
     kit: Annotated[
         Path | None,
         typer.Option(
@@ -26,7 +24,6 @@ def describe(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON")] = False,
 ) -> None:
     """Describe the data of all sites before training: counts, missing values, histograms and quantiles by site.
 
@@ -41,9 +38,9 @@ def describe(
     from ..config.study import Study
 
     study = Study.load(config)
-    folder = out or Path("runs") / f"{study.config.name}-description"
+    folder = Path("runs") / f"{study.config.name}-description"
     record = describe_study(study, folder, kit=kit, observer=Screen(err))
-    if as_json:
+    if JSON.get():
         typer.echo(json.dumps(record, indent=2))
         return
     for warning in record["warnings"]:

@@ -15,7 +15,7 @@ from ..core.errors import ConfigError, FlareSparseError
 from ..results.runs.progress import compare_with_dense, format_bytes, format_duration
 from .console import build_table
 from .console import out as stdout
-from .options import AsJson, ConfigFile, Overrides
+from .options import JSON, ConfigFile, Overrides
 
 
 def estimate(
@@ -42,7 +42,6 @@ def estimate(
         typer.Option(metavar="NAME,NAME,...", help="Compare methods instead: which fit the study, and their bytes"),
     ] = None,
     set_: Overrides = None,
-    as_json: AsJson = False,
 ) -> None:
     """Count the scalars and bytes that a run will send, per round and in total, without training.
 
@@ -77,7 +76,7 @@ def estimate(
             raise ConfigError("--subjects is for one method; leave it or --methods out")
         names = [name.strip() for name in methods.split(",")]
         compared = compare_methods(config, set_ or (), names, measures=measure)
-        _show_methods(compared, shlex.join([str(config), *_repeat(set_ or ())]), rate, as_json=as_json)
+        _show_methods(compared, shlex.join([str(config), *_repeat(set_ or ())]), rate, as_json=JSON.get())
         return
     study = Study.load(config, set_ or ())
     figures = compute_figures(study)
@@ -89,7 +88,7 @@ def estimate(
         figures["memory"] = measure_step(study)
     if rate is not None:
         figures["seconds_on_link"] = compute_seconds(figures, rate)
-    if as_json:
+    if JSON.get():
         typer.echo(json.dumps(figures, indent=2))
     else:
         _show(stdout, figures)

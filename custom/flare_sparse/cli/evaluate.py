@@ -12,7 +12,7 @@ import typer
 from ..cohorts.split import Part
 from .console import build_table
 from .console import out as console
-from .options import ModelName, take_options
+from .options import JSON, ModelName, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class EvaluateOptions:
         str | None,
         typer.Option(help="Name of the cohort in file, table and report; default: that of the data"),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON")] = False
 
 
 @take_options(EvaluateOptions)
@@ -70,7 +69,7 @@ def evaluate(options: EvaluateOptions) -> None:
             name=options.name,
         )
         records.append(record)
-        if not options.as_json:
+        if not JSON.get():
             (_show if options.data else _show_matrix)(record, run.study.assembly.task.metric)
             file = (
                 choose_evaluation_file(folder, record["cohort"], options.model, overwrite=True)
@@ -78,7 +77,7 @@ def evaluate(options: EvaluateOptions) -> None:
                 else (folder / EVALUATIONS / CROSS_SITE_FILE)
             )
             console.print(f"record: {file}", markup=False)
-    if options.as_json:
+    if JSON.get():
         console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
 
 

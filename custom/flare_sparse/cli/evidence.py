@@ -21,12 +21,13 @@ def evidence(
             "that ends with .md, .docx or .pdf, an annex for an impact assessment is written instead, to be edited"
         ),
     ] = None,
-    policy: Annotated[
+    sites: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="SITE=FILE",
-            help="Policy in force at a site, its file or a preset's name; repeatable. A run's record has none, because "
-            "a policy stays at its site",
+            "--site",
+            metavar="SITE=PATH",
+            help="What a site has handed out: its policy, as a file or a preset's name, or the folder of its egress "
+            "log; repeatable. A run's record has neither, because they stay at the site",
         ),
     ] = None,
     kit: Annotated[
@@ -36,14 +37,10 @@ def evidence(
     license_: Annotated[
         str, typer.Option("--license", help="License of the crate and its model: a URL or an SPDX identifier")
     ] = NO_LICENSE,
-    egress: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SITE=FOLDER", help="Egress log that a site has handed out; repeatable"),
-    ] = None,
 ) -> None:
     """Pack a run's evidence as an RO-Crate: who took part, under which terms, what was sent, and what came out.
 
-    It holds cohort sizes by site, the configuration, the policies given with --policy, the privacy budget and the audit
+    It holds cohort sizes by site, the configuration, the policies given with --site, the privacy budget and the audit
     if the run has them, the ledger, digests, versions and a bill of materials (CycloneDX), every deviation (sites left
     out, retries, steps back), and who signed the job. No data, prediction or site's own model goes in. Needs the extra
     evidence.
@@ -52,12 +49,11 @@ def evidence(
 
     [dim]flare-sparse evidence runs/neurosfl_brain_age --out annex.docx[/]
 
-    [dim]flare-sparse evidence runs/study --kit kits/lead@coordination.org --policy site-1=careful --out study.zip[/]
+    [dim]flare-sparse evidence runs/study --kit kits/lead@coordination.org --site site-1=careful --out study.zip[/]
     """
     from ..api.run import Run
 
-    logs = {site: Path(folder) for site, folder in _parse_by_site("--egress", "FOLDER", egress or []).items()}
-    policies = _parse_by_site("--policy", "FILE", policy or [])
+    logs, policies = _parse_sites(sites or [])
     if out is not None and out.suffix in ANNEX_SUFFIXES:
         console.print(str(Run(run).write_dpia(out, policies=policies, egress=logs, kit=kit)), markup=False)
         return
@@ -66,16 +62,20 @@ def evidence(
     console.print(f"signature of the job: {facts['approval']['signature']}; deviations: {len(facts['deviations'])}")
 
 
-def _parse_by_site(option: str, what: str, given: list[str]) -> dict[str, str]:
-    """Return the values of an option by site.
+def _parse_sites(given: list[str]) -> tuple[dict[str, Path], dict[str, str]]:
+    """Return the folders of egress logs, and the policies, by site.
 
     Raises:
-        ConfigError: one is not of the form SITE=VALUE.
+        ConfigError: one is not of the form SITE=PATH.
     """
-    values = {}
+    logs: dict[str, Path] = {}
+    policies: dict[str, str] = {}
     for text in given:
-        site, separator, value = text.partition("=")
-        if not (site and separator and value):
-            raise ConfigError(f"{option} {text}: expected SITE={what}, such as site-1=careful")
-        values[site] = value
-    return values
+        site, _, value = text.partition("=")
+        if not (site and value):
+            raise ConfigError(f"--site {text}: expected SITE=PATH, such as site-1=careful")
+        if Path(value).is_dir():
+            logs[site] = Path(value)
+        else:
+            policies[site] = value
+    return logs, policies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -31,7 +32,8 @@ ModelName = Annotated[
     ),
 ]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for another program")]
+JSON = ContextVar("JSON", default=False)
+"""Whether the command line has --json, an option of all commands that programs read."""
 
 
 Options = TypeVar("Options")

@@ -41,9 +41,6 @@ def plan(
         ),
     ] = None,
     planner: Annotated[Planner, typer.Option(help="nnU-Net's planner")] = "ExperimentPlanner",
-    memory_gb: Annotated[
-        float | None, typer.Option(min=1, help="GPU memory for training in GB", show_default="the planner's own")
-    ] = None,
 ) -> None:
     """Make one nnU-Net plan for the data of several sites: of their fingerprints, by nnU-Net's planner.
 
@@ -67,7 +64,7 @@ def plan(
     if kit is not None and not studies:
         raise ConfigError("--kit: it is for a study, whose sites are asked; leave it out")
     merged = _collect(studies[0], out, total, kit) if studies else merge_fingerprints(_read_sources(sources))
-    made = build_plan(merged, "Dataset001_Federation", planner, memory_gb)
+    made = build_plan(merged, "Dataset001_Federation", planner)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(made, indent=1), encoding="utf-8")
     console.print(f"{out}: plan of {merged.cases} cases", markup=False)

@@ -13,6 +13,7 @@ from rich.table import Table
 from ..core.errors import ConfigError
 from .console import build_table, err
 from .console import out as console
+from .options import JSON
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Folder to write; default: report/ in the first result folder")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print metrics, baselines and paired differences as JSON; write no page")
-    ] = False,
     plain: Annotated[
         bool,
         typer.Option(
@@ -60,6 +58,7 @@ def report(
     from ..api.report import compare_runs, write_reports
     from ..results.runs.exchanges import has_exchanges
 
+    as_json = JSON.get()
     if as_json and out is not None:
         raise ConfigError("--json prints and writes no page; leave --out out")
     if any(map(has_exchanges, runs)):

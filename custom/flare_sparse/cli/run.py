@@ -22,7 +22,7 @@ from ..core.threads import run_beside
 from ..results.runs.progress import find_training
 from .console import PageConsole
 from .console import out as stdout
-from .options import AsJson, ConfigFile, ContinueFrom, Overrides, Resume, StepBack, take_options
+from .options import JSON, ConfigFile, ContinueFrom, Overrides, Resume, StepBack, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ class RunOptions:
             "environment has address and key; without these they are files in the result folder. Needs the extra track"
         ),
     ] = None
-    as_json: AsJson = False
     set_: Overrides = None
 
 
@@ -132,14 +131,14 @@ def run(options: RunOptions) -> None:
         folder = chosen.prepare(overwrite=options.overwrite, keeps_state=env != "prod", advise=command.format)
         deployment = Deployment(options.kit, options.byoc, options.track, command.format() if env == "prod" else "")
         with open_screen(env) as console:
-            if options.out is None and not options.as_json and chosen.path.name != name and not chosen.resume:
+            if options.out is None and not JSON.get() and chosen.path.name != name and not chosen.resume:
                 console.print(f"runs/{name} holds a finished run; this one is written to {chosen.path}")
             # FLARE makes new keys for every POC federation, so an encrypted run there starts again.
             with explain_outcome(command, env, restarts=restarts) as progress:
-                screen = RunScreen(console, progress, as_json=options.as_json)
+                screen = RunScreen(console, progress, as_json=JSON.get())
                 with show_training(console, folder.path, progress):
                     finished = launch(env, study, folder, screen, deployment)
-            if options.as_json:
+            if JSON.get():
                 console.print(json.dumps({"folder": str(folder.path), **finished.summary}), markup=False)
             else:
                 show_result(console, finished.summary, folder.path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from ..core.errors import ConfigError
 from .console import build_table
 from .console import out as console
-from .options import AsJson
+from .options import JSON
 
 if TYPE_CHECKING:
     from ..flare.site.requests import RunSummary
@@ -56,9 +55,6 @@ def setup(
         typer.Option(help="Another class that jobs may name, such as our_hospital.tasks.Dose; repeatable"),
     ] = None,
     byoc: Annotated[bool, typer.Option("--byoc", help="Let leads go on sending code with their jobs")] = False,
-    systemd: Annotated[
-        bool, typer.Option("--systemd", help="Also write a unit of systemd, which starts the site with the machine")
-    ] = False,
 ) -> None:
     """Make a site ready: where its data is, what may leave, which classes jobs may name, no code in jobs; then check.
 
@@ -75,7 +71,7 @@ def setup(
     [dim]flare-sparse site setup /opt/flare/site-1 --data /data/brains --policy careful[/]
     """
     from ..flare.site.preflight import check_site
-    from ..flare.site.setup import UNIT_FILE, is_server, set_up_server, set_up_site, write_unit
+    from ..flare.site.setup import is_server, set_up_server, set_up_site
     from .check import print_findings
 
     lines = (
@@ -85,11 +81,9 @@ def setup(
     )
     for line in lines:
         console.print(line, markup=False)
-    if systemd:
-        console.print(f"service: {write_unit(kit)}; its first line says where it goes", markup=False)
     # A site may be set up before the server runs.
     code = 0 if is_server(kit) else min(print_findings(check_site(kit, needs_server=False)), 1)
-    start = f"systemctl enable --now {UNIT_FILE}" if systemd else f"{kit.resolve() / 'startup' / 'start.sh'}"
+    start = kit.resolve() / "startup" / "start.sh"
     console.print(f"left for you: read the policy (docs/site-policy.md); start the site: {start}", markup=False)
     raise typer.Exit(code)
 
@@ -98,20 +92,23 @@ def setup(
 def withdraw(
     kit: Kit,
     subjects: Annotated[Path, typer.Option(help="File with the identifiers of the subjects, one a line")],
-    wait: Annotated[float, typer.Option(help="Seconds to wait for jobs that use the data", min=0)] = 0,
-    end: Annotated[bool, typer.Option("--end", help="End the jobs that still use the data then")] = False,
+    end_after: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, help="Wait so long for jobs that use the data, then end them"),
+    ] = None,
 ) -> None:
     """Leave subjects who have withdrawn out of all later jobs, and delete what the jobs before hold of them.
 
     Adds them to local/flare_sparse_withdrawn.txt, which a job cannot undo. Refuses an identifier that matches nothing
-    in the site's data. Waits for jobs that run, or ends them. Deletes their folders and checkpoints and the site's own
+    in the site's data. While a job runs, it deletes
+    nothing: wait, or give --end-after. Deletes their folders and checkpoints and the site's own
     models, and names the jobs that this site has answered. Tell their leads to run them again.
 
-    [dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt --wait 600[/]
+    [dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt --end-after 600[/]
     """
     from ..flare.site.withdrawal import withdraw_at_site
 
-    done = withdraw_at_site(kit, subjects, wait_s=wait, ends_jobs=end)
+    done = withdraw_at_site(kit, subjects, end_after_s=end_after)
     console.print(f"{done.added} subjects added, {done.total} on the list", markup=False)
     console.print(f"deleted: {', '.join(done.deleted) or 'nothing'}", markup=False)
     for job in done.jobs:
@@ -146,12 +143,6 @@ def log(
     kit: Annotated[
         Path, typer.Argument(help="The site's startup kit, or the result folder of a simulated run", show_default=False)
     ],
-    since: Annotated[
-        datetime | None,
-        typer.Option(
-            help="Only messages from this time on, such as 2026-03-01", formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M"]
-        ),
-    ] = None,
     compare: Annotated[
         Path | None,
         typer.Option(help="Output of --json from another site: name the requests with other models, and exit with 1"),
@@ -162,7 +153,6 @@ def log(
             "--rotate", help="Begin a new egress log, which continues the chain, and print the old one's name"
         ),
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Show what servers asked of this site and what left it, from the site's own records, and check these.
 
@@ -173,8 +163,6 @@ def log(
 
     A line of the egress log was written before its message was sent, and holds the digest of the one before it: a line
     that was changed, removed or moved is named, and the command ends with exit code 1.
-
-    [dim]flare-sparse site log /opt/flare/site-1 --since 2026-03-01[/]
 
     [dim]flare-sparse site log /opt/flare/site-1 --json > site_1.json[/]
 
@@ -196,13 +184,9 @@ def log(
         for text in differences or ["all requests that both sites answered came with the same model"]:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(int(bool(differences)))
-    start = "" if since is None else since.astimezone(UTC).isoformat(timespec="milliseconds")
     chains = {name: read_chain(folder) for name, folder in folders.items()}
-    logs = {
-        name: [line for line in lines if line["time"] >= start and line["kind"] != ROTATION]
-        for name, (lines, _) in chains.items()
-    }
-    if as_json:
+    logs = {name: [line for line in lines if line["kind"] != ROTATION] for name, (lines, _) in chains.items()}
+    if JSON.get():
         typer.echo(json.dumps({"requests": [run.to_dict() for run in runs], "egress": logs}, indent=2))
         return
     for run in runs:

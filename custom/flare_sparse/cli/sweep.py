@@ -13,7 +13,7 @@ from rich.table import Table
 from ..results.runs.progress import format_bytes
 from .console import build_table, err
 from .console import out as console
-from .options import AsJson, ConfigFile, Overrides
+from .options import JSON, ConfigFile, Overrides
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ def sweep(
         typer.Option(help="Folder of the sweep; default: runs/NAME-sweep; the same folder continues a sweep"),
     ] = None,
     set_: Overrides = None,
-    as_json: AsJson = False,
 ) -> None:
     """Run a configuration with several settings, and choose by the metric on validation examples.
 
@@ -65,11 +64,11 @@ def sweep(
     """
     from ..api import sweep as sweeps
 
-    observer = Screen(err) if as_json else Screen()
+    observer = Screen(err) if JSON.get() else Screen()
     result = sweeps.sweep(
         config, grid, set_ or (), trials=trials, seeds=seeds, parallel=parallel, out=out, observer=observer
     )
-    if as_json:
+    if JSON.get():
         typer.echo((result.path / sweeps.RECORD).read_text(encoding="utf-8"))
         return
     console.print(_build_table(list(result.results), result.metric["name"]))

@@ -29,7 +29,7 @@ from ..results.runs.progress import (
     format_duration,
 )
 from .console import out as stdout
-from .options import AsJson
+from .options import JSON
 
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session
@@ -64,7 +64,6 @@ def watch(
             metavar="FILE", help="Also write an HTML page, which loads itself again in a browser while the run goes on"
         ),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
 
@@ -86,7 +85,7 @@ def watch(
     """
     folder = Path(run)
     if kit is None and (folder / "startup").is_dir() and (folder / "local").is_dir():
-        _watch_site(folder, page, as_json=as_json)
+        _watch_site(folder, page, as_json=JSON.get())
         return
     updates = follow_folder(folder, EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
     find_now = partial(_find_now, folder) if kit is None else _find_nothing
@@ -96,7 +95,7 @@ def watch(
 
     try:
         with name_damage(folder):
-            show_updates(stdout, updates, json.dumps if as_json else None, find_now)
+            show_updates(stdout, updates, json.dumps if JSON.get() else None, find_now)
     except KeyboardInterrupt:
         stdout.print("no longer watching; the run continues")
 

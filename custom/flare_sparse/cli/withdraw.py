@@ -27,9 +27,6 @@ class WithdrawOptions:
         Path | None, typer.Option(help="File with the identifiers of the subjects that withdraw, one a line")
     ] = None
     site: Annotated[str | None, typer.Option(help="Name of the site that leaves")] = None
-    out: Annotated[
-        Path | None, typer.Option(help="Result folder of the new run; default: RUN-without", show_default=False)
-    ] = None
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say which rounds the data touched; change and train nothing")
     ] = False
@@ -73,7 +70,7 @@ def withdraw(options: WithdrawOptions) -> None:
             console.print(line, markup=False)
     if options.dry_run:
         return
-    done = make_again(run, gone, touched, out=options.out, deletes_models=options.delete_models, observer=Screen())
+    done = make_again(run, gone, touched, deletes_models=options.delete_models, observer=Screen())
     console.print(f"new run: {done.path}; model sha256 {done.summary['model_sha256']}", markup=False)
 
 

@@ -40,7 +40,7 @@ def write_nnunet_study(out: Path, data: Path | None) -> list[str]:
     folders = [_write_phantoms(out / "data" / f"site-{n}", n) for n in (1, 2)] if data is None else find_data_sets(data)
     samples = count_samples(sum(len(find_raw_cases(folder)) for folder in folders))
     merged = merge_fingerprints([compute_fingerprint(folder, samples) for folder in folders])
-    plan = build_plan(merged, "Dataset001_Federation", "ExperimentPlanner", None)
+    plan = build_plan(merged, "Dataset001_Federation")
     configuration = next(name for name in ("3d_fullres", "2d") if name in list_configurations(plan))
     entry = plan["plans"]["configurations"][configuration]
     located: dict[str, Any] = {"path": "data/{site}" if data is None else str(data.absolute() / "{site}")}

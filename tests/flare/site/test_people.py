@@ -31,7 +31,7 @@ def test_proposal_is_printed_written_once_and_read_by_jobs(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="has declared its people"):
         declare_people(kit, write=True)
     (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path / 't.csv'}\n")
-    with pytest.raises(ConfigError, match="--id COLUMN"):
+    with pytest.raises(ConfigError, match="add a line such as id: patient"):
         declare_people(kit)
     (kit / "local" / PEOPLE_FILE).write_text("id: [")
     with pytest.raises(DataError, match="cannot be read as a declaration"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 from flare_sparse.cli import app
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.site.allow_list import CLASSES
-from flare_sparse.flare.site.setup import UNIT_FILE, set_up_site, write_unit
+from flare_sparse.flare.site.setup import UNIT_FILE, set_up_site
 
 
 @pytest.fixture
@@ -45,6 +44,7 @@ def test_one_call_prepares_a_kit_and_a_second_one_changes_nothing(kit: Path) -> 
         "policy",
         "classes that jobs may name",
         "code in jobs",
+        "service",
     ]
     local = kit / "local"
     assert yaml.safe_load((local / "flare_sparse.yaml").read_text()) == {"data": str(table), "id": "patient"}
@@ -72,17 +72,11 @@ def test_site_file_with_other_settings_is_kept_and_named(kit: Path) -> None:
 
 
 def test_command_ends_with_the_checks_and_says_what_is_left(kit: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["site", "setup", str(kit), "--data", str(kit.parent / "patients.csv"), "--systemd"]
-    )
+    result = CliRunner().invoke(app, ["site", "setup", str(kit), "--data", str(kit.parent / "patients.csv")])
     assert result.exit_code == 1, "the kit has no certificates"
     assert "policy: min_examples: 20" in result.output
     assert "FAIL startup kit" in result.output
     assert "left for you: read the policy" in result.output
-    assert f"systemctl enable --now {UNIT_FILE}" in " ".join(result.output.split())
     unit = (kit / UNIT_FILE).read_text()
     assert f"ExecStart={kit}/startup/start.sh" in unit
     assert "Restart=always" in unit
-    shutil.rmtree(kit / "startup")
-    with pytest.raises(ConfigError, match="has no startup"):
-        write_unit(kit)

@@ -98,11 +98,11 @@ def test_no_way_back_by_a_job_that_runs_meanwhile(kit: Path, tmp_path: Path) -> 
             withdraw_at_site(kit, leaving)
         assert find_site_data("site-1", kit / "local", {}).withdrawn == {"s0", "s1"}
         (kit / "job-1" / "script").mkdir(parents=True)
-        assert withdraw_at_site(kit, leaving, ends_jobs=True).deleted == ["study-0123", "job-1"]
+        assert withdraw_at_site(kit, leaving, end_after_s=0).deleted == ["study-0123", "job-1"]
         assert job.wait() < 0
     assert not (scratch / "study-0123").exists()
     with run_job(kit, 0.5):
-        assert withdraw_at_site(kit, leaving, wait_s=30).deleted == []
+        assert withdraw_at_site(kit, leaving, end_after_s=30).deleted == []
     assert list_running(kit, "site-1") == []
 
 

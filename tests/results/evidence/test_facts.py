@@ -63,9 +63,7 @@ def test_permit_of_a_job_stands_in_evidence_model_card_and_egress_log(phantom_ru
 def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(phantom_run, run)
-    result = CliRunner().invoke(
-        app, ["evidence", str(run), "--out", str(run / "dpia.md"), "--policy", "site-1=careful"]
-    )
+    result = CliRunner().invoke(app, ["evidence", str(run), "--out", str(run / "dpia.md"), "--site", "site-1=careful"])
     assert result.exit_code == 0, result.output
     text = (run / "dpia.md").read_text()
     assert "| permit | EA 12/2026 | `config.yaml` |" in text
@@ -85,7 +83,7 @@ def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run:
     shutil.move(find_logs(run)["site-1"], moved)
     shutil.rmtree(find_logs(run)["site-2"])
     file = tmp_path / "annex.docx"
-    options = ["--egress", f"site-1={moved}", "--out", str(file)]
+    options = ["--site", f"site-1={moved}", "--out", str(file)]
     result = CliRunner().invoke(app, ["evidence", str(run), *options])
     assert result.exit_code == 0, result.output
     document = Document(str(file))

@@ -10,7 +10,7 @@ from ...config.yaml_files import format_yaml
 from ...core.errors import ConfigError
 from ...privacy.release.record import Rule
 from ...privacy.release.site import RELEASE_FOLDER
-from ...tasks.data.source import find_site_data
+from ...tasks.data.source import LOCAL_FILE, find_site_data
 from ...tasks.data.tables import read_table
 from .allow_list import find_local_folder
 from .kit_files import write_text
@@ -40,9 +40,7 @@ def declare_people(kit: Path, *, write: bool = False) -> tuple[str, list[str]]:
     data = find_site_data(name, local)
     id_column = data.id or ("participant_id" if data.path.is_dir() else None)
     if id_column is None:
-        raise ConfigError(
-            f"{local}: the site file names no column of identifiers; flare-sparse site setup KIT --id COLUMN"
-        )
+        raise ConfigError(f"{local / LOCAL_FILE}: names no column of identifiers; add a line such as id: patient")
     declaration, left = propose(read_table(find_table(data.path)), id_column, FOLDS, rule, gate.split_seed)
     text = format_yaml(declaration.model_dump(mode="json", exclude_none=True))
     if write:

@@ -92,6 +92,10 @@ def set_up_site(
         in_force = install_guards(kit, policy).model_dump(exclude_defaults=True)
         yield f"policy: {'; '.join(f'{name}: {value}' for name, value in in_force.items()) or 'everything may leave'}"
     yield from set_up_server(kit, also, keeps_code=keeps_code)
+    folder = kit.resolve()
+    text = _UNIT.format(name=UNIT_FILE, site=folder.name, user=getuser(), kit=shlex.quote(str(folder)))
+    (folder / UNIT_FILE).write_text(text, encoding="utf-8")
+    yield f"service: {folder / UNIT_FILE}; its first line says where it goes"
 
 
 def set_up_server(kit: Path, also: Sequence[str] = (), *, keeps_code: bool = False) -> Iterator[str]:
@@ -104,18 +108,3 @@ def set_up_server(kit: Path, also: Sequence[str] = (), *, keeps_code: bool = Fal
         return
     roles = revoke_code_right(kit)
     yield f"code in jobs: refused{', also from ' + ', '.join(roles) if roles else ''}"
-
-
-def write_unit(kit: Path) -> Path:
-    """Write a unit of systemd that starts the site with the machine; return the file.
-
-    Raises:
-        ConfigError: the kit has no start script.
-    """
-    folder = kit.resolve()
-    if not (folder / "startup" / "start.sh").is_file():
-        raise ConfigError(f"{folder} has no startup/start.sh: give the startup kit of a site")
-    file = folder / UNIT_FILE
-    text = _UNIT.format(name=UNIT_FILE, site=folder.name, user=getuser(), kit=shlex.quote(str(folder)))
-    file.write_text(text, encoding="utf-8")
-    return file

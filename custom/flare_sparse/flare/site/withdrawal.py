@@ -38,14 +38,13 @@ class SiteWithdrawal:
     jobs: list[str]
 
 
-def withdraw_at_site(kit: Path, file: Path, *, wait_s: float = 0.0, ends_jobs: bool = False) -> SiteWithdrawal:
+def withdraw_at_site(kit: Path, file: Path, *, end_after_s: float | None = None) -> SiteWithdrawal:
     """Add subjects to a site's list, which each later job heeds, and delete what its jobs hold of them.
 
     Args:
         kit: the startup kit.
         file: identifiers, one a line.
-        wait_s: seconds to wait for jobs that run.
-        ends_jobs: end the jobs that still run then.
+        end_after_s: seconds to wait for jobs that run, before they are ended; None: end none.
 
     Raises:
         ConfigError: the folder is no kit, or a job is running; the subjects are on the list then.
@@ -59,14 +58,14 @@ def withdraw_at_site(kit: Path, file: Path, *, wait_s: float = 0.0, ends_jobs: b
         check_absence(replace(data, withdrawn=given))
     write_private_text(local / WITHDRAWN_FILE, "".join(f"{name}\n" for name in sorted(known | given)))
     # After the list is written: a job that starts from now on heeds it.
-    running = wait_for_jobs(local.parent, name, wait_s)
-    if running and ends_jobs:
+    running = wait_for_jobs(local.parent, name, end_after_s or 0.0)
+    if running and end_after_s is not None:
         running = end_jobs(local.parent, name)
     if running:
         jobs = ", ".join(f"job {use.job} (process {use.process})" for use in running)
         raise ConfigError(
-            f"{kit}: the subjects are on the list, but {jobs} is running with their data. Repeat this command with "
-            "--wait SECONDS or with --end, which ends the job at this site"
+            f"{kit}: the subjects are on the list, but {jobs} is running with their data. Repeat this command later, "
+            "or with --end-after SECONDS, which then ends the job at this site"
         )
     deleted = _delete_traces(local.parent, name)
     jobs_answered = [f"{run.job} (run {run.record.run}), to round {run.last_round}" for run in summarize_requests(kit)]

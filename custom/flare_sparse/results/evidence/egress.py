@@ -33,7 +33,7 @@ def _describe_site(run: RunResult, site: str, folder: Path | None) -> dict[str, 
         lines = [
             {"job": site, "kind": m["kind"], "contents": [m["content"]], "bytes": m["payload_bytes"]} for m in received
         ]
-        note = "not given: a site's log stays at the site; add it with --egress"
+        note = "not given: a site's log stays at the site; add it with --site"
         return {"sums": _list_sums(lines), "source": "ledger", "lines": None, "head": None, "note": note}
     whole, head = read_chain(folder)
     name, run_ids = run.summary["name"], (run.summary["run"], "")
@@ -63,5 +63,5 @@ def _find_log(site: str, folder: Path) -> Path:
     if (folder / LOG_FILE).is_file():
         return folder
     if site not in (found := find_logs(folder)):
-        raise ConfigError(f"--egress {site}={folder}: no {LOG_FILE} of this site there; give the folder that holds it")
+        raise ConfigError(f"--site {site}={folder}: no {LOG_FILE} of this site there; give the folder that holds it")
     return found[site]

@@ -61,10 +61,8 @@ def collect_facts(
             run does not name.
         EgressError: an egress log was changed.
     """
-    for option, given in (("--policy", policies), ("--egress", egress or {})):
-        if unknown := sorted(set(given) - set(run.sites)):
-            sites = ", ".join(run.sites)
-            raise ConfigError(f"{option} {unknown[0]}=...: the run has no such site; its sites are {sites}")
+    if unknown := sorted({*policies, *(egress or {})} - set(run.sites)):
+        raise ConfigError(f"--site {unknown[0]}=...: the run has no such site; its sites are {', '.join(run.sites)}")
     versions = list_versions()
     return {
         "run": run.summary["run"],

@@ -48,16 +48,13 @@ _ARCHITECTURE_KEYS = {
 _DATASET_KEYS = {"channel_names", "labels", "file_ending", "regions_class_order", "numTraining"}
 
 
-def build_plan(
-    fingerprint: Fingerprint, name: str, planner: Planner = "ExperimentPlanner", memory_gb: float | None = None
-) -> dict[str, Any]:
+def build_plan(fingerprint: Fingerprint, name: str, planner: Planner = "ExperimentPlanner") -> dict[str, Any]:
     """Run nnU-Net's planner over a fingerprint; return ``plans`` and ``dataset``, the settings of the task.
 
     Args:
         fingerprint: that of all sites together.
         name: name of nnU-Net's data set, such as ``Dataset004_Hippocampus``.
         planner: class of nnU-Net's planner.
-        memory_gb: GPU memory that the network may take; None: the planner's default.
 
     Raises:
         ConfigError: nnU-Net refuses the data, or its plan has what this package does not allow.
@@ -69,9 +66,8 @@ def build_plan(
         # The planner lists the cases only to find an image that shows how files are read, which the sites have done.
         _write_json(raw / DATASET, {**dataset, "dataset": {}})
         _write_json(preprocessed / "dataset_fingerprint.json", fingerprint.to_nnunet())
-        kwargs = {} if memory_gb is None else {"gpu_memory_target_in_gb": memory_gb}
         try:
-            instance = _get_planner(planner)(name, **kwargs)
+            instance = _get_planner(planner)(name)
             instance.determine_reader_writer = lambda: type(fingerprint.reader, (), {})
             instance.plan_experiment()
         # nnU-Net's checks are assertions, and errors of numpy.
