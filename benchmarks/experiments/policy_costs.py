@@ -205,7 +205,8 @@ def format_costs(costs: list[Cost]) -> str:
     refusals = "; ".join(sorted({refusal for cost in costs for refusal in cost.refusals}))
     return (
         f"{mean(cost.reported for cost in costs):.3f} | {mean(cost.delivered for cost in costs):.3f} ({delivered}) | "
-        f"{costs[0].rounds} | {min(cost.sites for cost in costs)} | {mean(cost.seconds for cost in costs):.0f} | {refusals}"
+        f"{costs[0].rounds} | {min(cost.sites for cost in costs)} | {mean(cost.seconds for cost in costs):.0f} | "
+        f"{refusals}"
     )
 
 
@@ -220,7 +221,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="seeds 1, 2, ...")
     options = parser.parse_args()
     overrides = options.overrides + ([f"simulator.data.path={options.data}"] if options.data else [])
-    print("| preset | reported | delivered | rounds | sites | seconds | refusals |\n| --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| preset | reported | delivered | rounds | sites | seconds | refusals |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |"
+    )
     for preset in options.presets:
         try:
             costs = [
