@@ -42,6 +42,15 @@ def test_units_that_differ_in_one_example_are_isolated(factors: list[Tensor], is
     assert find_isolated_units(*sum_examples(*factors), EXAMPLES).tolist() == isolated
 
 
+@pytest.mark.parametrize("copies", [1, 3])
+def test_rounding_isolates_no_unit_from_itself_and_none_from_its_equals(copies: int) -> None:
+    # Sums of all examples, as float32 rounds them: 200 layers of one unit, and of three equal ones.
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(200):
+        weight, bias = sum_examples(torch.randn(60, generator=generator))
+        assert not find_isolated_units(weight.expand(copies, -1), bias.expand(copies), EXAMPLES + 0.1).any()
+
+
 def test_dense_examples_are_not_revealed_by_a_point_between_them() -> None:
     examples = torch.linspace(-1, 1, 101)[:, None] * torch.tensor([[1.0, 2.0]])
     point = torch.tensor([[0.51, 1.02]])

@@ -100,7 +100,9 @@ def _find_isolated_pairs(weight: Tensor, bias: Tensor, examples: Tensor, squares
         # Squared distance of (w_i - w_j) / (b_i - b_j) from x, without the quotients themselves.
         distances = residuals[rows, None] + residuals - 2 * overlaps
         factors = (bias[rows, None] - bias).square()
-        is_close = _is_revealed(distances, CLOSENESS**2 * factors[..., None] * spread)
+        # Of one unit with itself, and of two with equal biases, nothing is left but rounding.
+        is_pair = factors > _ROUNDING * (bias[rows, None].square() + bias.square())
+        is_close = _is_revealed(distances, CLOSENESS**2 * factors[..., None] * spread) & is_pair
         # A server that weights its units differently combines them with factors: every quotient lies on the line
         # through w_i / b_i and w_j / b_j, and x is as far from it as the area of r_i and r_j divided by its base.
         areas = residuals[rows, None] * residuals - overlaps.square()
@@ -108,6 +110,7 @@ def _find_isolated_pairs(weight: Tensor, bias: Tensor, examples: Tensor, squares
         bases = lengths - 2 * bias[rows, None] * bias * gram[rows]
         # The quotients of equal units lie on no line: the direction would be rounding.
         is_line = bases > _ROUNDING * lengths
+        is_line[:, rows].fill_diagonal_(False)
         is_close |= _is_revealed(areas, LINE_CLOSENESS**2 * bases[..., None] * spread) & is_line
         is_isolated[rows] |= is_close.any(1)
         is_isolated |= is_close.any(0)
