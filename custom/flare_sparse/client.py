@@ -4,8 +4,6 @@ Every function also works in a job of FLARE's own recipes, where no entry is mas
 script serves both.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

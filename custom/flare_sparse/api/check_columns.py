@@ -1,7 +1,5 @@
 """What the columns of a table contain at all sites, and where they differ."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The check of a training script: its launcher, and one request at one site."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """nnU-Net's fingerprint of the cases of all sites, merged by the server of a FLARE job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ..config.study import Study

@@ -1,7 +1,5 @@
 """Estimate of a study: the bytes and scalars that a run will send, without data or training."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The memory and the time that training needs at a site, measured in steps on its own data."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 import weakref

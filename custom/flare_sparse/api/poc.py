@@ -1,7 +1,5 @@
 """The environment ``poc``: FLARE provisions and starts a server and sites as separate processes on this machine."""
 
-from __future__ import annotations
-
 from ..config.study import Study
 from ..core.errors import ConfigError
 from ..core.observer import SILENT, Observer

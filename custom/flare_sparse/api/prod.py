@@ -1,7 +1,5 @@
 """The environment ``prod``: a running federation, to which an admin submits the job."""
 
-from __future__ import annotations
-
 from ..config.study import Study
 from ..core.errors import ConfigError
 from ..core.observer import SILENT, Observer

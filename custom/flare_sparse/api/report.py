@@ -1,7 +1,5 @@
 """Reports of one or several runs: a page with figures, or their figures alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The environment ``sim``: a study runs in FLARE's simulator, with a process for each site."""
 
-from __future__ import annotations
-
 from ..config.study import Study
 from ..core.observer import SILENT, Observer
 from ..results.runs.decrypt import decrypt_run

@@ -1,7 +1,5 @@
 """Start of a study in an environment: ``flare_sparse.run``."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Mapping, Sequence

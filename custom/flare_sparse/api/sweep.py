@@ -1,7 +1,5 @@
 """Sweeps: a study with several settings and seeds, ranked on validation examples: ``flare_sparse.sweep``."""
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """Withdrawal from a finished run: a subject or a site leaves, and the run is made again without it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Its function imports what takes seconds, such as torch, so that --help does not wait for it.
 """
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from importlib import import_module

@@ -3,8 +3,6 @@
 ``flare-sparse run`` has more: see its help.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Collection, Iterable, Sequence

@@ -1,7 +1,5 @@
 """``flare-sparse describe``: federated statistics of the sites' data, before anything is trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

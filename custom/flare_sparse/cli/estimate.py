@@ -1,7 +1,5 @@
 """``flare-sparse estimate``: bytes and scalars of a run, without data or training; memory of a step, with data."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """``flare-sparse evidence``: pack what proves a run into an RO-Crate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

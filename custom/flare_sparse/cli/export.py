@@ -1,7 +1,5 @@
 """``flare-sparse export``: write FLARE job folders from configurations."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``flare-sparse init``: write a small study to start from."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Command-line options that several commands share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import MISSING, fields

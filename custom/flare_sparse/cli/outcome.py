@@ -1,7 +1,5 @@
 """What the user of ``flare-sparse run`` reads when a run stops: what happened, what is safe, and what to type."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """``flare-sparse phantom``: write synthetic brain volumes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

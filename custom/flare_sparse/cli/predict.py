@@ -1,7 +1,5 @@
 """``flare-sparse predict``: write a run's predictions for images at hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

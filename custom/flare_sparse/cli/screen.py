@@ -1,7 +1,5 @@
 """The screen of a command, as the observer of a run."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The summary of a finished run on the screen: metrics per site, bytes, who contributed, files, and a next step."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

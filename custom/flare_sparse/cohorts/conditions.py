@@ -1,7 +1,5 @@
 """Conditions by which a job chooses rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ A subgroup is a value of one column, such as ``sex=F``. A site sends for each th
 its standard error, as metrics named ``mae in sex=F``, ``error of mae in sex=F`` and ``subjects in sex=F``.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ the same bits for every order of arrival. A site whose update cannot be counted 
 a round with fewer than ``min_sites`` updates ends the job with the last model intact.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from abc import ABC, abstractmethod

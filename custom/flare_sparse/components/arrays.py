@@ -4,8 +4,6 @@ Arrays may be of numpy or of torch. Masks travel by tensor name, one bit per ent
 of a model in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SCBF's upload (Shao et al. 2020, Algorithm 2): a site reveals the channels that its data moved most."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor, nn

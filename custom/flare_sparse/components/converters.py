@@ -1,7 +1,5 @@
 """Patches as FLARE's DXOs of named arrays, and back: weights, deltas, scores, and the adapters or gates of a mask."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

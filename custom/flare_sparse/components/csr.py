@@ -3,8 +3,6 @@
 The entry point of papers that report CSR (NeuroSFL, FedSparsify). The encodings of ``SparseExchange`` are smaller.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@
 serializer (FOBS) asks it to take an object apart, and its twin at the other end to build it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

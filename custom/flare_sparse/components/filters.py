@@ -6,8 +6,6 @@ and reason, and the round goes on without it. FLARE's controllers skip an empty 
 package count who is left against their quorum.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from nvflare.apis.dxo import DXO, DataKind, from_shareable

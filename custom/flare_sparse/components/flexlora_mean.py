@@ -1,7 +1,5 @@
 """FlexLoRA's server (Bai et al. 2024): the mean of the sites' products ``B_k A_k``, decomposed by SVD."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Holds a site's result to a mask, whatever its script trained (NeuroSFL, FedSparsify)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """FedSparsify's server (Stripelis et al. 2022, Algorithm 1): FedAvg's mean, pruned by magnitude on a schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Masked training with any script: FLARE's own executor, whose result is held to the mask of the task."""
 
-from __future__ import annotations
-
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import ReturnCode

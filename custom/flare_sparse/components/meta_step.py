@@ -1,7 +1,5 @@
 """MetaGater's server (Lin et al. 2021, Algorithm 1): accelerated proximal steps along the sites' mean delta."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MetaGater (Lin et al. 2021, Algorithm 1) on FLARE's FedAvg: meta-steps, then one step of adaptation at each site."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nvflare.app_common.abstract.fl_model import FLModel

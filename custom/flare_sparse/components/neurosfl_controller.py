@@ -1,7 +1,5 @@
 """NeuroSFL (Thapaliya et al. 2024, Algorithm 1) on FLARE's FedAvg: scores, one mask, then rounds inside it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nvflare.app_common.abstract.fl_model import FLModel

@@ -1,7 +1,5 @@
 """FedAvg's mean in the order of site names, and robust rules in its place."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from ..methods.fedavg import FedAvg

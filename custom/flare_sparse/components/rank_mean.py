@@ -1,7 +1,5 @@
 """LoRA-A2's server (Koo et al. 2025, Eq. 3): the mean delta of the active factor, in the slots that sites sent."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from nvflare.app_common.abstract.fl_model import FLModel

@@ -1,7 +1,5 @@
 """LoRA-A2's upload (Koo et al. 2025, section 3): a site sends the adapter ranks that it moved most."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Literal

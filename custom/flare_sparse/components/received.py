@@ -1,7 +1,5 @@
 """The model that a site has received: filters of results need it, but FLARE hands them the result alone."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from typing import Any

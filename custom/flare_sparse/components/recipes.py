@@ -1,7 +1,5 @@
 """Components in a recipe of FLARE, which has no function that adds a filter to several chains in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers a task with SNIP's scores of the received model, beside the executor that trains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """NeuroSFL's server (Thapaliya et al. 2024, Algorithm 1): one mask from the sites' scores, then the mean inside it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

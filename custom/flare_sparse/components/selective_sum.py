@@ -1,7 +1,5 @@
 """The server of methods whose sites send a part of their delta (SCBF, DSSGD): their sum, or a mean."""
 
-from __future__ import annotations
-
 import torch
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 

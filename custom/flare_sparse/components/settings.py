@@ -1,7 +1,5 @@
 """Arguments of components as settings of a method, which declares and validates them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeVar
 

@@ -5,8 +5,6 @@ what arrives. FLARE's order at a site is: the job's filters of the task, the exe
 the job's result filters. So the site's filters, the script and FLARE's aggregator have ordinary arrays.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """What filters share that let a part of a site's delta leave."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

@@ -3,8 +3,6 @@
 Server and sites call the same functions, so that both endpoints of a run agree without exchanging these parts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

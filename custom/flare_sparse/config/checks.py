@@ -1,7 +1,5 @@
 """Checks of a site's examples, the same in every command: how many there are, and whether their values can be used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Sections that select an entry of a registry and configure it: ``method: {name: neurosfl, sparsity: 0.9}``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar

@@ -1,7 +1,5 @@
 """Configurations that travel with the package: found by name, and copied as the start of a study."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _INSTALLED, _SOURCE = Path(__file__).parents[1] / "app_configs", Path(__file__).parents[3] / "app_configs"

@@ -1,7 +1,5 @@
 """A study of images at hand: shapes, voxels, labels and sites are looked at, and each choice is said."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

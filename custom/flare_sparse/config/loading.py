@@ -4,8 +4,6 @@ A file has the sections of :class:`RunConfig`. The part sent to the sites is its
 dictionary (:func:`serialize_job`), which each site validates again (:func:`parse_job`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ A feature names no method, and a method no feature: both name needs (``core/need
 same table is ``docs/compatibility.md``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """A study of nnU-Net: its plan, made of the data at hand, and the settings that fit the plan."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A site's declaration of its people, written once before any job, and the release that it opens for each job."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

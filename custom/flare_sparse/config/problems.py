@@ -1,7 +1,5 @@
 """Error texts of a configuration: each names the field's path, the value found and the values allowed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType

@@ -1,7 +1,5 @@
 """The data of every simulated site: phantoms, a folder for each site, or one data set partitioned into sites."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A study of a table at hand: its columns are looked at, and each choice is said."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

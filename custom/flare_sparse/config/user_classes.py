@@ -1,7 +1,5 @@
 """The user's own classes: methods and tasks, imported by the dotted paths that a configuration gives."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The user's own code: the modules and packages that a task or a training script needs, and their import."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

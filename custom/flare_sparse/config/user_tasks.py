@@ -1,7 +1,5 @@
 """The user's own code in a job: its task or training script is built, and its source files are listed."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """YAML files and ``--set key.path=value`` overrides, as plain values before validation against the schema."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence

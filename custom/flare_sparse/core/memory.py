@@ -1,7 +1,5 @@
 """Lack of memory, which the libraries report in many ways."""
 
-from __future__ import annotations
-
 import errno
 import os
 

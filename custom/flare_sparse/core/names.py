@@ -4,8 +4,6 @@ Two names are equal if they have the same characters, in Unicode's normal form C
 Nothing else makes names equal: neither case, nor leading zeros, nor the number that both spell.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Collection, Iterable

@@ -1,7 +1,5 @@
 """What a caller hears of a run while it proceeds."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -4,8 +4,6 @@ MONAI has both metrics, but importing it takes a process several seconds, and a 
 it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reading of examples a minibatch at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, overload

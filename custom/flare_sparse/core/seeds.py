@@ -4,8 +4,6 @@ A stream depends on its labels alone, not on how many numbers other streams have
 bits in any process and in any order of calls.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """The base of all sections of settings."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 

@@ -1,7 +1,5 @@
 """How far a site is within a training, in a file that stays where the site computes."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Work that goes on beside other work."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

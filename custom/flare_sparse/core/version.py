@@ -1,5 +1,3 @@
 """Version of the running code. A job may carry its own copy of the package, so installed metadata may differ."""
 
-from __future__ import annotations
-
 VERSION = "0.1.0"

@@ -1,7 +1,5 @@
 """The aggregator component of every job: stages the sites' replies until the attempt is complete."""
 
-from __future__ import annotations
-
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.aggregator import Aggregator

@@ -1,7 +1,5 @@
 """Publish a run's metrics as FLARE expects them: metrics artifacts, the best round, analytics, monitoring."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Sparse messages, or a privacy budget, in any FLARE recipe: one call adds the filters to its job."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import weakref

@@ -1,7 +1,5 @@
 """Checkpoints of a deployed job: the folders at server and sites, and the deletion of old checkpoints."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

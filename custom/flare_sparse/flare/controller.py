@@ -1,7 +1,5 @@
 """The controller of every job: carries the requests of ``Federation`` to the sites and writes the run's record."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 What components send outside of a task's result (events, streams, messages of a swarm, replies) has a line of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace

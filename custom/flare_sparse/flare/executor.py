@@ -1,7 +1,5 @@
 """The executor of every job: answers the request that the input filter decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Write job folders for the admin console's ``submit_job``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ..config.schema import JobConfig

@@ -1,7 +1,5 @@
 """The record of a running job, sent line by line to an admin: the server's part and the command's part."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

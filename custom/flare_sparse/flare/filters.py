@@ -4,8 +4,6 @@ FLARE's order at a site: the job's input filters, the executor, the site's own r
 So the site's own filters see ordinary named arrays, and ``EncodeUpdate`` encodes their result as one message.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 from nvflare.apis.dxo import from_shareable

@@ -1,7 +1,5 @@
 """nnU-Net's fingerprints of the sites, merged by the server: to the guards of a site, its answer is statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

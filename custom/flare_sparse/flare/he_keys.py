@@ -1,7 +1,5 @@
 """Load the CKKS key context of the server or a site: from the signed startup kit, in the simulator from a folder."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 They are shown and not used: what runs is in the job's own file. A job whose arguments differ from it is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

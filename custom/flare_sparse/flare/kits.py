@@ -1,7 +1,5 @@
 """Load the certificates that sign the keys of a sum: from the startup kit, in the simulator from a folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

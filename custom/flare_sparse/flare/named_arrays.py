@@ -1,7 +1,5 @@
 """The arrays of an update as FLARE's filters read them: built only if a filter reads them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

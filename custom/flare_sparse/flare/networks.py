@@ -1,7 +1,5 @@
 """The network of a training script, as a Python caller gives it: an instance, a class, or the name of a class."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

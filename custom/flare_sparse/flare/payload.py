@@ -5,8 +5,6 @@ filters act on real values. On the wire it is one uint8 array in an ``APP_DEFINE
 NumPy arrays, strings and numbers at every end, whereas types of this package would have to be registered there.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """How idle sites ask FLARE's server for work: it holds a request until there is some, and sets the time to the next."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """The privacy budget of a job of FLARE's own recipes, whose script trains with ``flare_sparse.client.make_private``."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs that use a site's data: each holds a lock in the startup kit from before it reads the data until it ends."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

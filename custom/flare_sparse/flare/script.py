@@ -4,8 +4,6 @@ The script sees FLARE's Client API as in any other job: ``flare.receive()`` retu
 what it sends comes back here before anything is selected, encoded or checked against the site's policy.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import threading

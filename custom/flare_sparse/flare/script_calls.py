@@ -1,7 +1,5 @@
 """A script's calls of FLARE's in-process Client API: seeded, awaited, and one result for each received model."""
 
-from __future__ import annotations
-
 import random
 import threading
 from typing import Any

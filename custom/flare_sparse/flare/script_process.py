@@ -4,8 +4,6 @@ FLARE's in-process Client API is one for a whole process, so every site needs it
 :class:`~flare_sparse.flare.script.FlareScript` as a site of FLARE, so that a script behaves alike in every environment.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

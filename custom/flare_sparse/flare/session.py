@@ -1,7 +1,5 @@
 """State that the FLARE components of one process share: the job, its parts, and the endpoint of server or site."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Federated statistics of the sites' columns: one question, which each site answers with figures of its own rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

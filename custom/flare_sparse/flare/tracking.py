@@ -1,7 +1,5 @@
 """Send the figures of a run to MLflow or Weights & Biases through FLARE's receivers."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """End the simulator's processes: when the command that started them is gone, or when the command says so."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

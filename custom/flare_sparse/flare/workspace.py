@@ -1,7 +1,5 @@
 """A job's files in the workspace of a participant of FLARE."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from nvflare.apis.fl_context import FLContext

@@ -6,8 +6,6 @@ preserving harmonization via distributed ComBat", NeuroImage 248:118822, but in 
 products about the means of each site add up to those of one table of all sites. docs/algorithms.md, section 1.16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Standardisation inside a network: of inputs by statistics of all sites, of the target by those of each site."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import NormalDist

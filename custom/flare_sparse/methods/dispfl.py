@@ -6,8 +6,6 @@ mask and sends each site the entrywise average of its neighbours, which is the s
 sees every personal model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final

@@ -4,8 +4,6 @@
 what a site downloads first, are replaced by the size of the change that it lacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

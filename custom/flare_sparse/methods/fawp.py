@@ -4,8 +4,6 @@
 Form. Res. 4(12):e17265; docs/algorithms.md, section 3.10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

@@ -4,8 +4,6 @@
 section 7.1.
 """
 
-from __future__ import annotations
-
 from typing import final
 
 from .support.averaging import FedAvgConfig, FedAvgRounds

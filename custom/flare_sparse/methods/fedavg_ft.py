@@ -3,8 +3,6 @@
 "Fine-tuning is Fine in Federated Learning", arXiv 2108.07313; docs/algorithms.md, section 7.2.
 """
 
-from __future__ import annotations
-
 from typing import final
 
 from pydantic import Field

@@ -4,8 +4,6 @@ A baseline of "MetaGater: Fast Learning of Conditional Channel Gated Networks vi
 2011.12511; docs/algorithms.md, section 6.10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, final
 

@@ -4,8 +4,6 @@
 for all, the average of the products is the product of the averages. The server sees every site's B.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

@@ -5,8 +5,6 @@ docs/algorithms.md, section 4.9. Each site receives the best approximation of th
 sees all factors of every site.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, final
 

@@ -6,8 +6,6 @@ that pushes a site's last ranks down is left out: the comparison of Koo et al. 2
 of the penalty.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Rounds, epochs and random orders are those of the federated methods (docs/algorithms.md, section 7.3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

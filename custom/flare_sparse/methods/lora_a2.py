@@ -5,8 +5,6 @@ docs/algorithms.md, sections 4.1 to 4.7. A site trains and returns the ranks tha
 sees which those are and their deltas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

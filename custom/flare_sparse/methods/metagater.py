@@ -6,8 +6,6 @@ Group Lasso has made zero is closed for every input: by default neither group no
 every training site's delta; of a target site it sees metrics only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -23,8 +23,6 @@ A complete toy method, in which every site votes for every entry and the server 
     ...         return Patch.from_vector(state.total, Mask.full(self.layout.size))
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 "Personalized Federated Learning: A Meta-Learning Approach", arXiv 2002.07948; docs/algorithms.md, section 6.10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, Self, final
 

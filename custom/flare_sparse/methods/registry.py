@@ -1,7 +1,5 @@
 """The methods, one module each, close to its paper; a new method adds its line to ``METHODS``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .dispfl import DisPFL

@@ -8,8 +8,6 @@ A channel is a path from an input to an output unit; its norm adds the squared d
 selective methods of the paper share, rounds and aggregation, is ``support/selective.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeVar, final

@@ -4,8 +4,6 @@
 Form. Res. 4(12):e17265; docs/algorithms.md, section 3.8.
 """
 
-from __future__ import annotations
-
 from typing import final
 
 from .scbf import ChannelConfig, ChannelMethod

@@ -8,8 +8,6 @@ running statistic moves to the site's own value in every round, so that the sum 
 a variance below 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import final

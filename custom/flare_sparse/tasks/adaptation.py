@@ -1,7 +1,5 @@
 """Tasks that can start from a pre-trained network, and train either LoRA adapters or the whole network."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any

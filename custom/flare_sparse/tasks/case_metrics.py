@@ -1,7 +1,5 @@
 """Dice and the 95 % Hausdorff distance of one case, defined for every case so that their means are comparable."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Losses and metrics of classifiers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

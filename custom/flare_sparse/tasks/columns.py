@@ -1,7 +1,5 @@
 """Columns of a site's data as numbers, and statistics of them of which each is computed from enough rows."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the generic table task predicts: a number, one of two classes or one of several; times are in ``survival``."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Built-in tasks by name. A user task is a class in the user's own module (docs/own-task.md)."""
 
-from __future__ import annotations
-
 from .brain import BrainAge, SexClassification
 from .bundles.task import BundleTask
 from .images import ImageClassification

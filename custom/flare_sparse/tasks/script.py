@@ -4,8 +4,6 @@ The script is an ordinary script on FLARE's Client API (``flare.receive``, ``fla
 trains and evaluates; see :class:`flare_sparse.training.script_trainer.ScriptTrainer`.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Survival: the time of an event, or the time until which a subject was seen without one; losses and metrics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

@@ -1,7 +1,5 @@
 """Any table with one row per example: the columns, the target and its kind are settings, and no code is needed."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Task: the interface between a learning problem and the package. Ready-made tasks are in ``tasks/``."""
 
-from __future__ import annotations
-
 import math
 import numbers
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Minibatches of one pass over the training examples, of a size that batch normalisation can train on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle, tee
 from typing import Any

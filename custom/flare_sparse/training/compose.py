@@ -1,7 +1,5 @@
 """The order in which a site's trainer is put together; the only place that knows all of its parts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

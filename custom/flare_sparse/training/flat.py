@@ -3,8 +3,6 @@
 Masks, clipping and optimisers operate on a single tensor, and a vector is loaded without a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

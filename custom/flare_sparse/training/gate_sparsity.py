@@ -1,7 +1,5 @@
 """Observation of channel gates. A gate is a submodule named ``gate`` that returns 0 or 1 per example and channel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

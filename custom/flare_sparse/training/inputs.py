@@ -1,7 +1,5 @@
 """Values of a minibatch that are not finite: the most frequent cause of a loss that is NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

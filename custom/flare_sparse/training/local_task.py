@@ -1,7 +1,5 @@
 """A task at one site: what the site's trainers share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace

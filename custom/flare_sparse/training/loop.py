@@ -1,7 +1,5 @@
 """The training loop of all methods. Entries outside ``trainable`` keep their bits with every optimiser."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

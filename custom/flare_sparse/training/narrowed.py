@@ -1,7 +1,5 @@
 """Smaller networks of a site's own, which have no entries but the live ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

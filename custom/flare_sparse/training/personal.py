@@ -4,8 +4,6 @@ FedBN (Li et al. 2021, arXiv 2102.07623) keeps the normalisation layers at the s
 arXiv 1912.00818) the last layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase

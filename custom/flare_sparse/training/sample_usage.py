@@ -1,7 +1,5 @@
 """Count of the training examples that an update was computed from, taken where the examples are read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

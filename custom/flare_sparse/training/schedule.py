@@ -1,7 +1,5 @@
 """Learning rate over the rounds of a run."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """What a training script receives and sends, and the reading of what it sent, which may be anything."""
 
-from __future__ import annotations
-
 import math
 import numbers
 import re

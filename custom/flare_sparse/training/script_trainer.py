@@ -1,7 +1,5 @@
 """Training by a script of the user; what leaves the site is decided here, whatever the script does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Successive gradient steps on one batch, each on its own tensors (docs/algorithms.md, section 6.6)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

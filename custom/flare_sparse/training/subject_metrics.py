@@ -1,7 +1,5 @@
 """Metrics of single subjects, from which noisy means are released."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

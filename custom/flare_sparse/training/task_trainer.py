@@ -1,7 +1,5 @@
 """The trainer of a task: the plain loop over a site's examples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

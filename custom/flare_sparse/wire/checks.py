@@ -1,7 +1,5 @@
 """Compare patches and message headers with the plan of the end that checks them."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from ..core.errors import MissingBase, RejectedMessage

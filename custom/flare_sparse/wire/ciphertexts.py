@@ -3,8 +3,6 @@
 A section holds: parameters (8 bytes) | key id (16 bytes) | length of each ciphertext (uint32) | ciphertexts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

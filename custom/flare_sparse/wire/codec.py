@@ -4,8 +4,6 @@ The encoder takes the encoding that needs the fewest bytes. The decoder checks e
 plan before it allocates anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Choose the encoding that needs the fewest bytes for a selection, and compute the fewest possible."""
 
-from __future__ import annotations
-
 import math
 
 from ..core.mask import Mask

@@ -1,7 +1,5 @@
 """The message header and its checksums (docs/wire-format.md, section "Header")."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from dataclasses import dataclass

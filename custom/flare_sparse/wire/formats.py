@@ -1,7 +1,5 @@
 """The number formats of values in messages by name: those of the package, and those that a job names besides."""
 
-from __future__ import annotations
-
 from importlib.metadata import entry_points
 
 import torch

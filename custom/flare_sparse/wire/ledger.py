@@ -1,7 +1,5 @@
 """The ledger: one line per message with the bytes sent, next to the dense cost and the floor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

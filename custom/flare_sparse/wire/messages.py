@@ -1,7 +1,5 @@
 """Encoded and decoded messages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ One from another distribution, an instance of a subclass, is an entry point ``fl
 ``wire.values`` has (docs/wire-format.md).
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What both ends agree on before a message is sent; the receiver checks the message against its own copy."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

@@ -13,8 +13,6 @@ that value rounded up to bfloat16, at most ``1 + 2^-7`` times as large. The roun
 A sender rounds where the values are, with the same bits on every device: each operation is one of IEEE 754 on tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

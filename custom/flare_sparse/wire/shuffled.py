@@ -6,8 +6,6 @@ a network's values repeat, its signs and mantissas hardly do. Each value is rota
 8 bits of the exponent are one byte, and the bytes are shuffled (as in HDF5): the exponents compress to about 3 bits.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

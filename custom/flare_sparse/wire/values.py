@@ -1,7 +1,5 @@
 """Values in plain formats: one flat little-endian buffer, in float32 or rounded with error feedback, or compressed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Arguments of the compiled loops. This module needs no numba, which is an optional dependency."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

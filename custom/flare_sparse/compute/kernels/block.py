@@ -5,8 +5,6 @@ positive scale and with a monotone activation; where the scale is negative, the 
 values, an eighth of a volume, are written to memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Convolutions and linear layers that the kernels compute, each with the layers that follow it directly."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ faster variant of each, and a sparse layer is at most 1.4 times slower than a de
 ``benchmarks/performance/fit_kernel_costs.py`` fits them anew and checks that.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

@@ -10,8 +10,6 @@ All loops are in this one file: numba compiles a cached loop again only if the l
 of a loop that it calls has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

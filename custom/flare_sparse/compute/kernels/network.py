@@ -1,7 +1,5 @@
 """Computation of a masked network with sparse kernels, in place of its own convolutions and linear layers."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Compilation of the kernels' loops ahead of their use, once on a machine."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ some milliseconds, and other threads would compete with them for the cores. Wher
 of a pool.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -1,7 +1,5 @@
 """Channel graphs of networks, and the smaller networks that remain when units or channels are removed."""
 
-from __future__ import annotations
-
 from .graph import ChannelGraph, build_channel_graph
 from .removal import (
     RemovableLayer,

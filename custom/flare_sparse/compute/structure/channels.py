@@ -1,7 +1,5 @@
 """Compute only some output channels of a block with one convolution, or cut the others out of it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

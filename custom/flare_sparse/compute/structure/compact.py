@@ -1,7 +1,5 @@
 """Smaller copies of networks, without the channels that no gate opens and the units that compute nothing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ residual sums, concatenations), and a *channel path* is any path from the input 
 section 3.4).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

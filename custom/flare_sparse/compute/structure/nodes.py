@@ -1,7 +1,5 @@
 """Nodes of a channel graph: the values of a forward pass, by the operation that computes them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

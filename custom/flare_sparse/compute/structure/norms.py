@@ -1,7 +1,5 @@
 """Batch normalisation: layers in which examples change each other's gradient, and the variances that they keep."""
 
-from __future__ import annotations
-
 from typing import TypeGuard
 
 import torch

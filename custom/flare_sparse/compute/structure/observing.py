@@ -1,7 +1,5 @@
 """Observation of hidden units while a network runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

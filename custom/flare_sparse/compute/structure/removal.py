@@ -3,8 +3,6 @@
 See docs/algorithms.md, section 3.8.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

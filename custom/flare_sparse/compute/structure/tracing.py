@@ -1,7 +1,5 @@
 """Convert the nodes of a traced forward pass into values of the channel graph."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Check a job against a site's policy before the job comes, on the messages of a dry run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain

@@ -3,8 +3,6 @@
 Scores and updates of the first round are then those of a model that no server has chosen.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ is its input.
 A hostile server can build a model in which this holds for most examples (Fowl et al. 2022, "Robbing the Fed").
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

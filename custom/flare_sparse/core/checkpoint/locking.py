@@ -1,7 +1,5 @@
 """A lock on a folder: held until it is released or its process ends, even by a crash."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

@@ -5,8 +5,6 @@ large float32 tensor that is mostly zero, the other values and their positions a
 content has these positions, they are written once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import types

@@ -1,7 +1,5 @@
 """Writes that are complete and on disk when the call returns, also after a loss of power."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Submitter of a finished job, by the signatures that FLARE's admin client puts on every file of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The connection of an admin to a server that may be away for a while: it is made again until the server replies."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

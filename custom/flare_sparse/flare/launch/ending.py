@@ -1,7 +1,5 @@
 """How a job ended without a result, in words: from FLARE's status, the job's log and the refusals of the sites."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

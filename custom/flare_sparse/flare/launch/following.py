@@ -1,7 +1,5 @@
 """Follow a job of a running federation: its status, its rounds, and whether its server still runs it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum

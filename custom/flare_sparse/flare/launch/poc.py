@@ -1,7 +1,5 @@
 """Run a POC federation with FLARE's ``nvflare poc``: server and sites as processes on this machine, with mTLS."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

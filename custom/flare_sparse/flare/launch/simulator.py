@@ -1,7 +1,5 @@
 """Run a job in FLARE's simulator: one process per site, FLARE's output in a log file, the record in a result folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Notice that a site's process in FLARE's simulator has died, which the simulator itself only logs."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

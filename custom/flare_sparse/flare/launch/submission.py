@@ -1,7 +1,5 @@
 """Submit a job to a running federation with an admin's startup kit, follow it, and download its record."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

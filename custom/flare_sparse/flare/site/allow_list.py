@@ -5,8 +5,6 @@ given there replaces FLARE's default list, so the package's classes are added to
 a job's class path leads to, functions and imported names, too: a prefix would allow everything in a module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

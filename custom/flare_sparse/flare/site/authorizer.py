@@ -4,8 +4,6 @@
 than a job's classes, and refuses every job while one of the other guards is missing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ The code of a job runs in the site's own process, past allow-list and guards. Th
 ``project_admin`` have it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ job could still change the update. ``SiteLastGate`` therefore encodes the approv
 lets only that message leave. The third guard, which checks jobs, is in :mod:`~flare_sparse.flare.site.authorizer`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import suppress

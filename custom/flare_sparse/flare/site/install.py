@@ -1,7 +1,5 @@
 """Install a site's guards and its policy in its startup kit; other entries of the site's files stay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files in a site's ``local`` folder: find the one that FLARE reads, and replace a file atomically."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Declaration of a site's people in its startup kit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ...config.people import PEOPLE_FILE, ReleaseGate, find_table, propose

@@ -1,7 +1,5 @@
 """Check whether a site is ready for a job; every problem is reported with its remedy."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

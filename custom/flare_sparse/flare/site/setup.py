@@ -1,7 +1,5 @@
 """A site made ready at once: where its data is, what may leave, which classes it builds, and no code in jobs."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Sequence
 from getpass import getuser

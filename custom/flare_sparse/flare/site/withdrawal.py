@@ -1,7 +1,5 @@
 """Withdrawal of subjects at a deployed site: its list of withdrawn subjects, and what its jobs hold of them."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path

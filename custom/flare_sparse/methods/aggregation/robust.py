@@ -4,8 +4,6 @@ Rules over Euclidean distances (Krum, geometric median) are left out on purpose:
 overlap are all far from each other, whether they are honest or not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

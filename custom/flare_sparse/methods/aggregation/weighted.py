@@ -3,8 +3,6 @@
 Sums are accumulated in float64, in site-name order: the order of arrival must not show in the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import fsum
 

@@ -1,7 +1,5 @@
 """Random masks with given densities per tensor, such as Erdos-Renyi-Kernel (RigL, Evci et al. 2020; DisPFL)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ holds ``r`` filters and ``B`` is a 1x1x1 convolution. Slot ``(m, i)`` is rank ``
 section 4.1).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

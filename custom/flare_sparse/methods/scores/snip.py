@@ -1,7 +1,5 @@
 """Connection sensitivity ``|w * dL/dw|`` (SNIP, Lee et al. 2019; NeuroSFL Eqs. 4 and 5)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Adaptation: methods that end with one gradient step at each target site."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Self, TypeVar

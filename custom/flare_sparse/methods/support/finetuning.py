@@ -4,8 +4,6 @@ Cheng et al. 2021, "Fine-tuning is Fine in Federated Learning", arXiv 2108.07313
 2021, arXiv 2012.04221); docs/algorithms.md, section 7.2.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

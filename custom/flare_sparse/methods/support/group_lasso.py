@@ -1,7 +1,5 @@
 """Proximal operators, ``prox(v) = argmin_x H(x) + ||x - v||^2 / (2 step)``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

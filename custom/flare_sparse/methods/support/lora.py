@@ -1,7 +1,5 @@
 """LoRA methods: local training, ranks by site, and the slots of the layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypeVar
 

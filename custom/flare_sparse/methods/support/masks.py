@@ -1,7 +1,5 @@
 """Operations on several masks, and drop and regrow."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Settings of MetaGater's rounds (Lin et al. 2021, Algorithm 1)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

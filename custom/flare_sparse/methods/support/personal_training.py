@@ -1,7 +1,5 @@
 """The divergence of a site's own training after the last round, told apart from that of the received model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

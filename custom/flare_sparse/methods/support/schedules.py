@@ -3,8 +3,6 @@
 See docs/algorithms.md, sections 1.5, 2.4 and 6.3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ A site sends the new values of the revealed entries. The server, which knows wha
 float64, so that none is lost to the rounding of a float32 difference (docs/algorithms.md, section 3.3).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Their magnitude and their saliency say nothing at the start (docs/algorithms.md, 2.7, deviation 8; 5.7, deviation 10).
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ...core.params import MASKABLE, Layout

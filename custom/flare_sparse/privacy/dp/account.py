@@ -4,8 +4,6 @@ The ledger is a file of the site. Nothing rolls it back: a resumed run, a retry 
 what they compute anew, and only that.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import time

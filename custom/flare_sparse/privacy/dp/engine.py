@@ -5,8 +5,6 @@ refused. So a script that is killed has spent what it began, and none has taken 
 one minibatch of the loader, whose records each enter its sum once: a step of any other gradients is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Iterator, Mapping

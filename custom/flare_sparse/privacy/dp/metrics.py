@@ -1,7 +1,5 @@
 """Metrics of a site's test and validation subjects, released with noise and charged to these subjects."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Noise that anyone with the job could compute would protect nothing, so it is nev
 stream is ChaCha20 and not torch's generator: the state of a Mersenne Twister can be computed from its numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import math

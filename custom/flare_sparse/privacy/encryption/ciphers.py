@@ -1,7 +1,5 @@
 """The two ends of an encrypted aggregation: sites encrypt and decrypt, the server sums ciphertexts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

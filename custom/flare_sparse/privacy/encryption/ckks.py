@@ -1,7 +1,5 @@
 """CKKS through TenSEAL: the parameters of a context, and ciphertexts as bytes with bounds on what is parsed."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import tempfile

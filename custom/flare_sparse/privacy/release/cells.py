@@ -3,8 +3,6 @@
 A job's condition on rows is never decided by looking at rows: a cell meets it, does not, or it cannot be told.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ All of a cell goes out at once, rounded by a draw that the site's secret determi
 at least the minimum of people left the cell and none or at least the minimum entered it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

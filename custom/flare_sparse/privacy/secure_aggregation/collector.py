@@ -1,7 +1,5 @@
 """The server's part in one sum: it relays keys and shares, adds values and removes the pads that remain."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -19,8 +19,6 @@ in the R of one sum at most. So in a combination of two and more different sums,
 that is not zero as the second numbers add up to, m; of one sum, all of O do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

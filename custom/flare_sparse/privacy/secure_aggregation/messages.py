@@ -5,8 +5,6 @@ A message holds: magic (4 bytes) | version (uint16) | step (uint16) | id of the 
 multiple of 8. Sites are named by one byte with the length and the UTF-8 bytes of the name.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Every key is used once: the X25519 keys behind it are new for each attempt, and 
 names enter its derivation.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One site's part in one sum: keys, shares, padded values, reveal. Each step is taken once, in this order."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ A value x of weight p becomes the integer nearest to p * x * scale, modulo 2^bit
 a sum of values up to ``bound`` stays below 2^(bits - 2) plus half an integer per site: it cannot wrap around.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ Shamir, "How to Share a Secret", CACM 1979: the shares are values of a random po
 maintained library that this package depends on has it; it needs integer arithmetic only.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Mapping
 

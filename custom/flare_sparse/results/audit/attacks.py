@@ -1,7 +1,5 @@
 """The attacks on a finished run, each with the knowledge of its attacker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

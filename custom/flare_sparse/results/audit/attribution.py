@@ -1,7 +1,5 @@
 """Attribution: which site an example, or an update, comes from, compared with chance."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Lower bound on epsilon from one run with canaries: Steinke, Nasr and Jagielski 2023 (arXiv:2305.08846)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

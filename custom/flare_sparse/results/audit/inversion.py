@@ -1,7 +1,5 @@
 """Inversion: rebuild a site's inputs from one message of scores or of a gradient step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

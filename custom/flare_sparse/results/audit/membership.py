@@ -1,7 +1,5 @@
 """Membership inference from the losses of single examples: loss threshold and RMIA."""
 
-from __future__ import annotations
-
 import numpy as np
 
 OFFLINE_SHIFT = 0.3

@@ -1,7 +1,5 @@
 """Membership inference between sites: each site trains a classifier of gradient features and attacks each other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

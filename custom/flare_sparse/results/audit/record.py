@@ -1,7 +1,5 @@
 """The record of an audit: ``audit.json`` in the result folder."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

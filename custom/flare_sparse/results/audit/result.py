@@ -1,7 +1,5 @@
 """Figures of an attack: AUC, accuracy and true positives at few false alarms, with bootstrap intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

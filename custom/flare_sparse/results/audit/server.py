@@ -1,7 +1,5 @@
 """The attacks of a server on single messages: it inverts the message of a site that trained on few examples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

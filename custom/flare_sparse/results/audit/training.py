@@ -1,7 +1,5 @@
 """Models that an attacker trains: a run's own configuration, in this process, on other examples of the same sites."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Sources: https://w3id.org/ro/wfrun/workflow/0.5 and the draft
 https://esciencelab.org.uk/federated-learning-ro-crate-profile/federated-learning-profile.html.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Deviations of a run from its plan: sites left out, attempts repeated, weights capped, steps back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

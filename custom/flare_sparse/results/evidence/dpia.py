@@ -1,7 +1,5 @@
 """An annex for a data protection impact assessment: what was recorded, each figure with its source, for a person."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What left each site of a run: from its own egress log where it is at hand, else from the server's ledger."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Facts of a run for its evidence: cohorts, privacy, policies, traffic, versions, deviations, approval, digests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Software bill of materials of this Python environment, in the format CycloneDX 1.6."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 from importlib.metadata import Distribution, distributions

@@ -1,7 +1,5 @@
 """The attacks of ``flare-sparse audit`` as sentences and as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Model card: what the model is, how it was trained, how well it performs at each site, and its limits."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables of paired differences: runs beside their trivial baselines, and beside one another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

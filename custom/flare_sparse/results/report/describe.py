@@ -1,7 +1,5 @@
 """The page of ``flare-sparse describe``: columns by site, with their warnings on top."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

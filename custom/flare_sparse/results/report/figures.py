@@ -1,7 +1,5 @@
 """Figures of one or several runs."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping
 from statistics import mean

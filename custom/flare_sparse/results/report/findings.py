@@ -1,7 +1,5 @@
 """Findings of a comparison in sentences: computed from the runs, with units, and no stronger than the evidence."""
 
-from __future__ import annotations
-
 from statistics import mean, median
 
 from ..runs.contributions import describe_missed

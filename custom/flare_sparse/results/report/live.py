@@ -1,7 +1,5 @@
 """Page of a run that proceeds: written again after each round, readable offline and on a phone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Self-contained HTML report: works offline, in print and on a phone."""
 
-from __future__ import annotations
-
 import base64
 import struct
 from collections.abc import Callable

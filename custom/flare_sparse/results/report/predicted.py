@@ -4,8 +4,6 @@ They need the predictions of :mod:`flare_sparse.results.runs.predictions`, which
 is. Their metrics are those of the record; nothing is measured here.
 """
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import numpy as np
 import torch

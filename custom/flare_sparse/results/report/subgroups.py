@@ -1,7 +1,5 @@
 """Final metrics by subgroup in the report and the model card."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..runs.results import RunResult

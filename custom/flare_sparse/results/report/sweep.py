@@ -1,7 +1,5 @@
 """Figure of a sweep: the metric on validation examples by settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables of the report and the model card: contributions, all metrics, models by site, averages over seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev

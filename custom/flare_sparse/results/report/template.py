@@ -1,7 +1,5 @@
 """Pages from the templates of this package; they need no figures, and so no matplotlib."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any

@@ -11,8 +11,6 @@ Each is therefore stretched by the ratio of the quantiles of Student's t and of 
 degrees of freedom as there are subjects less strata, as the interval of a stratified mean is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ it is therefore the run that had more rounds from the start, bit for bit, if the
 number (``Need.NUMBER_OF_ROUNDS``).
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable

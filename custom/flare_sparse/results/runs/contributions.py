@@ -1,7 +1,5 @@
 """Each site's part in a run, as terminal, model card and report show it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a prediction of a run's model costs: multiply-accumulates, and examples a second on this machine."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

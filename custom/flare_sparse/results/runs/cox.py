@@ -5,8 +5,6 @@ tied times only, its Newton steps diverge where a table has more columns than su
 subjects is infinite where one is far from all others. scikit-survival has Breslow's form, under GPL-3.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """Decryption of the model of an encrypted run, at a site with the secret key."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

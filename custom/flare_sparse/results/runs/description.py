@@ -1,7 +1,5 @@
 """What federated statistics warn of before a study runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any

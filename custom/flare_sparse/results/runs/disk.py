@@ -1,7 +1,5 @@
 """The disk of a result folder: how much is free, and the error of one that is full."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

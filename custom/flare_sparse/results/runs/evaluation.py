@@ -1,7 +1,5 @@
 """Evaluation of a finished run's models on data at hand, without a federation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Files in a result folder that grow, line by line, while a run proceeds elsewhere; the final record replaces them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

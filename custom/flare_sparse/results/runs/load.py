@@ -1,7 +1,5 @@
 """Loading of the model of a finished run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

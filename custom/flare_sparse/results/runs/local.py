@@ -1,7 +1,5 @@
 """A run of a configuration in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

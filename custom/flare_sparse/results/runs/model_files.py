@@ -1,7 +1,5 @@
 """Models and their live entries as safetensors files (docs/model-files.md)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The models in a result folder: the final one, the best one, and the sites' own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor

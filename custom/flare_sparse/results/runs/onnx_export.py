@@ -1,7 +1,5 @@
 """Export of a network to ONNX, with a check of the exported file against the network."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pictures of the best, the median and the worst case of every site, where the data of the sites is on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count

@@ -1,7 +1,5 @@
 """Progress of a run as display text: one line per round."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Records of a result folder that somebody else may have made: its texts are hostile, its values may be wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

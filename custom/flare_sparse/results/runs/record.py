@@ -1,7 +1,5 @@
 """Writer of a run's record: rounds, ledger, summary and models, in standard formats and while the run proceeds."""
 
-from __future__ import annotations
-
 import json
 import platform
 import time

@@ -1,7 +1,5 @@
 """A run's model in few bytes, for others to read: a small result folder, or sparse matrices (docs/model-files.md)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import nn

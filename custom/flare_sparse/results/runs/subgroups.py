@@ -1,7 +1,5 @@
 """Final metrics by subgroup of the test subjects, over all sites, from what each site sent."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A sweep: runs of one configuration with several settings and seeds, compared on validation examples alone."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

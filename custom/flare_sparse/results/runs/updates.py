@@ -1,7 +1,5 @@
 """The sites' updates that a run keeps for an audit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

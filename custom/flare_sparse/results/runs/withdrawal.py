@@ -4,8 +4,6 @@ A committed round depends on what the sites sent in it and before. So the last c
 is also that of a run without this site's data, and a run that resumes from it has the bits of one that never had them.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ line. So a line that was changed, removed or moved shows, and so does a log whos
 goes on in a new file, whose first line continues the chain of the old one.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Encryption: sites encrypt their updates and decrypt the model; the server aggregates without decryption."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Events that a site reports beside its updates: their codes, their form in a message, and their validation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

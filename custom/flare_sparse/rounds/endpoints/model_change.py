@@ -4,8 +4,6 @@ The mean of the sites' deltas is no longer than the longest of them. A model tha
 last one: a site can see that without the other sites.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

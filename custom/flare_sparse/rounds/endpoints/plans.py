@@ -1,7 +1,5 @@
 """What both ends of a message agree on: number formats, plans, and what a receiver makes of a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """Validation of the numbers that a site reports beside its message."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

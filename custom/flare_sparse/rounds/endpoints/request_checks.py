@@ -1,7 +1,5 @@
 """Checks of a request against the site's own copy of the job, whatever its policy says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...core.errors import RequestRefused

@@ -4,8 +4,6 @@ The record is a file of the site, so that a restart does not reset any limit. It
 that the site received, which sites can compare with each other.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import time

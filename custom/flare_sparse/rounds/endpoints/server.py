@@ -1,7 +1,5 @@
 """The server's end of the wire: encodes requests, validates updates and knows which base each site holds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A site's end of the wire: decodes requests, lets the method answer them and encodes the updates."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

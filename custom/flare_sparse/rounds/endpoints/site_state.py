@@ -1,7 +1,5 @@
 """What a site keeps of its answers, in memory and in its checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

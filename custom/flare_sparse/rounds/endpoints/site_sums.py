@@ -1,7 +1,5 @@
 """A site's end of the sums of padded values: it withholds an update until its sum, and answers the sum's steps."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A site seals an update and opens a model; the server opens updates, by reading, 
 (``encrypted.py``) and sums of padded values (``site_sums.py``, ``server_sums.py``) are subclasses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What both ends of a sum of padded values compute alike: the ring of an update and the sites' weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

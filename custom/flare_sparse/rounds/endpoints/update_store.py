@@ -1,7 +1,5 @@
 """Memory for the updates of a round: those that do not fit into it wait in files until the server aggregates them."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from dataclasses import replace

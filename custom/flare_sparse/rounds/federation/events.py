@@ -1,7 +1,5 @@
 """Events of a run that its record must show: damaged checkpoints, lost bases, steps back, a run that does not learn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

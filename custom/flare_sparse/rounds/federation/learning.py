@@ -1,7 +1,5 @@
 """From a round's contributions to the next state of the method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The loop over the rounds of a run: ask, validate, aggregate, commit, evaluate."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which model of a run is the best one on validation examples, and when no later model is better."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Updates that are far larger than the others of their round, or point against them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from statistics import median

@@ -1,7 +1,5 @@
 """Which sites can take part in the next round, and the method configured for their capabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """One round: attempts until the quorum is met."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace

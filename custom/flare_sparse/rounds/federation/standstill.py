@@ -1,7 +1,5 @@
 """Signs that a run does not learn: tensors that are cut off, and metrics that stay the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ...core.errors import list_first

@@ -1,7 +1,5 @@
 """The steps of a sum of padded values, after the sites have answered a request."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Run of a method in one process: every message is encoded, decoded and counted as in FLARE, with the same result."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import time

@@ -4,8 +4,6 @@ SCAFFOLD, for example, sends its controls beside the model and the deltas of con
 travels: the messages of all streams and what a receiver needs to read them, in plain types.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Callable

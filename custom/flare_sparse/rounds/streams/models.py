@@ -1,7 +1,5 @@
 """Models: each message carries the delta to the model that its receiver holds, or the whole model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

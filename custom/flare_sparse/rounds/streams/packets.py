@@ -1,7 +1,5 @@
 """Packets: the messages of all streams in one FLARE message, and what a receiver needs to read them, in plain types."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace

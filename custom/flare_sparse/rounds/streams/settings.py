@@ -1,7 +1,5 @@
 """Settings of a sparse exchange, and the entries that they select."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -5,8 +5,6 @@ updates of any algorithm. An update that does not count takes nothing with it: t
 before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Cases of a MONAI bundle: a site's files after the bundle's deterministic transforms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

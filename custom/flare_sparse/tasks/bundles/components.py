@@ -4,8 +4,6 @@ None of the classes runs code that it is given, reads a file other than the site
 looked up in these tables and never imported as it was written; classes of the bundle's own code come in as classes.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import warnings

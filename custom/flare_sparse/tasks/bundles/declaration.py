@@ -1,7 +1,5 @@
 """What a job declares of a MONAI bundle: plain values that the lead resolved, from which each site builds the parts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Items of a MONAI bundle that cannot be used: they are collected, so that one error names all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import final

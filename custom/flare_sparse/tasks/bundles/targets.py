@@ -1,7 +1,5 @@
 """What the labels of a bundle's cases are, label maps or classes: where they are found, checked and measured."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from abc import ABC, abstractmethod

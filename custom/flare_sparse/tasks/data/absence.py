@@ -1,7 +1,5 @@
 """Absence of subjects who have withdrawn: their rows or files by the site's own identifiers, which no job chooses."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from dataclasses import replace

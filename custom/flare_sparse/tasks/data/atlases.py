@@ -8,8 +8,6 @@ With constants, no site has to reveal its own statistics:
 * volume in mm3 (every other number): ``(ln(per mille of ICV) - 1) / 2``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Augmentation of a minibatch of volumes or images: mirror images, shifts and changes of intensity."""
 
-from __future__ import annotations
-
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor

@@ -5,8 +5,6 @@ subject, such as the age at the session. A path names one BIDS folder, or a fold
 identifiers are ``FOLDER/sub-x``, and the natural site of a subject is its folder.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re

@@ -8,8 +8,6 @@ The class of an image is a column of ``participants.tsv`` in BIDS, the ``label``
 folder that it is in.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Cells of columns of numbers: what counts as a number, as a missing one, and what to do about the others."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ A folder of each subject contains its series, at any depth. Rules of the site fi
       cache: /scratch/nifti
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

@@ -6,8 +6,6 @@ The file has arrays ``<split>_images`` and ``<split>_labels``, as in MedMNIST. E
 The splits of a file are pooled, because each site makes its own. An example's identifier is ``<split>/<number>``.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence

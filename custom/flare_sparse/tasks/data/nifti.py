@@ -4,8 +4,6 @@ nibabel stops reading a ``.nii.gz`` once it has enough bytes. It therefore never
 most damaged files load with wrong voxels. It also allocates the size that a header declares, however large.
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 import zlib

@@ -1,7 +1,5 @@
 """Files of cases by patterns of their names, for data in none of the known layouts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any

@@ -1,7 +1,5 @@
 """Partition of one data set into simulated sites: disjoint and reproducible from the seed."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence

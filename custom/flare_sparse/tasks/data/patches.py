@@ -1,7 +1,5 @@
 """Patches of volumes: a random one around a class for training, the central one for scores."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

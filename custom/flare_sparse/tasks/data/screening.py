@@ -1,7 +1,5 @@
 """Screening of subjects: all unusable ones are found before training starts, and named only at their own site."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Cases of a segmentation as a network reads them: images and label maps of any shape, orientation and spacing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of a data set whose sites are its folders, and those that hold no data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ..task import Cohort

@@ -12,8 +12,6 @@ A site sets it in a *site file* (YAML or JSON) or in an environment variable. A 
     dicom: {cache: nifti} # optional: data has a folder of DICOM series for each subject
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Files of tables: CSV and TSV, xlsx, Parquet, SQLite and npz, each as columns of text or of stored numbers."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import re

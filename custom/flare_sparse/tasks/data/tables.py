@@ -4,8 +4,6 @@ What a column is depends on its use: :meth:`Table.get_names` returns names (core
 numbers. Files that store numbers as such (Parquet, npz) keep them, since they have no characters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

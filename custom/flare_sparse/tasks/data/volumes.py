@@ -1,7 +1,5 @@
 """Volumes: from a NIfTI file to a network's input, with every check made before training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -1,7 +1,5 @@
 """Networks by name, built from MONAI and torch modules. A builder is a function of keyword settings."""
 
-from __future__ import annotations
-
 from .config import ModelConfig
 from .registry import MODELS, build_model
 

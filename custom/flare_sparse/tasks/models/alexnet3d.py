@@ -1,7 +1,5 @@
 """3D AlexNet of NeuroSFL (section 4.2; ``AlexNet3D_Dropout`` of its reference code), for grey-matter maps."""
 
-from __future__ import annotations
-
 from math import prod
 
 from torch import nn

@@ -7,8 +7,6 @@ A job gives the name of a base model and never a path, so it cannot make a site 
 endpoints must have the same base model: its digest is part of the layout's fingerprint, which every message carries.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections import Counter

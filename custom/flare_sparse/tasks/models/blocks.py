@@ -3,8 +3,6 @@
 They are built from torch alone: importing MONAI takes seconds and 300 MB in each process.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

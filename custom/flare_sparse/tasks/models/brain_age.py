@@ -4,8 +4,6 @@ The full-size network of Stripelis et al. 2022, "Federated Progressive Sparsific
 published ``brainage3d_cnn.py``; and a smaller one for 3 mm and 6 mm volumes, small enough to train on two CPU cores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

@@ -1,7 +1,5 @@
 """The ``model`` section of a task: a network and its settings, such as ``{name: mlp, hidden: [64, 32]}``."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import (

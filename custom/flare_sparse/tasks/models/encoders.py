@@ -1,7 +1,5 @@
 """MONAI's classifiers of volumes, which published encoders are pre-trained as; newly initialised, they are small."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Types and ranges of the networks' settings; configurations are validated against a builder's annotations."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

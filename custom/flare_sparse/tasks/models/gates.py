@@ -6,8 +6,6 @@ replaces a convolution, or a block of one convolution with its normalisation, ac
 the normalisation, which would otherwise rescale the open channels and turn a closed channel into its bias.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

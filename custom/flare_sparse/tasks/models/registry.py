@@ -1,7 +1,5 @@
 """Registry of networks; a network's settings are validated against the annotations of its builder."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache

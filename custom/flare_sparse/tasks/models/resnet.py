@@ -1,7 +1,5 @@
 """Residual networks for small images (He et al. 2016, "Deep Residual Learning", section 4.2): 6n + 2 layers."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -3,8 +3,6 @@
 The defaults are smaller than MONAI's own; larger ones are a matter of settings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Sizes of feature maps, and the error for inputs that are too small."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import prod
 

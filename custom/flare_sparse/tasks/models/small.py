@@ -1,7 +1,5 @@
 """Small networks for tables and images."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import prod
 

@@ -1,7 +1,5 @@
 """Text classifiers: a transformers encoder, the mean over its token states, one linear layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, get_args
 

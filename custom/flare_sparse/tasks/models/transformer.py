@@ -1,7 +1,5 @@
 """MONAI's ViT as a network of one output; a module of its own, because MONAI takes seconds to import."""
 
-from __future__ import annotations
-
 from monai.networks.nets.vit import ViT
 from torch import Tensor
 

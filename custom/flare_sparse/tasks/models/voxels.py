@@ -5,8 +5,6 @@ al. 2017, "Predicting brain age with deep learning from raw imaging data", and S
 linear models and deep learning in UKBiobank brain images versus machine-learning datasets".
 """
 
-from __future__ import annotations
-
 from math import prod
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """nnU-Net's own preprocessing, patches, augmentation, loss and inference, as one plan describes them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout

@@ -1,7 +1,5 @@
 """One plan for all sites: nnU-Net's own planner over the merged fingerprint, and what a plan in a job may say."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

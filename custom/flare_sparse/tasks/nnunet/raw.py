@@ -1,7 +1,5 @@
 """nnU-Net's raw data layout, ``imagesTr``, ``labelsTr`` and ``dataset.json``, or BIDS with such a ``dataset.json``."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """One bit per entry: smaller than int32 indices above about 3 % density."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

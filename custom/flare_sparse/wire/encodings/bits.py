@@ -1,7 +1,5 @@
 """Bits packed into bytes, with zstd where it helps; used by the encodings that write one bit per entry."""
 
-from __future__ import annotations
-
 import numpy as np
 import zstandard
 

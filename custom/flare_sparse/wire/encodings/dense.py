@@ -1,7 +1,5 @@
 """All entries, in an empty section."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ...core.mask import Mask

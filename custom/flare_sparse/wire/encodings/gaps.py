@@ -1,7 +1,5 @@
 """Gaps between selected entries in Golomb-Rice codes: close to the entropy of a selection at random."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """The mask that both ends hold, identified by its fingerprint in the header: an empty section."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ...core.mask import Mask

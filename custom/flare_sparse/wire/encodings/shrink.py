@@ -1,7 +1,5 @@
 """One bit per entry of the base mask, in which the new mask is nested."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

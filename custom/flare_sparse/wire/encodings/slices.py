@@ -1,7 +1,5 @@
 """Indices of whole rows, whole columns or whole tensors."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

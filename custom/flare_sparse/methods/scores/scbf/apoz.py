@@ -7,8 +7,6 @@ section 3.8). A count travels as three integers in entries of its unit: the zero
 because float32 represents integers exactly only up to 2 ** 24, and the outputs per example.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 

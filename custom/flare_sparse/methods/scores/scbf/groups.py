@@ -10,8 +10,6 @@ The groups of a network (SCBF, section 3.2; docs/algorithms.md, section 3.7):
 Entries that belong to no unit are always revealed.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ networks are handled without listing them:
 network's input, ``(out, in / groups)`` for all others. A *prefix* is the part of a path from the input to one value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 See docs/algorithms.md, section 3.5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Selection of the entries of a delta to reveal: the most active channel paths (SCBF), or neurons layer by layer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 
