@@ -21,7 +21,7 @@ from flare_sparse.methods.scores.snip import compute_saliency
 from flare_sparse.tasks.data.source import DATA_VARIABLE
 from flare_sparse.tasks.task import Task
 from flare_sparse.training import Site, TrainingConfig
-from flare_sparse.training.batches import iterate_pass
+from flare_sparse.training.local_task import iterate_pass
 from flare_sparse.training.script_exchange import TRAINABLE, ScriptReply
 from flare_sparse.training.script_trainer import ScriptTrainer
 

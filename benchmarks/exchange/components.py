@@ -152,7 +152,7 @@ def exclude(server: Config, client: Config) -> None:
 def mask_first(_: Config, client: Config) -> None:
     """Hold the script to the mask before a site's own filters, which want differences."""
     executor = client["executors"][0]["executor"]
-    executor["path"] = f"{OWN}.masked_training.MaskedTraining"
+    executor["path"] = f"{OWN}.masking.MaskedTraining"
     executor["args"]["params_transfer_type"] = "DIFF"
     del client["task_result_filters"][0]["filters"][0]
 
@@ -166,13 +166,13 @@ def launch(server: Config, client: Config) -> None:
 
 def average(server: Config, client: Config) -> None:
     """Send everything, exactly, to a mean in the order of names."""
-    server["workflows"][0]["args"]["aggregator"] = describe(f"{OWN}.ordered_mean.OrderedMean", min_sites=3)
+    server["workflows"][0]["args"]["aggregator"] = describe(f"{OWN}.aggregators.OrderedMean", min_sites=3)
     del client["task_result_filters"][0]["filters"][0]
 
 
 def decompose(server: Config, client: Config) -> None:
     """Send both factors of the adapters, which the script of the other jobs trains, to FlexLoRA's server."""
-    aggregator = describe(f"{OWN}.flexlora_mean.FlexLoRAMean", rank=4, min_sites=3)
+    aggregator = describe(f"{OWN}.aggregators.FlexLoRAMean", rank=4, min_sites=3)
     server["workflows"][0]["args"]["aggregator"] = aggregator
     client["executors"][0]["executor"]["args"]["task_script_path"] = "client.py"
     del client["task_result_filters"][0]["filters"][0]
@@ -181,7 +181,7 @@ def decompose(server: Config, client: Config) -> None:
 def swarm(_: Config, client: Config) -> None:
     """Put the filters on the messages between the sites of FLARE's swarm."""
     path = f"{OWN}.sparse_exchange.SparseExchange"
-    limits = [describe(f"{OWN}.keep_mask.KeepMask", source="zeros"), client.pop("selection")]
+    limits = [describe(f"{OWN}.masking.KeepMask", source="zeros"), client.pop("selection")]
     send_to_peers(client, limits, [describe(path, content="model"), describe(path, content="update")] * 2)
 
 
@@ -189,7 +189,7 @@ def swarm_csr(_: Config, client: Config) -> None:
     """Put CSR on them, and hold the script to the zeros, at the site that aggregates, too."""
     client.pop("selection")
     (executor,) = [entry["executor"] for entry in client["executors"] if "train" in entry["tasks"]]
-    executor.update(path=f"{OWN}.masked_training.MaskedTraining", args={**executor["args"], "source": "zeros"})
+    executor.update(path=f"{OWN}.masking.MaskedTraining", args={**executor["args"], "source": "zeros"})
     csr = [describe(f"{OWN}.csr.ToCSR")] * 2 + [describe(f"{OWN}.csr.FromCSR")] * 2
     send_to_peers(client, [], csr)
 

@@ -38,7 +38,7 @@ from flare_sparse.flare.script_process import ScriptProcess
 from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.scripts import PRIVACY_VARIABLE, ScriptBudget
-from flare_sparse.results.audit.canaries import bound_epsilon
+from flare_sparse.results.audit.membership import bound_epsilon
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training.script_exchange import ScriptRequest
 

@@ -36,9 +36,9 @@ from flare_sparse.inputs.scaling import InputScaler
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation import Outcome
+from flare_sparse.tasks.models.brain_age import HemisphereMean
 from flare_sparse.tasks.models.fields import Channels, Count, Volume
 from flare_sparse.tasks.models.registry import MODELS
-from flare_sparse.tasks.models.voxels import HemisphereMean
 from flare_sparse.tasks.task import Examples, Task
 from flare_sparse.training import LocalTask, Site, build_site
 from flare_sparse.training.trainer import Trainer

@@ -36,8 +36,7 @@ from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.tasks.case_metrics import name_metrics
 from flare_sparse.tasks.data.cases import find_cases
-from flare_sparse.tasks.data.patches import sample_patch
-from flare_sparse.tasks.data.segmentation import Preparation
+from flare_sparse.tasks.data.segmentation import Preparation, sample_patch
 from flare_sparse.tasks.models.base import MODELS_VARIABLE
 from flare_sparse.tasks.models.registry import build_model
 

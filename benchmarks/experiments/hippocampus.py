@@ -270,7 +270,7 @@ def illustrate(settings: list[Setting], options: argparse.Namespace) -> None:
     config = setting.load_config(options.data)
     assembly = assemble(config)
     assert isinstance(assembly.task, Segmentation)
-    from flare_sparse.results.runs.models import read_run_model
+    from flare_sparse.results.runs.load import read_run_model
 
     network = load_network(assembly, assembly.layout, read_run_model(options.runs / setting.name, assembly, "final"))
     line = json.loads((options.runs / setting.name / LINE).read_text())

@@ -142,7 +142,7 @@ def draw_cases(cases: list[tuple[str, float, Picture]], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     from flare_sparse.results.report.figures import STYLE, draw_case
-    from flare_sparse.results.runs.pictures import RANKS, CasePicture
+    from flare_sparse.results.runs.predictions import RANKS, CasePicture
 
     plt.style.use(STYLE)
     figure, axes = plt.subplots(1, len(cases), figsize=(3.2 * len(cases), 3.6), layout="constrained")

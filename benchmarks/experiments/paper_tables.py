@@ -37,8 +37,8 @@ from torch.utils.data import ConcatDataset
 
 import flare_sparse as fs
 from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.results.audit.attribution import attack_between_sites
 from flare_sparse.results.audit.examples import compute_gradient_features
-from flare_sparse.results.audit.pairs import attack_between_sites
 from flare_sparse.results.runs.cost import measure_cost
 from flare_sparse.results.runs.load import load_study, load_trained_model
 

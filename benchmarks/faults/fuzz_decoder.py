@@ -39,8 +39,8 @@ from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire import envelope
+from flare_sparse.wire.codec import Decoded
 from flare_sparse.wire.formats import FORMATS
-from flare_sparse.wire.messages import Decoded
 from flare_sparse.wire.plan import NO_NAME, Plan
 
 SLACK_BYTES = 16 * 2**20

@@ -28,7 +28,7 @@ from torch import nn
 from flare_sparse.compute.structure.compact import compact_network
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates
-from flare_sparse.training.gate_sparsity import observe_gates
+from flare_sparse.training.task_trainer import observe_gates
 
 COLUMNS = (
     "closed", "network", "what", "ungated_ms", "skipping_ms", "skipping_ratio", "compact_ms", "compact_ratio",

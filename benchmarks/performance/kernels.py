@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from flare_sparse.compute.kernels.cost import is_sparse_faster
 from flare_sparse.compute.kernels.network import Decide, use_sparse_kernels
 from flare_sparse.core.seeds import limit_threads
-from flare_sparse.tasks.models.alexnet3d import alexnet3d
-from flare_sparse.tasks.models.brain_age import brain_age_cnn, brain_age_cnn_3mm
+from flare_sparse.tasks.models.brain_age import alexnet3d, brain_age_cnn, brain_age_cnn_3mm
 from flare_sparse.tasks.models.resnet import resnet
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "results" / "kernels.csv"

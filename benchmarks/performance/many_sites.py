@@ -32,9 +32,9 @@ from flare_sparse.core.exchange import EVALUATE, RequestId
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.method import Method
 from flare_sparse.methods.registry import METHODS
+from flare_sparse.privacy.secure_aggregation.keys import SHARE_BYTES
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.party import BOX_BYTES
-from flare_sparse.privacy.secure_aggregation.shamir import SHARE_BYTES
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.server_sums import ServerSums
 from flare_sparse.rounds.endpoints.site import SiteEndpoint

@@ -11,10 +11,9 @@ import pytest
 from local_federation import LocalFederation
 
 from flare_sparse.core.errors import RoundFailed
-from flare_sparse.privacy.secure_aggregation.keys import SignedKeys
+from flare_sparse.privacy.secure_aggregation.keys import SignedKeys, read_sum_id
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
-from flare_sparse.privacy.secure_aggregation.pads import read_sum_id
 from flare_sparse.rounds.federation import RoundRules
 
 HOSTILE = "site-2"

@@ -16,19 +16,20 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from torch import nn
 
 from flare_sparse.components.aggregator import MethodAggregator
+from flare_sparse.components.aggregators import (
+    FlexLoRAMean,
+    MagnitudePruning,
+    MetaStep,
+    OrderedMean,
+    RankMean,
+    ScoredMask,
+    SelectiveSum,
+)
 from flare_sparse.components.arrays import MASK, ComponentError, pack_mask
-from flare_sparse.components.channel_upload import ChannelUpload
+from flare_sparse.components.controllers import NeuroSFLController
 from flare_sparse.components.csr import FromCSR, ToCSR
-from flare_sparse.components.flexlora_mean import FlexLoRAMean
-from flare_sparse.components.keep_mask import KeepMask
-from flare_sparse.components.magnitude_pruning import MagnitudePruning
-from flare_sparse.components.meta_step import MetaStep
-from flare_sparse.components.neurosfl_controller import NeuroSFLController
-from flare_sparse.components.ordered_mean import OrderedMean
-from flare_sparse.components.rank_mean import RankMean
-from flare_sparse.components.rank_upload import RankUpload
-from flare_sparse.components.scored_mask import ScoredMask
-from flare_sparse.components.selective_sum import SelectiveSum
+from flare_sparse.components.masking import KeepMask
+from flare_sparse.components.uploads import ChannelUpload, RankUpload
 from flare_sparse.core.errors import RoundFailed
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask

@@ -19,7 +19,7 @@ from torch import nn
 
 from flare_sparse.client import compute_scores
 from flare_sparse.components.arrays import MASK, ComponentError, pack_mask
-from flare_sparse.components.masked_training import MaskedTraining
+from flare_sparse.components.masking import MaskedTraining
 from flare_sparse.components.score_executor import ScoreExecutor
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout

@@ -151,7 +151,7 @@ def test_controller_is_exported_with_what_matters(controller: Any, export: Calla
     assert [getattr(rebuilt, name) for name in names] == [getattr(controller, name) for name in names]
     assert rebuilt._ignore_result_error is True
     executor = client["executors"][0]["executor"]
-    assert executor["path"] == "flare_sparse.components.masked_training.MaskedTraining"
+    assert executor["path"] == "flare_sparse.components.masking.MaskedTraining"
     assert executor["args"] == {"execution_mode": "in_process", "task_script_path": "client.py"}
 
 

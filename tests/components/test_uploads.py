@@ -24,12 +24,11 @@ from nvflare.app_opt.he.model_encryptor import HEModelEncryptor
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import LazyDownloadRef
 from torch import nn
 
-from flare_sparse.components import received
+from flare_sparse.components import masking
 from flare_sparse.components.arrays import MASK, ComponentError, guess_layout, pack_mask, read_mask
-from flare_sparse.components.channel_upload import ChannelUpload
 from flare_sparse.components.csr import ToCSR
-from flare_sparse.components.keep_mask import KeepMask
-from flare_sparse.components.rank_upload import RankUpload
+from flare_sparse.components.masking import KeepMask
+from flare_sparse.components.uploads import ChannelUpload, RankUpload
 from flare_sparse.core.mask import Mask, top_k
 from flare_sparse.core.params import Layout
 from flare_sparse.core.seeds import make_generator
@@ -344,7 +343,7 @@ def test_references_that_an_external_script_would_fetch_are_fetched_for_the_filt
 ) -> None:
     start, trained = to_numpy(draw(1), LAYOUT), to_numpy(draw(2), LAYOUT)
     task = build_task({name: LazyDownloadRef("server", "transaction", name) for name in start})
-    monkeypatch.setattr(received, "materialize_lazy_download_refs", lambda shareable, cell: build_task(start))
+    monkeypatch.setattr(masking, "materialize_lazy_download_refs", lambda shareable, cell: build_task(start))
     site.manager.engine.get_cell = lambda: None
     sent = send_result(site, [ChannelUpload(0.2, model=NET)], task, DXO(DataKind.WEIGHTS, data=trained))
     whole = send(site, ChannelUpload(0.2, model=NET), start, trained)

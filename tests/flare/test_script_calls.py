@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flare_sparse.flare.script_calls import MOST_RECEIVES, ScriptCalls
+from flare_sparse.flare.script import MOST_RECEIVES, ScriptCalls
 
 
 class FakeAPI:

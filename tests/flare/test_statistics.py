@@ -26,10 +26,16 @@ from flare_sparse.config.schema import JobConfig
 from flare_sparse.config.study import Study
 from flare_sparse.flare.fingerprints import FingerprintExecutor
 from flare_sparse.flare.payload import QUESTION, get_refusal_code, is_statistics, question_to_shareable
-from flare_sparse.flare.questions import ADMITTED, ANSWER, build_question
+from flare_sparse.flare.questions import (
+    ADMITTED,
+    ANSWER,
+    DescriptionController,
+    DescriptionRecipe,
+    StatisticsExecutor,
+    build_question,
+)
 from flare_sparse.flare.session import REQUESTS_FOLDER
 from flare_sparse.flare.site.allow_list import CLASSES
-from flare_sparse.flare.statistics import DescriptionController, DescriptionRecipe, StatisticsExecutor
 from flare_sparse.results.report.describe import write_description
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
 from flare_sparse.rounds.endpoints.request_log import read_record
@@ -327,11 +333,11 @@ def test_such_a_job_carries_no_code_and_sites_run_no_class_of_flare(tmp_path: Pa
     (file,) = (tmp_path / "jobs").glob("**/config_fed_client.json")
     (server,) = (tmp_path / "jobs").glob("**/config_fed_server.json")
     assert [part["path"] for part in json.loads(server.read_text())["workflows"]] == [
-        "flare_sparse.flare.statistics.DescriptionController"
+        "flare_sparse.flare.questions.DescriptionController"
     ]
     content = json.loads(file.read_text())
     assert [part["executor"]["path"] for part in content["executors"]] == [
-        "flare_sparse.flare.statistics.StatisticsExecutor"
+        "flare_sparse.flare.questions.StatisticsExecutor"
     ]
     assert content["executors"][0]["executor"]["path"] in CLASSES
     assert not content["components"]

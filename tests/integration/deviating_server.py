@@ -12,8 +12,7 @@ from nvflare.app_common.app_constant import StatisticsConstants
 
 from flare_sparse.flare.fingerprints import FingerprintController
 from flare_sparse.flare.payload import get_refusal_code, question_to_shareable
-from flare_sparse.flare.questions import QuestionController
-from flare_sparse.flare.statistics import DescriptionController
+from flare_sparse.flare.questions import DescriptionController, QuestionController
 from flare_sparse.flare.workspace import get_workspace
 
 

@@ -15,7 +15,7 @@ from nnunet_data import require_nnunet, write_raw
 from flare_sparse.api.describe import run_statistics_job
 from flare_sparse.config.study import Study
 from flare_sparse.core.observer import SILENT
-from flare_sparse.flare import fingerprints, statistics
+from flare_sparse.flare import fingerprints, questions
 from flare_sparse.flare.questions import QuestionRecipe
 from flare_sparse.rounds.endpoints.egress import find_logs, read_log
 from flare_sparse.rounds.endpoints.request_log import read_record
@@ -47,7 +47,7 @@ def _changed(monkeypatch: pytest.MonkeyPatch) -> None:
     # As in the processes of the job.
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     changed = importlib.import_module("deviating_server")
-    monkeypatch.setattr(statistics, "DescriptionController", changed.DeviatingDescription)
+    monkeypatch.setattr(questions, "DescriptionController", changed.DeviatingDescription)
     monkeypatch.setattr(fingerprints, "FingerprintController", changed.DeviatingFingerprint)
 
 
@@ -60,8 +60,8 @@ def test_sites_describe_only_what_their_copy_of_the_job_asks(tmp_path: Path) -> 
         task={"name": "table", "kind": "binary", "target": "y", "features": ["a"], "id": "id"},
         simulator={"data": {"path": "t.csv", "partition": {"kind": "natural", "column": "site"}}},
     )
-    recipe = statistics.DescriptionRecipe(study.config.job, 10)
-    columns = deviate(study, recipe, statistics.RESULT, tmp_path / "out", ["h0", "h1"], "least", "quantiles", "bins")
+    recipe = questions.DescriptionRecipe(study.config.job, 10)
+    columns = deviate(study, recipe, questions.RESULT, tmp_path / "out", ["h0", "h1"], "least", "quantiles", "bins")
     assert [site["count"] for site in columns["a"].values()] == [60, 60]
 
 

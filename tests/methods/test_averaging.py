@@ -15,7 +15,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.methods.support.finetuning import FineTuning
+from flare_sparse.methods.support.averaging import FineTuning
 from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation import Reply, RoundRules
 from flare_sparse.rounds.local.run import Course, Watcher, run_locally

@@ -19,9 +19,8 @@ from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.method import describe_site_model
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.methods.support.averaging import FINETUNE
-from flare_sparse.methods.support.finetuning import FineTuning, fine_tune
-from flare_sparse.methods.support.personal_training import PersonalTrainingDiverged
+from flare_sparse.methods.support.adaptation import PersonalTrainingDiverged
+from flare_sparse.methods.support.averaging import FINETUNE, FineTuning, fine_tune
 from flare_sparse.rounds.endpoints.server import SERVER
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.tasks.task import VALIDATION

@@ -10,7 +10,7 @@ import numpy as np
 from flare_sparse.core.errors import FlareSparseError
 from flare_sparse.privacy.secure_aggregation.collector import SumCollector
 from flare_sparse.privacy.secure_aggregation.identities import SiteIdentity, generate_identity
-from flare_sparse.privacy.secure_aggregation.pads import SumId
+from flare_sparse.privacy.secure_aggregation.keys import SumId
 from flare_sparse.privacy.secure_aggregation.party import SumParty
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
 

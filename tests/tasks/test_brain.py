@@ -25,7 +25,7 @@ from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import SiteData, Task
 from flare_sparse.training import LocalTask, build_site
-from flare_sparse.training.batches import iterate_pass
+from flare_sparse.training.local_task import iterate_pass
 
 SHAPE = (16, 20, 16)
 SMALL = {"shape": SHAPE, "downsample": 1, "model": {"name": "brain_age_cnn_3mm", "channels": [2, 2, 2], "reduced": 2}}

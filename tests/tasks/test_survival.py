@@ -11,7 +11,7 @@ from lifelines import KaplanMeierFitter, WeibullFitter
 from torch import Tensor
 
 from flare_sparse.core.ranking import estimate_survival
-from flare_sparse.tasks.survival import (
+from flare_sparse.tasks.outcomes import (
     SurvivalOutcome,
     compute_brier_scores,
     compute_c_index,

@@ -24,7 +24,7 @@ from flare_sparse.tasks.data.features import format_labels
 from flare_sparse.tasks.data.partition import partition_by_site
 from flare_sparse.tasks.table import TableTask
 from flare_sparse.tasks.task import Examples, SiteData
-from flare_sparse.training.batches import iterate_pass
+from flare_sparse.training.local_task import iterate_pass
 
 ROWS = """patient,visit,age,sex,ward,outcome,months,died
 p1,1,60,F,A,benign,5,1

@@ -18,7 +18,7 @@ from flare_sparse.tasks.data.features import encode_features
 from flare_sparse.tasks.data.tables import Table
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import SiteData, Task
-from flare_sparse.training.batches import iterate_pass
+from flare_sparse.training.local_task import iterate_pass
 
 BUNDLE = Path(__file__).parents[2] / "app_configs/unet_bundle"
 

@@ -22,7 +22,7 @@ from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import LocalTask, Site, SitePrivacy, TrainingConfig, build_site
 from flare_sparse.training.private import PrivateTraining, check_private_network
-from flare_sparse.training.subjects import Subjects
+from flare_sparse.training.subject_metrics import Subjects
 
 
 class Counter(nn.Module):

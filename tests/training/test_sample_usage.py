@@ -15,7 +15,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, SampleUsage, Site, TrainingConfig, build_site
-from flare_sparse.training.batches import iterate_pass
+from flare_sparse.training.local_task import iterate_pass
 from flare_sparse.training.sample_usage import CountingDataset
 
 

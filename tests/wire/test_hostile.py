@@ -16,10 +16,9 @@ from flare_sparse.core.errors import MissingBase, RejectedMessage, WireError
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.wire.codec import decode, encode
+from flare_sparse.wire.codec import Decoded, decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, VERSION, read_header, write_checksums, write_header
-from flare_sparse.wire.messages import Decoded
 from flare_sparse.wire.plan import NO_NAME, Plan
 
 LAYOUT = Layout((TensorSpec("w", (6, 5), "weight"), TensorSpec("b", (7,), "bias"), TensorSpec("s", (), "other")))

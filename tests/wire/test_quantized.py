@@ -15,10 +15,9 @@ from flare_sparse.core.errors import MissingBase, RejectedMessage
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.wire.codec import compute_min_message_bytes, decode, encode
+from flare_sparse.wire.codec import Encoded, compute_min_message_bytes, decode, encode
 from flare_sparse.wire.envelope import read_header, write_header
 from flare_sparse.wire.formats import FORMATS, ValueType
-from flare_sparse.wire.messages import Encoded
 from flare_sparse.wire.plan import Plan
 from flare_sparse.wire.quantized import BLOCK
 

@@ -1,4 +1,4 @@
-"""Description of a study before it runs: federated statistics of the sites' columns."""
+"""Figures of a study before it runs: statistics of the sites' columns, and nnU-Net's fingerprint of their cases."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.sites import prepare_site_data
 from ..config.study import Study
+from ..config.yaml_files import read_yaml
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError
 from ..core.observer import SILENT, Observer
 from ..results.runs.description import find_warnings
 from ..tasks.data.source import write_site_files
+from ..tasks.nnunet.fingerprint import Fingerprint, count_samples
 from ..tasks.table_config import TableConfig
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def describe_study(
         raise ConfigError(
             f"describe needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"
         ) from error
-    from ..flare.statistics import RESULT, DescriptionRecipe
+    from ..flare.questions import RESULT, DescriptionRecipe
 
     content = run_statistics_job(study, DescriptionRecipe(study.config.job, least), RESULT, out, kit, observer)
     record = build_record(study.config.name, least, content, list_expected(study))
@@ -111,3 +113,37 @@ def build_record(
         "columns": columns,
         "warnings": find_warnings(columns, sites, expected),
     }
+
+
+def collect_fingerprints(
+    config: Path, out: Path, *, total: int, kit: Path | None = None, observer: Observer = SILENT
+) -> tuple[Fingerprint, list[str]]:
+    """Let every site compute its fingerprint, and return that of all cases together, with the names of the sites.
+
+    Args:
+        config: file of the study, whose task is ``nnunet``; the plan that it names need not be there yet.
+        out: folder of FLARE's log; created if missing.
+        total: cases of all sites together, as far as known: nnU-Net draws as many samples of each case.
+        kit: startup kit of an admin, for a running federation whose sites read their own data; None: FLARE's simulator.
+        observer: hears how the sites' data is prepared, and of the job's progress.
+
+    Raises:
+        ConfigError: the task is another one.
+        JobFailed: only one site is connected, a site keeps its fingerprint or cannot read its data, or the fingerprints
+            do not fit each other.
+    """
+    task = read_yaml(config).get("task")
+    if (name := task.get("name") if isinstance(task, dict) else task) != "nnunet":
+        raise ConfigError(f"{config}: task is {name}; a plan needs task: {{name: nnunet}}")
+    study = Study.load(config, ["task.plan=null"])
+    from ..flare.fingerprints import RESULT, FingerprintRecipe
+
+    recipe = FingerprintRecipe(study.config.job, count_samples(total))
+    content = run_statistics_job(study, recipe, RESULT, out, kit, observer)
+    found = Fingerprint.model_validate(content["fingerprint"])
+    if found.cases != total:
+        observer.warn(
+            f"the sites have {found.cases} cases, --total is {total}: for the plan of the pooled data run again with "
+            f"--total {found.cases}"
+        )
+    return found, content["sites"]

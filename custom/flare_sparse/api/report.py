@@ -11,8 +11,14 @@ from ..core.seeds import limit_threads
 from ..results.runs.comparison import describe_runs
 from ..results.runs.cost import BATCH, load_inputs, measure_cost
 from ..results.runs.load import load_study, load_trained_model
-from ..results.runs.pictures import PICTURES_FILE, compute_pictures, read_pictures, write_pictures
-from ..results.runs.predictions import PREDICTIONS_FILE, compute_predictions
+from ..results.runs.predictions import (
+    PICTURES_FILE,
+    PREDICTIONS_FILE,
+    compute_pictures,
+    compute_predictions,
+    read_pictures,
+    write_pictures,
+)
 from ..results.runs.received import name_damage
 from ..results.runs.results import COST_FILE, EVALUATIONS, RunResult, read_runs
 from ..tasks.task import Task

@@ -267,7 +267,7 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
     copy_user_code(winner.user_code, folder)
     (folder / WINNER).write_text("\n".join(lines) + "\n" + dump_config(winner.config), encoding="utf-8")
     try:
-        from ..results.report.sweep import write_sweep_figure
+        from ..results.report.figures import write_sweep_figure
     except ImportError:
         return
     label = f"{metric['name']} ({unit})" if unit else metric["name"]

@@ -60,13 +60,12 @@ def _write(kind: Kind, data: Path | None, out: Path, copies: dict[Path, Path]) -
         from .plan import require_nnunet
 
         require_nnunet()
-        from ..config.nnunet_study import write_nnunet_study
+        from ..config.first_study import write_nnunet_study
 
         out.mkdir(parents=True, exist_ok=True)
         return write_nnunet_study(out, data)
     if data is not None:
-        from ..config.image_study import describe_images
-        from ..config.table_study import describe_table
+        from ..config.first_study import describe_images, describe_table
 
         # Read before anything is written: data that cannot be read leaves no half of a study.
         text, notes = describe_table(data) if kind == "table" else describe_images(kind, data)
@@ -77,7 +76,7 @@ def _write(kind: Kind, data: Path | None, out: Path, copies: dict[Path, Path]) -
     for source, target in copies.items():
         (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
     if kind == "table":
-        from ..config.table_study import write_example
+        from ..config.first_study import write_example
 
         write_example(out / "patients.csv")
     return notes

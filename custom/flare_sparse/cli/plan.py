@@ -79,7 +79,7 @@ def plan(
 
 def _collect(study: Path, out: Path, total: int, kit: Path | None) -> Fingerprint:
     """Return the fingerprint of the cases of a study's sites, and write it beside FLARE's log."""
-    from ..api.collect import collect_fingerprints
+    from ..api.describe import collect_fingerprints
 
     folder = out.parent / f"{out.stem}-job"
     found, sites = collect_fingerprints(study, folder, total=total, kit=kit, observer=Screen(err))

@@ -32,8 +32,7 @@ def predict(
     """
     from ..config.withdrawals import open_data
     from ..core.seeds import limit_threads
-    from ..results.runs.load import compile_model, load_study, load_trained_model
-    from ..results.runs.models import describe_missing
+    from ..results.runs.load import compile_model, describe_missing, load_study, load_trained_model
 
     name = data.resolve().name.split(".")[0]
     site, out = open_data(run, data, name), out or run / "predictions" / name

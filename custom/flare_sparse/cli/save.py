@@ -61,8 +61,7 @@ def save(
     [dim]flare-sparse save runs/neurosfl_encrypted --context /opt/flare/site-1/startup/client_context.tenseal[/]
     """
     from ..compute.structure.compact import compact_model
-    from ..results.runs.load import load_study, load_trained_model
-    from ..results.runs.models import describe_missing
+    from ..results.runs.load import describe_missing, load_study, load_trained_model
     from ..results.runs.small import save_csr, save_small_run
 
     study = load_study(run)

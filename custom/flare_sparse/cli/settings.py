@@ -40,7 +40,7 @@ def settings(
 
     [dim]flare-sparse settings my_tasks.Dose[/]
     """
-    from ..config.plugins import load_entry
+    from ..config.loading import load_entry
     from ..tasks.task import Task
 
     if name is None:
@@ -65,7 +65,7 @@ def _find_section(name: str) -> str:
     Raises:
         ConfigError: it is neither.
     """
-    from ..config.plugins import BUILT_IN, list_plugins, load_entry
+    from ..config.loading import BUILT_IN, list_plugins, load_entry
 
     sections = ("method", "task")
     known = {section: {*BUILT_IN[section], *(plugin.name for plugin in list_plugins(section))} for section in sections}
@@ -86,7 +86,7 @@ def _find_section(name: str) -> str:
 
 def _print_plugins(section: str) -> None:
     """Print the methods or tasks of other distributions, which are not imported for it, and how to use one's own."""
-    from ..config.plugins import list_plugins
+    from ..config.loading import list_plugins
 
     plugins = list_plugins(section)
     if plugins:

@@ -161,9 +161,8 @@ def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, An
     Raises:
         ConfigError: there is no such folder, or it holds something else.
     """
-    from ..core.checkpoint.locking import LOCK
-    from ..results.runs.growing import ROUNDS
-    from ..results.runs.record import SUMMARY
+    from ..core.checkpoint.writing import LOCK
+    from ..results.runs.record import ROUNDS, SUMMARY
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no result folder; give the folder of --out, or a job's id with --kit")

@@ -3,25 +3,16 @@
 A job names a class by its module: ``flare_sparse.components.csr.ToCSR``. In Python the names below are enough.
 """
 
+from .aggregators import FlexLoRAMean, MagnitudePruning, MetaStep, OrderedMean, RankMean, ScoredMask, SelectiveSum
 from .arrays import ComponentError
-from .channel_upload import ChannelUpload
+from .controllers import MetaGaterController, NeuroSFLController
 from .csr import FromCSR, ToCSR
 from .decomposers import MaskDecomposer, PatchDecomposer
-from .flexlora_mean import FlexLoRAMean
-from .keep_mask import KeepMask
-from .magnitude_pruning import MagnitudePruning
-from .masked_training import MaskedTraining
-from .meta_step import MetaStep
-from .metagater_controller import MetaGaterController
-from .neurosfl_controller import NeuroSFLController
-from .ordered_mean import OrderedMean
-from .rank_mean import RankMean
-from .rank_upload import RankUpload
+from .masking import KeepMask, MaskedTraining
 from .recipes import add_components
 from .score_executor import ScoreExecutor
-from .scored_mask import ScoredMask
-from .selective_sum import SelectiveSum
 from .sparse_exchange import SparseExchange
+from .uploads import ChannelUpload, RankUpload
 
 __all__ = [
     "ChannelUpload",

@@ -37,7 +37,7 @@ from ..core.params import Layout, separate_tensors
 from ..flare.payload import get_sender
 from ..methods.method import HasRound, Method, MethodConfig
 from .arrays import MASK, Arrays, ComponentError, guess_layout, pack_mask, to_arrays, to_vector
-from .settings import check_settings
+from .uploads import check_settings
 
 StateT = TypeVar("StateT", bound=HasRound)
 

@@ -1,18 +1,28 @@
-"""What filters share that let a part of a site's delta leave."""
+"""Filters that let a part of a site's delta leave: its most changed channels, or adapter ranks."""
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
-from torch import Tensor
+from pydantic import ValidationError
+from torch import Tensor, nn
 
-from ..core.errors import UndefinedScores
+from ..core.errors import ConfigError, UndefinedScores
 from ..core.mask import Mask
 from ..core.params import Layout
-from .arrays import MASK, Arrays, guess_layout, hold, pack_mask, to_vector
-from .received import ReceivingFilter
+from ..methods.lora_a2 import LoRAA2, LoRAA2Config
+from ..methods.method import MethodConfig
+from ..methods.scbf import ChannelConfig, ChannelSelector
+from ..methods.scores.ranks import FACTOR_NAME, compute_slot_scores, select_slots
+from ..methods.scores.scbf.groups import Biases, Selection
+from .arrays import MASK, Arrays, ComponentError, guess_layout, hold, pack_mask, to_vector
+from .masking import ReceivingFilter
 
 
 class UploadFilter(ReceivingFilter):
@@ -41,3 +51,131 @@ class UploadFilter(ReceivingFilter):
         mask = self.select(delta, start, layout, fl_ctx.get_identity_name(), received.round)
         data = hold(dxo.data, layout.unflatten(mask.bits), None if is_difference else received.arrays)
         return DXO(dxo.data_kind, data=data, meta={**dxo.meta, MASK: pack_mask(mask, layout)})
+
+
+ConfigT = TypeVar("ConfigT", bound=MethodConfig)
+
+
+def check_settings(component: object, config: type[ConfigT], arguments: Mapping[str, Any]) -> ConfigT:
+    """Return a method's settings.
+
+    Raises:
+        ComponentError: an argument has a value that the method refuses.
+    """
+    try:
+        return config(**arguments)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or "arguments"
+        found = f"{name} is {first.get('input')!r}" if first["loc"] else "the arguments do not fit together"
+        raise ComponentError(component, f"{found}: {first['msg']}", "correct the job's configuration") from error
+
+
+class ChannelUpload(UploadFilter):
+    """Lets the entries on a site's most changed channel paths leave (docs/algorithms.md, sections 3.4 to 3.7).
+
+    Args:
+        rate: alpha, share of the channel paths.
+        budget: instead of ``rate``: exact share of the parameters.
+        selection: ``"positive"``: entries on a selected path; ``"negative"``: those on no other path.
+        biases: ``"selected"``, ``"never"`` (as printed in the paper) or ``"all"``.
+        channels: ``"paths"`` through the network, or ``"layerwise"``: the units of each layer by themselves.
+        model: the network, whose connections give the paths. None: units are selected layer by layer, by the names and
+            shapes of the arrays alone.
+        seed: seed of the sample of paths, in networks with too many to list.
+
+    Raises:
+        ComponentError: an argument is invalid.
+    """
+
+    # FLARE exports no argument that equals its default; who reviews the job must see these.
+    _always_serialize_args = ("rate", "budget", "selection", "biases", "channels")
+
+    def __init__(
+        self,
+        rate: float = 0.3,
+        budget: float | None = None,
+        selection: Selection = "positive",
+        biases: Biases = "selected",
+        channels: Literal["paths", "layerwise"] = "paths",
+        model: nn.Module | None = None,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.rate, self.budget, self.selection, self.biases = rate, budget, selection, biases
+        self.channels, self.model, self.seed = channels, model, seed
+        settings = {"rate": rate, "budget": budget, "selection": selection, "biases": biases, "channels": channels}
+        self._selector = ChannelSelector(check_settings(self, ChannelConfig, settings), seed)
+        self._layout = None if model is None else Layout.from_module(model)
+
+    def get_layout(self, arrays: Arrays) -> Layout:
+        return guess_layout(arrays) if self._layout is None else self._layout
+
+    def select(self, delta: Tensor, start: Tensor, layout: Layout, site: str, t: int) -> Mask:
+        return self._selector.select(delta, layout, site, t)
+
+
+class RankUpload(UploadFilter):
+    """Lets one factor of the adapters leave in turn, B in odd rounds, in the slots with the highest scores.
+
+    The active factor is also the mask of the task, so that a script with ``flare_sparse.client.masked`` trains nothing
+    else. A slot's score is that of the entries which the site sends, ``||dB_i A_i||`` (docs/algorithms.md, section
+    4.3); a script that trains the slots of a trial alone, as the paper does, sends just these.
+
+    Args:
+        rank: r_k, number of slots by adapted module; not less than the adapters' rank: all slots.
+        budget: ``"slots"`` over the whole model (the paper), or as many ``"scalars"`` as ``rank`` ranks have.
+        schedule: ``"alternate"``: B in odd rounds and A in even ones; ``"b_only"``: always B (FFA-LoRA).
+        heads: patterns of names of trained tensors that are no adapters, such as ``["classifier.*"]``; these leave in
+            full. Whatever no pattern names belongs to the frozen base model.
+
+    Raises:
+        ComponentError: an argument is invalid.
+    """
+
+    _always_serialize_args = ("rank", "budget", "schedule", "heads")
+
+    def __init__(
+        self,
+        rank: int = 8,
+        budget: Literal["slots", "scalars"] = "slots",
+        schedule: Literal["alternate", "b_only"] = "alternate",
+        heads: Sequence[str] = (),
+    ):
+        super().__init__()
+        self.rank, self.budget, self.schedule, self.heads = rank, budget, schedule, list(heads)
+        self._config = check_settings(self, LoRAA2Config, {"rank": rank, "budget": budget, "schedule": schedule})
+
+    def get_layout(self, arrays: Arrays) -> Layout:
+        return guess_layout({n: a for n, a in arrays.items() if FACTOR_NAME.fullmatch(n) or self._is_head(n)})
+
+    def _is_head(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.heads)
+
+    def _build_method(self, layout: Layout) -> LoRAA2:
+        try:
+            return LoRAA2(self._config, layout)
+        except ConfigError as error:
+            raise ComponentError(self, str(error), "inject adapters into the network of the job (peft)") from error
+
+    def prepare(self, dxo: DXO, t: int) -> None:
+        layout = self.get_layout(dxo.data)
+        trained, base = self._build_method(layout).select_exchanged(t), layout_of_rest(dxo.data, layout)
+        frozen = pack_mask(Mask.empty(base.size), base)
+        dxo.meta[MASK] = {**pack_mask(trained, layout), **frozen}
+
+    def select(self, delta: Tensor, start: Tensor, layout: Layout, site: str, t: int) -> Mask:
+        method = self._build_method(layout)
+        slots, active = method.slots, method.get_active_factor(t)
+        if self.rank >= slots.rank:
+            return method.select_exchanged(t)
+        scores = compute_slot_scores(slots, delta, start, active)
+        chosen = select_slots(slots, scores, self.rank, active, per_scalar=self.budget == "scalars")
+        return chosen | slots.other_entries
+
+
+def layout_of_rest(arrays: Arrays, layout: Layout) -> Layout:
+    """Return the layout of the float parameters that are not in ``layout``: a frozen base model."""
+    known = {spec.name for spec in layout.tensors}
+    rest = guess_layout({n: a for n, a in arrays.items() if n not in known and np.ndim(a)})
+    return rest.drop({spec.name for spec in rest.tensors if spec.role == "buffer"})

@@ -17,8 +17,7 @@ from nvflare.utils.job_launcher_utils import PORTABLE_RESOURCE_DEFAULT_KEY
 import flare_sparse
 
 from ..config.choice import Choice
-from ..config.loading import import_classes, parse_job, serialize_job
-from ..config.plugins import name_plugin_classes
+from ..config.loading import import_classes, name_plugin_classes, parse_job, serialize_job
 from ..config.schema import JobConfig
 from ..config.user_tasks import list_user_code, load_task
 from ..config.yaml_files import format_yaml

@@ -21,8 +21,8 @@ from ..core.needs import Need, Needs
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .method import MaskPreset
 from .support.averaging import FINETUNE, AveragingConfig, AveragingMethod
+from .support.masks import find_zero_weights
 from .support.schedules import compute_polynomial_sparsity
-from .support.zero_start import find_zero_weights
 
 
 class FedSparsifyConfig(AveragingConfig):

@@ -30,8 +30,7 @@ from .method import SCORE, TRAIN, MaskPreset, broadcast
 from .scores.erk import compute_erk_densities, draw_random_mask, shuffle_mask
 from .scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
 from .support.averaging import AveragingConfig, AveragingMethod
-from .support.masks import unite_masks
-from .support.zero_start import find_zero_weights
+from .support.masks import find_zero_weights, unite_masks
 
 
 class NeuroSFLConfig(AveragingConfig):

@@ -3,24 +3,17 @@
 from typing import Any
 
 from .dispfl import DisPFL
-from .dssgd import DSSGD
-from .fawp import FAwP
-from .fedavg import FedAvg
-from .fedavg_ft import FedAvgFT
-from .fedavg_one_step import FedAvgOneStep
+from .fedavg import FedAvg, FedAvgFT, LocalOnly
 from .fedsparsify import FedSparsify
 from .ffa_lora import FFALoRA
 from .flexlora import FlexLoRA
 from .hetlora import HetLoRA
-from .local_only import LocalOnly
 from .lora_a2 import LoRAA2
-from .metagater import MetaGater
-from .metasnip import MetaSNIP
+from .metagater import MetaGater, MetaSNIP
 from .method import Method, MethodConfig
 from .neurosfl import NeuroSFL
-from .per_fedavg import PerFedAvg
-from .scbf import SCBF
-from .scbfwp import SCBFwP
+from .per_fedavg import FedAvgOneStep, PerFedAvg
+from .scbf import DSSGD, SCBF, FAwP, SCBFwP
 from .topk_ef import TopKEF
 
 METHODS: dict[str, type[Method[Any, Any]]] = {

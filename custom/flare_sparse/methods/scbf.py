@@ -6,6 +6,21 @@ has no noise and gives no formal privacy guarantee (section 3.12, deviation 12).
 
 A channel is a path from an input to an output unit; its norm adds the squared deltas on it (``scores/scbf``). What the
 selective methods of the paper share, rounds and aggregation, is ``support/selective.py``.
+
+SCBFwP (Shao et al. 2020), section 3.3: SCBF whose server removes the units that are idle most often (APoZ).
+
+"Stochastic Channel-Based Federated Learning With Neural Network Pruning for Medical Data Privacy Preservation", JMIR
+Form. Res. 4(12):e17265; docs/algorithms.md, section 3.8.
+
+FAwP (Shao et al. 2020), section 4.2: federated averaging with SCBFwP's pruning, to show the effect of the pruning.
+
+"Stochastic Channel-Based Federated Learning With Neural Network Pruning for Medical Data Privacy Preservation", JMIR
+Form. Res. 4(12):e17265; docs/algorithms.md, section 3.10.
+
+DSSGD (Shokri and Shmatikov 2015): distributed selective SGD; a site uploads its largest changes.
+
+"Privacy-Preserving Deep Learning", CCS 2015; docs/algorithms.md, section 3.9. The paper's update counters, which decide
+what a site downloads first, are replaced by the size of the change that it lacks.
 """
 
 from collections.abc import Sequence
@@ -16,11 +31,12 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.exchange import Contribution
-from ..core.mask import Mask, floor_fraction
+from ..core.mask import Mask, floor_fraction, top_k
 from ..core.needs import Needs
 from ..core.params import Layout
 from ..core.seeds import make_generator
 from ..training import Site
+from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import MethodConfig, SiteSettings
 from .scores.scbf.groups import Biases, Groups, Selection
 from .scores.scbf.selection import NeuronGroups, build_groups
@@ -32,6 +48,7 @@ from .support.selective import (
     aggregate_revealed,
     list_selective_needs,
 )
+from .support.unit_pruning import PruningConfig, PruningMethod
 
 
 class ChannelConfig(MethodConfig):
@@ -164,3 +181,66 @@ class SCBF(ChannelMethod[ChannelConfig]):
     name = "scbf"
     Config = ChannelConfig
     trains_all_entries = True
+
+
+class SCBFwPConfig(ChannelConfig, PruningConfig):
+    """Settings of SCBF's rounds and of the pruning."""
+
+
+@final
+class SCBFwP(ChannelMethod[SCBFwPConfig], PruningMethod[SCBFwPConfig]):
+    """As SCBF; after rounds of training, sites count how often each unit was zero and the server removes units."""
+
+    name = "scbfwp"
+    Config = SCBFwPConfig
+
+    def describe(self, state: SelectiveState | None = None) -> str:
+        if state is not None:
+            return ""
+        return f"{self.selector.describe(self.layout)}; {PruningMethod.describe(self)}"
+
+
+@final
+class FAwP(PruningMethod[PruningConfig]):
+    """Every site returns all entries of the remaining units; the server averages, weighted by examples."""
+
+    name = "fawp"
+    Config = PruningConfig
+
+    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
+        return Mask.full(delta.numel())
+
+    def accepts(self, live: Mask, site: str, mask: Mask) -> bool:
+        return mask == live
+
+    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
+        return weighted_sum(contributions, weigh_by_examples)
+
+
+class DSSGDConfig(MethodConfig):
+    rate: float = Field(0.3, gt=0, le=1, description="share of the parameters that a site uploads in a round")
+    download_rate: float = Field(1.0, gt=0, le=1, description="theta_d: share that a site downloads; as in scbf")
+    aggregation: Aggregation = Field("sum", description="sum (the paper), mean or count; as in scbf")
+
+    def needs(self) -> Needs:
+        return list_selective_needs(self.aggregation)
+
+
+@final
+class DSSGD(SelectiveMethod[DSSGDConfig]):
+    """Sites return the single parameters that changed most, and all running statistics; the server adds the deltas."""
+
+    name = "dssgd"
+    Config = DSSGDConfig
+    trains_all_entries = True
+
+    @property
+    def download_rate(self) -> float:
+        return self.config.download_rate
+
+    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
+        parameters = Mask.from_tensors(site.layout, lambda tensor: tensor.role != "buffer")
+        return top_k(delta.abs(), floor_fraction(self.config.rate, parameters.count), within=parameters) | ~parameters
+
+    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
+        return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)

@@ -32,8 +32,16 @@ from .data.cases import (
 )
 from .data.nifti import read_nifti
 from .data.pairs import Pairs
-from .data.patches import sample_patch, take_central_patch
-from .data.segmentation import Item, Normalization, Preparation, SegmentationDataset, read_volumes, write_labels
+from .data.segmentation import (
+    Item,
+    Normalization,
+    Preparation,
+    SegmentationDataset,
+    read_volumes,
+    sample_patch,
+    take_central_patch,
+    write_labels,
+)
 from .models import ModelConfig
 from .models.config import require_input
 from .models.fields import Count, Volume

@@ -18,10 +18,9 @@ from ..core.errors import DataError
 from ..inputs.scaling import TargetScaler
 from .data.absence import find_absent_rows
 from .data.atlases import scale_anatomically
-from .data.cells import PLAIN, Spelling
 from .data.features import Features, compute_scale, encode_features, name_labels, number_labels, read_labels
 from .data.screening import screen_subjects
-from .data.tables import Table, read_table
+from .data.tables import PLAIN, Spelling, Table, read_table
 from .outcomes import NumberOutcome
 from .table_config import TableConfig
 from .task import Cohort, Column, Examples, Metric, SiteData, Task, TaskConfig, build_examples

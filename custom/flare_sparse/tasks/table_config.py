@@ -18,13 +18,12 @@ from ..inputs.harmonization import Harmonizer
 from ..inputs.scaling import InputScaler, StatisticsLayer
 from .classes import check_class_weights, list_weight_needs
 from .data.atlases import ATLASES
-from .data.cells import Censored
 from .data.features import Labels, count_inputs, name_labels, number_labels
 from .data.table_files import read_header
+from .data.tables import Censored
 from .models import ModelConfig
 from .models.config import require_input
-from .outcomes import ClassOutcome, NumberOutcome, TableOutcome
-from .survival import Loss, SurvivalOutcome
+from .outcomes import ClassOutcome, Loss, NumberOutcome, SurvivalOutcome, TableOutcome
 from .task import Kind, TaskConfig
 
 BINARY_LABELS = ("0", "1")

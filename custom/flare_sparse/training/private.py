@@ -26,7 +26,7 @@ from .config import TrainingConfig
 from .live import LiveEntries
 from .local_task import LocalTask
 from .loop import disable_dropout
-from .subjects import Subjects
+from .subject_metrics import Subjects
 from .trainer import Trainer, Training, Wrapper
 
 _LOG = logging.getLogger(__name__)

@@ -210,7 +210,7 @@ class Trainer(ABC):
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
         """Take one plain gradient step per stage, all on one random batch; return the weights ``(P,)``.
 
-        See :func:`flare_sparse.training.stages.step_in_stages`.
+        See :func:`flare_sparse.training.task_trainer.step_in_stages`.
 
         Args:
             start: initial weights.

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..core.exchange import Content
+from .codec import Decoded, Encoded
 from .encoding_choice import compute_selection_entropy
-from .messages import Decoded, Encoded
 from .plan import Plan
 
 EXCHANGE_FILE = "sparse_exchange.jsonl"

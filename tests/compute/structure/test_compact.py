@@ -11,7 +11,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates
-from flare_sparse.training.gate_sparsity import observe_gates
+from flare_sparse.training.task_trainer import observe_gates
 
 NETWORKS = {
     "image_cnn": ({"image": (3, 16, 16), "channels": (4, 8, 8)}, ("1", "2"), (3, 16, 16)),

@@ -26,7 +26,7 @@ from flare_sparse.flare.launch import following, submission
 from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, ServerConnection
 from flare_sparse.flare.launch.ending import JobFailed
 from flare_sparse.flare.launch.following import DROPPED, JobFollower, SiteActivity, find_activity, is_lost
-from flare_sparse.results.runs.growing import GrowingRecord
+from flare_sparse.results.runs.record import GrowingRecord
 
 LINE = "round {}/9  3/3 sites  4.0 kB  1.0 s"
 

@@ -17,8 +17,7 @@ from nvflare.recipe import SimEnv
 
 from flare_sparse.flare.launch import simulator
 from flare_sparse.flare.launch.ending import JobFailed
-from flare_sparse.flare.launch.simulator import _follow_lines, simulate, simulate_statistics
-from flare_sparse.flare.launch.site_processes import watch_site_processes
+from flare_sparse.flare.launch.simulator import _follow_lines, simulate, simulate_statistics, watch_site_processes
 
 
 @pytest.mark.parametrize(

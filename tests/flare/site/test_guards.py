@@ -48,7 +48,7 @@ from flare_sparse.flare.session import REQUESTS_FOLDER, SiteSession
 from flare_sparse.flare.site.allow_list import RECIPE_CLASSES
 from flare_sparse.flare.site.authorizer import SitePlanAuthorizer
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
-from flare_sparse.flare.site.install import install_guards
+from flare_sparse.flare.site.setup import install_guards
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
@@ -58,9 +58,9 @@ from flare_sparse.privacy.encryption import PRECISION, KeyContexts, ServerCipher
 from flare_sparse.privacy.release.record import ReleaseRecord, Rule, SentCell
 from flare_sparse.privacy.release.site import Numbers, SiteRelease, update_record
 from flare_sparse.privacy.secure_aggregation.identities import generate_identity
+from flare_sparse.privacy.secure_aggregation.keys import SumId
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
-from flare_sparse.privacy.secure_aggregation.pads import SumId
 from flare_sparse.rounds.endpoints.encrypted import ServerEncryption, SiteEncryption
 from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
 from flare_sparse.rounds.endpoints.server import ServerEndpoint

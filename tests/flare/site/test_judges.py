@@ -36,9 +36,8 @@ from flare_sparse.flare.payload import (
     message_to_shareable,
     question_to_shareable,
 )
-from flare_sparse.flare.questions import build_question
+from flare_sparse.flare.questions import StatisticsExecutor, build_question
 from flare_sparse.flare.session import SiteSession
-from flare_sparse.flare.statistics import StatisticsExecutor
 from flare_sparse.privacy.release.site import RELEASE_FOLDER
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.tasks.data.source import WITHDRAWN_FILE

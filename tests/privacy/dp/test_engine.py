@@ -20,7 +20,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.privacy.dp.account import Budget, BudgetSpent, PrivacyAccount
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.scripts import PRIVACY_VARIABLE, ScriptBudget
-from flare_sparse.results.audit.canaries import bound_epsilon
+from flare_sparse.results.audit.membership import bound_epsilon
 
 DELTA = 1e-5
 # Of Opacus' hooks at a first layer, whose inputs need no gradient.

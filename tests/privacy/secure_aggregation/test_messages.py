@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from secure_sums import SUM_ID, refuses
 
-from flare_sparse.privacy.secure_aggregation.keys import SignedKeys
+from flare_sparse.privacy.secure_aggregation.keys import SignedKeys, derive_key, draw_pad, read_sum_id
 from flare_sparse.privacy.secure_aggregation.messages import (
     HEADER_BYTES,
     Step,
@@ -24,7 +24,6 @@ from flare_sparse.privacy.secure_aggregation.messages import (
     unpack_message,
     unpack_names,
 )
-from flare_sparse.privacy.secure_aggregation.pads import derive_key, draw_pad, read_sum_id
 
 GOLDEN = Path(__file__).parent / "golden"
 KEYS = SignedKeys("site-é", 412, bytes(range(32)), bytes(range(1, 33)), bytes(range(2, 34)), b"certificate", b"sig")

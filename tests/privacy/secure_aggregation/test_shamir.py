@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.privacy.secure_aggregation.shamir import PRIME, recover_secret, split_secret
+from flare_sparse.privacy.secure_aggregation.keys import PRIME, recover_secret, split_secret
 
 
 @given(secret=st.binary(min_size=32, max_size=32), count=st.integers(1, 12), data=st.data())

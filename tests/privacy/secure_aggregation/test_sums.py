@@ -18,9 +18,8 @@ from thoroughness import count_cases
 from flare_sparse.core.errors import RejectedMessage, RequestRefused
 from flare_sparse.privacy.secure_aggregation.collector import TooFewSites
 from flare_sparse.privacy.secure_aggregation.identities import _issue
-from flare_sparse.privacy.secure_aggregation.keys import SignedKeys
+from flare_sparse.privacy.secure_aggregation.keys import SignedKeys, get_public_key
 from flare_sparse.privacy.secure_aggregation.limits import compute_threshold
-from flare_sparse.privacy.secure_aggregation.pads import get_public_key
 from flare_sparse.privacy.secure_aggregation.party import SumParty
 
 NAMES = [f"site-{number}" for number in range(1, 9)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 from thoroughness import count_cases
 
-from flare_sparse.results.audit.canaries import SHARES, bound_epsilon, compute_epsilon_bound, compute_p_value
+from flare_sparse.results.audit.membership import SHARES, bound_epsilon, compute_epsilon_bound, compute_p_value
 
 
 def compute_paper_p_value(m: int, r: int, v: int, eps: float, delta: float) -> float:

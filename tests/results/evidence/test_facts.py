@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from flare_sparse.cli import app
 from flare_sparse.config.policy.policy import Policy
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.results.evidence.deviations import list_deviations
 from flare_sparse.results.evidence.dpia import build_dpia, format_readme
-from flare_sparse.results.evidence.facts import Approval, collect_facts, find_crate_files
+from flare_sparse.results.evidence.facts import Approval, collect_facts, find_crate_files, list_deviations
 from flare_sparse.results.report.card import format_card
 from flare_sparse.results.runs.load import load_study
 from flare_sparse.results.runs.model_files import read_model, save_model

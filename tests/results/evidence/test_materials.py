@@ -10,7 +10,7 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from flare_sparse.results.evidence.materials import build_materials
+from flare_sparse.results.evidence.crate import build_materials
 
 
 @pytest.mark.long

@@ -13,8 +13,8 @@ import yaml
 from sklearn.metrics import roc_curve
 
 from flare_sparse.core.ranking import bin_risks, find_curve
+from flare_sparse.results.report.figures import draw_risks, draw_survival, explain_missing_predictions
 from flare_sparse.results.report.page import write_report
-from flare_sparse.results.report.predicted import draw_risks, draw_survival, explain_missing_predictions
 from flare_sparse.results.report.tables import build_cohorts
 from flare_sparse.results.runs.predictions import RUN, Predictions
 from flare_sparse.results.runs.results import RunResult

@@ -10,8 +10,8 @@ from lifelines import CoxPHFitter
 from lifelines.utils import concordance_index
 from scipy.optimize import approx_fprime
 
-from flare_sparse.results.runs.cox import compute_partial_loss, fit_cox
-from flare_sparse.tasks.survival import compute_c_index
+from flare_sparse.results.runs.baselines import compute_partial_loss, fit_cox
+from flare_sparse.tasks.outcomes import compute_c_index
 
 
 def draw_subjects(count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from flare_sparse.results.runs.growing import LEDGER, ROUNDS, GrowingRecord
 from flare_sparse.results.runs.progress import (
     ProgressFormatter,
     append_round,
     compare_with_dense,
     estimate_seconds_left,
 )
+from flare_sparse.results.runs.record import LEDGER, ROUNDS, GrowingRecord
 
 
 def line(number: int, seconds: float, **more: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from flare_sparse.config.study import Study
 from flare_sparse.core.errors import DataError
 from flare_sparse.core.observer import SILENT
 from flare_sparse.results.report.findings import describe_findings
-from flare_sparse.results.report.subgroups import build_subgroups, describe_gap
+from flare_sparse.results.report.tables import build_subgroups, describe_gap
 from flare_sparse.results.runs.load import load_model
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.results.runs.subgroups import Subgroup, find_largest_gap, pool_subgroups

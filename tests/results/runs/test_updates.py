@@ -8,7 +8,7 @@ import torch
 
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask
-from flare_sparse.results.runs.updates import read_updates, write_updates
+from flare_sparse.results.runs.record import read_updates, write_updates
 
 
 def test_sparse_updates_are_read_back_in_the_order_of_rounds(tmp_path: Path) -> None:

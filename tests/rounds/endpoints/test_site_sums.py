@@ -10,9 +10,9 @@ from flare_sparse.core.exchange import Patch, RequestId, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.aggregation.weighted import weigh_by_examples
 from flare_sparse.privacy.secure_aggregation.identities import generate_identity
+from flare_sparse.privacy.secure_aggregation.keys import SumId
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
-from flare_sparse.privacy.secure_aggregation.pads import SumId
 from flare_sparse.rounds.endpoints.site_sums import SiteSums
 
 RUN = "0" * 16

@@ -12,8 +12,8 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.rounds.endpoints.model_change import is_standstill
 from flare_sparse.rounds.endpoints.server import SERVER
-from flare_sparse.rounds.federation.evaluation import Evaluation
-from flare_sparse.rounds.federation.standstill import describe_constant_metrics, describe_cut_tensors
+from flare_sparse.rounds.federation.progress import describe_constant_metrics, describe_cut_tensors
+from flare_sparse.rounds.federation.records import Evaluation
 from flare_sparse.training import TrainingConfig
 
 LAYOUT = Layout.from_module(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))

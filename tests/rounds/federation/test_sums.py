@@ -19,6 +19,7 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import RejectedMessage, RoundFailed
 from flare_sparse.core.exchange import Assignment, Contribution, Patch, Request, UpdateSpec
 from flare_sparse.core.mask import Mask
+from flare_sparse.privacy.secure_aggregation.keys import get_public_key, read_sum_id
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import (
     HEADER_BYTES,
@@ -28,7 +29,6 @@ from flare_sparse.privacy.secure_aggregation.messages import (
     unpack_members,
     unpack_message,
 )
-from flare_sparse.privacy.secure_aggregation.pads import get_public_key, read_sum_id
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint

@@ -17,9 +17,8 @@ from torch import Tensor
 from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.core.mask import Mask, floor_fraction, top_k
 from flare_sparse.rounds.streams.arrays import ArraySpec
-from flare_sparse.rounds.streams.models import HeldModel
+from flare_sparse.rounds.streams.models import HeldModel, SentUpdate, decode_update, encode_update
 from flare_sparse.rounds.streams.settings import StreamSettings
-from flare_sparse.rounds.streams.updates import SentUpdate, decode_update, encode_update
 from flare_sparse.wire.formats import FORMATS
 
 RUN = "0123456789abcdef"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flare_sparse.tasks.data.patches import cut_patch, sample_patch, take_central_patch
+from flare_sparse.tasks.data.segmentation import cut_patch, sample_patch, take_central_patch
 
 
 def make_generator(seed: int = 0) -> torch.Generator:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.tasks.data.anatomy import CSF, TISSUES, Person, render_volume
 from flare_sparse.tasks.data.bids import read_cohort, read_subjects
-from flare_sparse.tasks.data.phantom import write_phantoms
+from flare_sparse.tasks.data.phantom import CSF, TISSUES, Person, render_volume, write_phantoms
 from flare_sparse.tasks.data.volumes import build_preprocessing, read_voxels
 
 

@@ -17,10 +17,9 @@ from openpyxl import Workbook
 
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.data import images
-from flare_sparse.tasks.data.cells import Spelling
 from flare_sparse.tasks.data.partition import Cohort, partition_by_site
 from flare_sparse.tasks.data.table_files import read_header
-from flare_sparse.tasks.data.tables import Table, read_table
+from flare_sparse.tasks.data.tables import Spelling, Table, read_table
 
 CSV = "subject,site,age,icv\n007,A,30.5,1.5\n8,B,,2\n"
 

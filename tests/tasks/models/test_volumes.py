@@ -10,7 +10,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import MASKABLE, Layout
 from flare_sparse.inputs.scaling import InputScaler, build_statistics_mask
 from flare_sparse.tasks.models import build_model
-from flare_sparse.tasks.models.voxels import HemisphereMean
+from flare_sparse.tasks.models.brain_age import HemisphereMean
 
 
 def maps(network: nn.Sequential, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -20,11 +20,10 @@ import torch
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.wire.codec import decode, encode
+from flare_sparse.wire.codec import Decoded, decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, read_header, write_header
 from flare_sparse.wire.formats import FORMATS, ValueType
-from flare_sparse.wire.messages import Decoded
 from flare_sparse.wire.plan import Plan
 
 FOLDER = Path(__file__).parent

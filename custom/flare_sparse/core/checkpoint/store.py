@@ -26,9 +26,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..params import separate_tensors
-from .locking import lock_folder
 from .packing import pack, unpack
-from .writing import replace_atomically, sync_to_disk, write_new_file
+from .writing import lock_folder, replace_atomically, sync_to_disk, write_new_file
 
 FORMAT = 4
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"

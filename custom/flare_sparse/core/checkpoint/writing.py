@@ -1,7 +1,9 @@
-"""Writes that are complete and on disk when the call returns, also after a loss of power."""
+"""Writes that are complete and on disk when the call returns, also after a loss of power; and a lock on a folder."""
 
+import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,3 +64,32 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a JSON file, completely or not at all."""
     with replace_atomically(path) as part:
         part.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n")
+
+
+LOCK = ".lock"
+RETRY_S = 0.1
+
+
+def lock_folder(folder: Path, patience_s: float = 0.0) -> int:
+    """Lock a folder, which is created if it does not exist, and return the descriptor; closing it releases the lock.
+
+    Args:
+        folder: the folder.
+        patience_s: seconds to wait for another process that holds the lock.
+
+    Raises:
+        OSError: another process holds the lock (``BlockingIOError``), or the folder is not writable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT, 0o600)
+    deadline = time.monotonic() + patience_s
+    while True:
+        # The kernel releases this lock with the process: a killed job leaves none behind, as a file with a pid would.
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError as error:
+            if not isinstance(error, BlockingIOError) or time.monotonic() >= deadline:
+                os.close(lock)
+                raise
+        time.sleep(RETRY_S)

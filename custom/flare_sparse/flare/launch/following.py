@@ -11,8 +11,8 @@ from nvflare.fuel.flare_api.api_spec import JobNotRunning
 from nvflare.fuel.flare_api.flare_api import Session
 from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
 
-from ...results.runs.growing import LEDGER, ROUNDS, GrowingRecord
 from ...results.runs.progress import ProgressFormatter
+from ...results.runs.record import LEDGER, ROUNDS, GrowingRecord
 from ..controller import READY
 from ..feed import fetch_lines
 from .connection import LOST, ServerConnection

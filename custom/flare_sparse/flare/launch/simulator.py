@@ -1,7 +1,11 @@
-"""Run a job in FLARE's simulator: one process per site, FLARE's output in a log file, the record in a result folder."""
+"""Run a job in FLARE's simulator: one process per site, FLARE's output in a log file, the record in a result folder.
+
+A site's process that dies is noticed here; the simulator itself only logs it.
+"""
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -12,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import Recipe
 
@@ -19,8 +24,8 @@ from ...config.policy.policy import POLICY_FILE
 from ...core.errors import ConfigError
 from ...core.observer import SILENT, Observer
 from ...core.threads import run_beside
-from ...results.runs.growing import LEDGER, ROUNDS, GrowingRecord
 from ...results.runs.model_files import SITE_MODELS, list_site_models, replace_record
+from ...results.runs.record import LEDGER, ROUNDS, GrowingRecord
 from ...tasks.data.source import SITE_FILE_VARIABLE
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
@@ -30,9 +35,71 @@ from ..recipe import SparseRecipe
 from ..session import SITE_MODELS_VARIABLE
 from ..site.allow_list import allow_classes
 from ..tracking import FOLDERS
-from ..watchdog import COMMAND_VARIABLE, identify_command
+from ..watchdog import COMMAND_VARIABLE, end_processes, identify_command
 from .ending import JobFailed
-from .site_processes import watch_site_processes
+
+CHECK_S = 1.0
+GRACE_S = 10.0
+_DEATH = re.compile(rb"(?:Subprocess died for|Communication error with) client ([\w.@-]+?)(?=[,:\s])")
+_NO_START = b"Failed to create connection to the child process"
+
+
+@contextmanager
+def watch_site_processes(log: Path, workspace: Path, grace_s: float = GRACE_S) -> Iterator[list[str]]:
+    """End the simulation of a workspace when a site's process dies; otherwise the others wait for it to the timeout.
+
+    Args:
+        log: FLARE's log.
+        workspace: FLARE's workspace, which the simulation's processes name in their command lines.
+        grace_s: seconds in which the simulation may still end by itself.
+
+    Yields:
+        A list that receives what has died.
+    """
+    dead = list[str]()
+
+    def watch(has_ended: threading.Event) -> None:
+        position, is_last = 0, False
+        while not is_last:
+            # One more pass follows the end: the simulation may have ended because of what it logged last.
+            is_last = has_ended.wait(CHECK_S)
+            if log.is_file():
+                with log.open("rb") as file:
+                    file.seek(position)
+                    text = file.read()
+                # A line without its end is still being written: it is read again in the next pass.
+                text = text[: text.rfind(b"\n") + 1]
+                position += len(text)
+                if found := _find_death(text):
+                    dead.append(found)
+                    if not has_ended.wait(grace_s):
+                        end_processes(list_simulation(workspace))
+                    return
+
+    with run_beside(watch):
+        yield dead
+
+
+def list_simulation(workspace: Path) -> list[psutil.Process]:
+    """Return the processes below this one whose command line names a workspace."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            # It has ended in the meantime.
+            continue
+        if any(word.startswith(str(workspace)) for word in words):
+            found.append(process)
+    return found
+
+
+def _find_death(text: bytes) -> str:
+    """Return whose process has died, from lines of FLARE's log; empty: none."""
+    match = _DEATH.search(text)
+    if match:
+        return f"the process of {match[1].decode()} died"
+    return "the process of a site did not start" if _NO_START in text else ""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 from nvflare.fuel.flare_api.api_spec import JobNotFound
 from nvflare.recipe.spec import Recipe
 
-from ...results.runs.growing import ROUNDS, GrowingRecord
 from ...results.runs.model_files import replace_record
+from ...results.runs.record import ROUNDS, GrowingRecord
 from ..controller import RESULTS
 from ..recipe import SparseRecipe
 from .connection import LOST, ServerConnection, open_connection

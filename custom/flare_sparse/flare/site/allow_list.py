@@ -3,16 +3,66 @@
 FLARE builds only those classes of a job that ``class_allow_list`` in the site's ``local/resources.json`` names. A list
 given there replaces FLARE's default list, so the package's classes are added to the list in force. FLARE calls whatever
 a job's class path leads to, functions and imported names, too: a prefix would allow everything in a module.
+
+Files in a site's ``local`` folder: find the one that FLARE reads, and replace a file atomically.
 """
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
+from ...core.checkpoint.writing import write_new_file
 from ...core.errors import ConfigError
-from .kit_files import find_active_file, read_object, write_object
+
+
+def find_active_file(local: Path, name: str) -> Path | None:
+    """Return the file that FLARE reads: the site's own, else the kit's ``.default``; None if there is neither."""
+    return next((file for file in (local / name, local / f"{name}.default") if file.is_file()), None)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Raises:
+        ConfigError: the file is not a JSON object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def write_object(file: Path, content: Mapping[str, Any]) -> None:
+    """Replace a file by a JSON object, atomically."""
+    write_text(file, json.dumps(content, indent=2) + "\n")
+
+
+def write_private_text(file: Path, text: str) -> None:
+    """Replace a file by a text that names subjects, atomically; only the owner of the folder, as whom the site runs,
+    may read it.
+    """
+    part = file.with_name(f"{file.name}.part")
+    part.unlink(missing_ok=True)
+    write_new_file(part, text.encode())
+    if os.geteuid() == 0:
+        owner = file.parent.stat()
+        os.chown(part, owner.st_uid, owner.st_gid)
+    part.replace(file)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replace a file by a text, atomically: a crash leaves the old file or the new one."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
+
 
 PACKAGE = "flare_sparse."
 CLASSES = (
@@ -28,8 +78,8 @@ CLASSES = (
     "flare_sparse.flare.session.UserTask",
     "flare_sparse.flare.session.ServerSession",
     "flare_sparse.flare.session.SiteSession",
-    "flare_sparse.flare.statistics.DescriptionController",
-    "flare_sparse.flare.statistics.StatisticsExecutor",
+    "flare_sparse.flare.questions.DescriptionController",
+    "flare_sparse.flare.questions.StatisticsExecutor",
 )
 """The classes of this package that a job may name; none of them takes an import string or a path."""
 CODE_CLASSES = ("flare_sparse.tasks.script.ScriptTask", "flare_sparse.tasks.bundles.task.BundleTask")
@@ -37,23 +87,23 @@ CODE_CLASSES = ("flare_sparse.tasks.script.ScriptTask", "flare_sparse.tasks.bund
 SERVER_CLASSES = ("flare_sparse.flare.tracking.Tracker",)
 """Further classes that a job may name at the server only: no site sends figures to a service."""
 COMPONENTS = (
-    "channel_upload.ChannelUpload",
+    "aggregators.FlexLoRAMean",
+    "aggregators.MagnitudePruning",
+    "aggregators.MetaStep",
+    "aggregators.OrderedMean",
+    "aggregators.RankMean",
+    "aggregators.ScoredMask",
+    "aggregators.SelectiveSum",
+    "controllers.MetaGaterController",
+    "controllers.NeuroSFLController",
     "csr.FromCSR",
     "csr.ToCSR",
-    "flexlora_mean.FlexLoRAMean",
-    "keep_mask.KeepMask",
-    "magnitude_pruning.MagnitudePruning",
-    "masked_training.MaskedTraining",
-    "meta_step.MetaStep",
-    "metagater_controller.MetaGaterController",
-    "neurosfl_controller.NeuroSFLController",
-    "ordered_mean.OrderedMean",
-    "rank_mean.RankMean",
-    "rank_upload.RankUpload",
+    "masking.KeepMask",
+    "masking.MaskedTraining",
     "score_executor.ScoreExecutor",
-    "scored_mask.ScoredMask",
-    "selective_sum.SelectiveSum",
     "sparse_exchange.SparseExchange",
+    "uploads.ChannelUpload",
+    "uploads.RankUpload",
 )
 """Classes of ``flare_sparse.components``."""
 RECIPE_CLASSES = (

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
-from .allow_list import find_local_folder
-from .kit_files import find_active_file, read_object, write_object
+from .allow_list import find_active_file, find_local_folder, read_object, write_object
 
 AUTHORIZATION = "authorization.json"
 BYOC = "byoc"

@@ -35,7 +35,7 @@ from ...rounds.endpoints.site import SiteEndpoint
 from ...tasks.data.source import read_withdrawn
 from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES, get_count_name
 from ...training import SampleUsage
-from ...wire.messages import Encoded
+from ...wire.codec import Encoded
 from ..egress import install_recorder, iterate_buffers
 from ..payload import (
     EVENTS,

@@ -10,8 +10,7 @@ from ...privacy.release.record import Rule
 from ...privacy.release.site import RELEASE_FOLDER
 from ...tasks.data.source import LOCAL_FILE, find_site_data
 from ...tasks.data.tables import read_table
-from .allow_list import find_local_folder
-from .kit_files import write_text
+from .allow_list import find_local_folder, write_text
 from .preflight import read_site_name
 
 FOLDS = 5

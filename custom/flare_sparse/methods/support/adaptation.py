@@ -1,20 +1,69 @@
-"""Adaptation: methods that end with one gradient step at each target site."""
+"""Adaptation: methods that end with one gradient step at each target site; and settings that MetaGater's kin share."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Self, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, FlareSparseError, MetricsError
 from ...core.exchange import Assignment, Patch, Request, Update
 from ...core.mask import Mask
 from ...core.needs import Need, Needs
 from ...tasks.task import COUNTS
 from ...training import Site, TrainingConfig
+from ...training.loop import TrainingDiverged
 from ..method import Method, MethodConfig, StateT, broadcast, sample_sites
-from .personal_training import attribute_divergence, check_finite
+from .schedules import StepSizes, compute_step_sizes
+
+
+class PersonalTrainingDiverged(FlareSparseError):
+    """A site's own training after the last round diverged from a received model that it could compute with."""
+
+    code = "E_PERSONAL"
+
+
+@contextmanager
+def attribute_divergence(training: str, settings: str) -> Iterator[None]:
+    """Attribute a divergence inside the block to this training; one in its first step is due to the received model.
+
+    The server discards the commit of a model that most sites cannot compute with (docs/reliability.md); it must not do
+    so because of settings of the training that follows.
+
+    Args:
+        training: its name, such as ``"fine-tuning"``.
+        settings: the settings to lower.
+
+    Raises:
+        PersonalTrainingDiverged: a later step or the resulting model diverged.
+        TrainingDiverged: the first step did.
+    """
+    try:
+        yield
+    except TrainingDiverged as error:
+        if error.is_first_step:
+            raise
+        raise PersonalTrainingDiverged(_explain(training, error, settings)) from error
+    except MetricsError as error:
+        raise PersonalTrainingDiverged(_explain(training, error, settings)) from error
+
+
+def check_finite(weights: Tensor) -> Tensor:
+    """Return the weights ``(P,)`` of a finished training.
+
+    Raises:
+        TrainingDiverged: one is NaN or infinite; the last step has no loss that would show it.
+    """
+    if not bool(weights.isfinite().all()):
+        raise TrainingDiverged("the last step ends in weights that are not finite")
+    return weights
+
+
+def _explain(training: str, error: Exception, settings: str) -> str:
+    return f"the {training} after the last round diverged; lower {settings}: {error}"
+
 
 ADAPT = "adapt"
 """The kind of the last request: adapt the model and report its metrics."""
@@ -126,3 +175,55 @@ def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: A
     batch_size, clip_norm = config.adapt_batch or max(site.trainer.num_examples, 1), config.training.clip_norm
     step = TrainingConfig(optimizer="sgd", lr=config.adapt_lr, batch_size=batch_size, clip_norm=clip_norm)
     return site.trainer.step_in_stages(weights, [stage for stage in stages if stage.count], step)
+
+
+class MetaLearningConfig(AdaptationConfig):
+    """Settings of the sites' proximal problem, of the server's accelerated steps and of the gates' penalty."""
+
+    proximity: float = Field(0.2, gt=0, description="lambda: weight of the distance to the meta-model")
+    local_proximity: float | None = Field(None, ge=0, description="lambda in the sites' problem; null: as proximity")
+    local_accuracy: float | None = Field(
+        None,
+        gt=0,
+        description="xi_t: squared norm of the gradient of a site's proximal problem at which it stops, local_steps or "
+        "training.epochs at the latest; null: no other end",
+    )
+    step: float = Field(1.0, gt=0, description="beta_t, the server's step; eta_t = beta_t / alpha_t")
+    acceleration: bool = Field(True, description="false: alpha_t = 1; FedProx with step 1 / lambda, Reptile with less")
+    momentum_cap: float = Field(1.0, ge=0, le=1, description="largest momentum of the acceleration; 1: as in the paper")
+    restart_every: int | None = Field(None, ge=1, description="rounds after which the acceleration restarts")
+    lasso: float = Field(1e-4, ge=0, description="mu: weight of the penalty H on the gates' output channels")
+    penalty: Literal["group_lasso", "l1"] = Field(
+        "group_lasso", description="H: group_lasso closes whole channels, l1 zeroes single weights of their gates"
+    )
+    scale_prox: bool = Field(
+        True, description="true: the penalty's threshold grows with eta_t, as in the paper; false: with beta_t"
+    )
+    closed_channels: Literal["permanent", "reopenable"] = Field(
+        "reopenable",
+        description="reopenable: a zero group is sent and may grow again, as in the paper; permanent: neither it nor "
+        "its filter is sent or trained again",
+    )
+    output: Literal["pr", "pr_next", "ag"] = Field(
+        "pr", description="the result: the model last sent (the paper), the one that would be sent next, or w_T^ag"
+    )
+
+    def needs(self) -> Needs:
+        needs = {Need.READABLE_MODEL.because("the server takes steps of its own along the sites' mean")}
+        if self.local_accuracy is not None:
+            needs.add(Need.PLAIN_STEPS.because("local_accuracy: a gradient ends the training", "leave it out"))
+        return super().needs() | needs
+
+    def compute_steps(self, t: int) -> StepSizes:
+        """Return alpha_t, beta_t and eta_t."""
+        return compute_step_sizes(
+            t,
+            beta=self.step,
+            acceleration=self.acceleration,
+            momentum_cap=self.momentum_cap,
+            restart_every=self.restart_every,
+        )
+
+    def is_restart(self, t: int) -> bool:
+        """Return whether the acceleration restarts after round ``t``."""
+        return self.acceleration and self.restart_every is not None and t % self.restart_every == 0

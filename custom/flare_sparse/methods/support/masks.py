@@ -1,4 +1,4 @@
-"""Operations on several masks, and drop and regrow."""
+"""Operations on several masks, drop and regrow, and weights whose tensor is zero in the initial model."""
 
 import math
 import operator
@@ -8,7 +8,7 @@ from functools import partial, reduce
 from torch import Tensor
 
 from ...core.mask import Mask, top_k
-from ...core.params import Layout
+from ...core.params import MASKABLE, Layout
 
 
 def unite_masks(masks: Iterable[Mask]) -> Mask:
@@ -45,3 +45,11 @@ def drop_and_regrow(
             kept = current - top_k(-weights.abs(), moving, current)
             evolved = (evolved - current) | kept | top_k(growth, moving, candidates - kept)
     return evolved | (live - maskable)
+
+
+def find_zero_weights(layout: Layout, weights: Tensor, preset: str) -> tuple[str, ...]:
+    """Return the names of the maskable weights of ``preset`` whose tensors are zero in ``weights`` ``(P,)``."""
+    tensors = layout.unflatten(weights)
+    maskable = (spec for spec in layout.tensors if spec.role in MASKABLE[preset])
+    # A bias at zero blocks no gradient: it is pruned as the papers do.
+    return tuple(s.name for s in maskable if s.role in ("weight", "other") and not tensors[s.name].any())

@@ -6,12 +6,10 @@ import numpy as np
 
 from ...core.errors import RejectedMessage
 from .identities import RootCertificate
-from .keys import SignedKeys, commit_to
+from .keys import SHARE_BYTES, SignedKeys, SumId, commit_to, derive_key, draw_pad, get_public_key, recover_secret
 from .limits import FEWEST_SITES, count_needed
-from .pads import SumId, derive_key, draw_pad, get_public_key
 from .party import BOX_BYTES, agree_pad, compute_sign
 from .rings import MAX_SITES, RingFormat
-from .shamir import SHARE_BYTES, recover_secret
 
 
 class TooFewSites(Exception):

@@ -13,11 +13,9 @@ from enum import IntEnum
 import numpy as np
 
 from ...core.errors import RejectedMessage
-from .keys import MAX_KEYS_BYTES, SignedKeys
-from .pads import SumId
+from .keys import MAX_KEYS_BYTES, SHARE_BYTES, SignedKeys, SumId
 from .party import BOX_BYTES
 from .rings import MAX_SITES
-from .shamir import SHARE_BYTES
 
 MAGIC, VERSION = b"FSPS", 1
 _HEAD = struct.Struct("<4sHH36sI")

@@ -9,11 +9,22 @@ import numpy as np
 
 from ...core.errors import RequestRefused
 from .identities import SiteIdentity
-from .keys import SignedKeys, commit_to
+from .keys import (
+    SHARE_BYTES,
+    TAG_BYTES,
+    SignedKeys,
+    SumId,
+    agree,
+    commit_to,
+    decrypt_shares,
+    derive_key,
+    draw_pad,
+    encrypt_shares,
+    get_public_key,
+    split_secret,
+)
 from .limits import FEWEST_SITES, compute_threshold, count_needed
-from .pads import TAG_BYTES, SumId, agree, decrypt_shares, derive_key, draw_pad, encrypt_shares, get_public_key
 from .rings import MAX_SITES, RingFormat
-from .shamir import SHARE_BYTES, split_secret
 
 BOX_BYTES = 2 * SHARE_BYTES + TAG_BYTES
 """Length of the box with one site's shares for another."""

@@ -14,11 +14,9 @@ from ...config.policy.policy import Policy
 from ...core.errors import DataError
 from ...core.seeds import derive_seed
 from ...tasks.task import Task
-from .attribution import attribute_examples
-from .canaries import bound_epsilon
+from .attribution import attack_between_sites, attribute_examples
 from .examples import AuditedExamples, compute_gradient_features, compute_losses, compute_prediction_features
-from .membership import choose_scale, compute_rmia_scores, guess_below_mean
-from .pairs import attack_between_sites
+from .membership import bound_epsilon, choose_scale, compute_rmia_scores, guess_below_mean
 from .result import AttackResult, Ranking, guess_members, measure_rankings
 from .training import Canaries, Retraining, draw_reference_rows, join_examples, select_rows
 

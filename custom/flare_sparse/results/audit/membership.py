@@ -1,4 +1,10 @@
-"""Membership inference from the losses of single examples: loss threshold and RMIA."""
+"""Membership inference from the losses of single examples: loss threshold and RMIA.
+
+Lower bound on epsilon from one run with canaries: Steinke, Nasr and Jagielski 2023 (arXiv:2305.08846).
+"""
+
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -60,3 +66,87 @@ def _compute_log_mean(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Return the log of the mean of ``exp(values)`` over the chosen rows of each column; -inf without any."""
     total = np.logaddexp.reduce(np.where(chosen, values, -np.inf), axis=0)
     return np.asarray(total - np.log(np.maximum(chosen.sum(0), 1)))
+
+
+SHARES = (0.1, 0.25, 0.5, 1.0)
+"""Shares of the canaries on which the attacker guesses; the confidence is divided among them."""
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class CanaryBound:
+    """What the attacker's guesses prove.
+
+    Attributes:
+        epsilon: lower bound on epsilon at 95 %.
+        canaries: number of canaries, each included with probability 1/2.
+        guesses: number of canaries that the attacker called included or excluded.
+        correct: number of correct guesses.
+    """
+
+    epsilon: float
+    canaries: int
+    guesses: int
+    correct: int
+
+
+def compute_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
+    """Return the probability of at least ``correct`` correct guesses if the run is (epsilon, delta)-private.
+
+    arXiv:2305.08846, theorem 5.2 and the program in appendix D.
+    """
+    from scipy.stats import binom
+
+    accuracy = 1 / (1 + math.exp(-epsilon))
+    beta = float(binom.sf(correct - 1, guesses, accuracy))
+    # Largest mean probability of the counts just below ``correct``, which delta may shift upwards.
+    below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, accuracy))
+    alpha = float((below / np.arange(1, correct + 1)).max()) if correct else 0.0
+    return min(beta + 2 * alpha * delta * canaries, 1.0)
+
+
+def compute_epsilon_bound(canaries: int, guesses: int, correct: int, delta: float, level: float = LEVEL) -> float:
+    """Return the largest epsilon that the guesses contradict at this level; 0 if they contradict none.
+
+    Args:
+        canaries: number of canaries, each included independently with probability 1/2.
+        guesses: number of guesses, fixed beforehand.
+        correct: number of correct guesses.
+        delta: delta of the claim.
+        level: confidence.
+    """
+    if compute_p_value(canaries, guesses, correct, 0.0, delta) >= 1 - level:
+        return 0.0
+    low, high = 0.0, 1.0
+    while compute_p_value(canaries, guesses, correct, high, delta) < 1 - level:
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        if compute_p_value(canaries, guesses, correct, middle, delta) < 1 - level:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def bound_epsilon(scores: np.ndarray, is_included: np.ndarray, delta: float) -> CanaryBound:
+    """Return the best bound of an attacker who calls the highest scores included and the lowest ones excluded.
+
+    The attacker tries each of :data:`SHARES`, so that each gets its part of the error probability (Bonferroni).
+
+    Args:
+        scores: ``(m,)``; higher: rather included.
+        is_included: ``(m,)`` bool, drawn independently with probability 1/2.
+        delta: delta of the claim.
+    """
+    count, order = len(scores), np.argsort(-scores, kind="stable")
+    level = 1 - (1 - LEVEL) / len(SHARES)
+    bounds = []
+    for share in SHARES:
+        half = max(int(share * count) // 2, 1) if count > 1 else 0
+        if not half:
+            continue
+        correct = int(is_included[order[:half]].sum() + (~is_included[order[-half:]]).sum())
+        epsilon = compute_epsilon_bound(count, 2 * half, correct, delta, level)
+        bounds.append(CanaryBound(epsilon, count, 2 * half, correct))
+    return max(bounds, key=lambda bound: bound.epsilon, default=CanaryBound(0.0, count, 0, 0))

@@ -10,10 +10,9 @@ from ...core.checkpoint.writing import write_json
 from ...core.errors import ConfigError, DataError
 from ...core.seeds import limit_threads
 from ...tasks.task import Examples, SiteData
-from ..runs.load import load_study
-from ..runs.models import read_run_model
+from ..runs.load import load_study, read_run_model
+from ..runs.record import UPDATES
 from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, PICTURES, RunResult
-from ..runs.updates import UPDATES
 from .attacks import Attacker, AuditOptions, RunAttacks
 from .result import AttackResult
 from .server import Inversion, ServerAttacks, attribute_recorded_updates, save_pictures

@@ -19,7 +19,7 @@ from ...core.mask import Mask
 from ...core.seeds import derive_seed, make_generator
 from ...privacy.dp.mechanism import clip_rows
 from ...training import SampleUsage, Site
-from ..runs.updates import read_updates
+from ..runs.record import read_updates
 from .attribution import attribute_updates, measure_attribution
 from .inversion import (
     Message,

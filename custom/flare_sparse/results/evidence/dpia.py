@@ -9,8 +9,7 @@ from ...config.policy.policy import Policy
 from ...config.withdrawals import WITHDRAWN, Withdrawals
 from ...core.errors import ConfigError
 from ..report.attacks import describe_attacks
-from ..report.subgroups import build_subgroups, describe_gap
-from ..report.tables import format_markdown
+from ..report.tables import build_subgroups, describe_gap, format_markdown
 from ..runs.load import load_study
 from ..runs.results import RunResult
 

@@ -1,13 +1,18 @@
-"""Facts of a run for its evidence: cohorts, privacy, policies, traffic, versions, deviations, approval, digests."""
+"""Facts of a run for its evidence: cohorts, privacy, policies, traffic, versions, deviations, approval, digests.
 
-from collections.abc import Mapping
+What left a site is known from its own egress log where that is at hand, else from the server's ledger.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ...config.policy.policy import Policy
+from ...config.withdrawals import Withdrawals
 from ...core.errors import ConfigError
 from ...core.params import compute_digest
+from ...rounds.endpoints.egress import LOG_FILE, find_logs, read_chain, sum_lines
 from ..runs.contributions import describe_missed
 from ..runs.load import load_study
 from ..runs.model_files import read_model
@@ -15,8 +20,115 @@ from ..runs.received import parse_record
 from ..runs.record import list_versions
 from ..runs.results import AUDIT_FILE, RunResult
 from ..runs.subgroups import pool_subgroups
-from .deviations import list_deviations
-from .egress import describe_egress
+
+
+def list_deviations(run: RunResult) -> list[dict[str, Any]]:
+    """Return what differs from a run in which every site contributes to every round at the first attempt.
+
+    Each deviation has a ``kind``, a ``round`` (None: the run as a whole), a ``site`` (None: the round as a whole) and a
+    ``detail`` in words.
+    """
+    return [*_list_of_run(run), *(deviation for line in run.rounds for deviation in _iterate_round(line))]
+
+
+def _list_of_run(run: RunResult) -> list[dict[str, Any]]:
+    summary = run.summary
+    deviations = [
+        _describe("event", event["detail"], event["round"], event["site"]) for event in summary.get("events", [])
+    ]
+    if (stopped := summary.get("stopped_after")) is not None:
+        deviations.append(_describe("stopped_early", f"after round {stopped} of {summary['rounds']}, by validation"))
+    if withdrawn := Withdrawals.read(run.path).describe():
+        deviations.append(_describe("withdrawn", withdrawn))
+    for site, part in run.contributions.items():
+        if part.is_idle:
+            deviations.append(_describe("no_contribution", "the model learned nothing from this site", site=site))
+    recorded, present = summary.get("versions", {}), list_versions()
+    for name in sorted(recorded.keys() & present.keys()):
+        if recorded[name] != present[name]:
+            detail = f"the run used {name} {recorded[name]}; this evidence was made with {present[name]}"
+            deviations.append(_describe("version", detail))
+    return deviations
+
+
+def _iterate_round(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    number = line["round"]
+    if line["attempts"] > 1:
+        yield _describe("retried", f"{line['attempts']} attempts until the quorum was met", number)
+    for site, reason in sorted(line["excluded"].items()):
+        yield _describe("excluded", f"not asked: {reason}", number, site)
+    for site in line["quarantined"]:
+        yield _describe("quarantined", "not asked after repeated misses", number, site)
+    for site, code in sorted(line["rejected"].items()):
+        yield _describe("rejected", f"its update was refused: {code}", number, site)
+    for site in line["timed_out"]:
+        yield _describe("timed_out", "it did not reply in time", number, site)
+    for site in line["abstained"]:
+        yield _describe("abstained", "it replied without values", number, site)
+    for site, weight in sorted(line["capped"].items()):
+        yield _describe("capped", f"it counted with {weight} examples, fewer than it reported", number, site)
+    for site, norm in sorted(line["clipped"].items()):
+        yield _describe("clipped", f"its delta of L2 norm {norm:.3g} was clipped", number, site)
+
+
+def _describe(kind: str, detail: str, number: int | None = None, site: str | None = None) -> dict[str, Any]:
+    return {"kind": kind, "round": number, "site": site, "detail": detail}
+
+
+def describe_egress(run: RunResult, given: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Return what left each site, with the head of its egress log, and whether the server received the same.
+
+    Args:
+        run: the run.
+        given: by site, the folder of its egress log, or its startup kit; logs in the result folder are found.
+
+    Raises:
+        ConfigError: there is no log in a folder.
+        EgressError: an egress log was changed.
+    """
+    logs = {**find_logs(run.path), **{site: _find_log(site, folder) for site, folder in given.items()}}
+    return {site: _describe_site(run, site, logs.get(site)) for site in run.sites}
+
+
+def _describe_site(run: RunResult, site: str, folder: Path | None) -> dict[str, Any]:
+    received = [line for line in run.messages if line["direction"] == "up" and line["site"] == site]
+    ledger = [(line["kind"], line["round"], line["payload_bytes"]) for line in received]
+    if folder is None:
+        lines = [
+            {"job": site, "kind": m["kind"], "contents": [m["content"]], "bytes": m["payload_bytes"]} for m in received
+        ]
+        note = "not given: a site's log stays at the site; add it with --site"
+        return {"sums": _list_sums(lines), "source": "ledger", "lines": None, "head": None, "note": note}
+    whole, head = read_chain(folder)
+    name, run_ids = run.summary["name"], (run.summary["run"], "")
+    # A hello and a refusal name the job alone.
+    lines = [line for line in whole if line["job"] == name and line["run"] in run_ids]
+    sent = [(line["kind"], line["round"], line["bytes"]) for line in lines if line["run"]]
+    note = "the same messages and bytes as the server's ledger"
+    if sorted(sent) != sorted(ledger):
+        totals = [f"{len(part)} messages, {sum(size for *_, size in part)} bytes" for part in (sent, ledger)]
+        note = f"{totals[0]}, and the server's ledger {totals[1]}: see rejected messages among the deviations"
+    return {"sums": _list_sums(lines), "source": "log", "lines": len(whole), "head": head, "note": note}
+
+
+def _list_sums(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"kind": kind, "contents": contents, "messages": messages, "bytes": size}
+        for (_, kind, contents), (messages, size) in sum_lines(lines).items()
+    ]
+
+
+def _find_log(site: str, folder: Path) -> Path:
+    """Return the folder of a site's log: the given one, or that of the site within a startup kit.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (folder / LOG_FILE).is_file():
+        return folder
+    if site not in (found := find_logs(folder)):
+        raise ConfigError(f"--site {site}={folder}: no {LOG_FILE} of this site there; give the folder that holds it")
+    return found[site]
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from ..runs.progress import format_bytes
 from ..runs.results import RunResult
 from .attacks import describe_attacks
 from .findings import describe_data, describe_weight
-from .subgroups import build_subgroups, describe_gap
 from .tables import (
     build_evaluations,
     build_events,
     build_privacy,
     build_sizes,
+    build_subgroups,
+    describe_gap,
     describe_means,
     describe_tests,
     format_markdown,

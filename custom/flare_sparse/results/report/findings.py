@@ -5,7 +5,7 @@ from statistics import mean, median
 from ..runs.contributions import describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed, label_groups
-from .subgroups import describe_gap
+from .tables import describe_gap
 
 VERDICTS = {"ahead": "better", "behind": "worse", "undecided": "undecided"}
 """Verdicts of a comparison, in words that no reader takes for a place in a queue, by those of the record."""

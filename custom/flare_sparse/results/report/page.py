@@ -13,11 +13,10 @@ from matplotlib.figure import Figure
 from ..runs.progress import format_bytes
 from ..runs.record import CONFIG
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
-from . import figures, predicted
+from . import figures
 from .attacks import build_attacks
 from .comparisons import build_comparisons, build_group_comparisons
 from .findings import describe_caveat, describe_findings, describe_sites
-from .subgroups import build_subgroups
 from .tables import (
     build_cohorts,
     build_contributions,
@@ -28,6 +27,7 @@ from .tables import (
     build_privacy,
     build_seed_averages,
     build_sizes,
+    build_subgroups,
     compare_bytes,
     describe_means,
     describe_tests,
@@ -92,8 +92,8 @@ FIGURES = (
         "predicted",
         "Predicted and true",
         f"Final model; each dot is a test example, the dashed line a perfect prediction. {PEOPLE}",
-        predicted.draw_predicted,
-        lambda runs: bool(predicted.select_predictions(runs, "regression")),
+        figures.draw_predicted,
+        lambda runs: bool(figures.select_predictions(runs, "regression")),
         shows_subjects=True,
     ),
     ReportFigure(
@@ -102,8 +102,8 @@ FIGURES = (
         "Final model on the test examples of all sites. Left: each point of a curve is a threshold of the risk; "
         "dashed: chance. Right: examples in ten bins of equal width, a dot's size is their number; below the dashed "
         f"line the risk is too high, above it too low. {PEOPLE}",
-        predicted.draw_risks,
-        lambda runs: bool(predicted.select_predictions(runs, "binary")),
+        figures.draw_risks,
+        lambda runs: bool(figures.select_predictions(runs, "binary")),
         shows_subjects=True,
     ),
     ReportFigure(
@@ -111,8 +111,8 @@ FIGURES = (
         "Survival by predicted risk",
         "Kaplan-Meier estimates of the test subjects whose predicted risk is up to the median, and above it; in "
         f"brackets their number. Dots: the mean predicted probability, beside what was observed. {PEOPLE}",
-        predicted.draw_survival,
-        lambda runs: bool(predicted.select_predictions(runs, "survival")),
+        figures.draw_survival,
+        lambda runs: bool(figures.select_predictions(runs, "survival")),
         shows_subjects=True,
     ),
     ReportFigure(
@@ -198,7 +198,7 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
         "means": describe_means(runs),
         "cohorts": build_cohorts(first),
         "contributions": build_contributions(runs),
-        "missing_predictions": predicted.explain_missing_predictions(runs),
+        "missing_predictions": figures.explain_missing_predictions(runs),
         "evaluations": build_evaluations(runs),
         "matrices": build_matrices(runs),
         "sizes": build_sizes(runs),

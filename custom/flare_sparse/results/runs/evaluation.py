@@ -20,7 +20,7 @@ from ...core.seeds import make_generator
 from ...methods.method import Method, describe_site_model
 from ...tasks.task import TEST_EXAMPLES, Examples, SiteData, Task
 from ...training import LocalTask, build_site
-from .models import list_run_models, read_run_model
+from .load import list_run_models, read_run_model
 from .results import CROSS_SITE_FILE, EVALUATIONS
 
 LEVEL = 0.95

@@ -15,8 +15,8 @@ from ...config.loading import dump_config
 from ...config.schema import MIN_COMMITS, FederationConfig
 from ...config.study import Study
 from ...config.user_code import CODE_FOLDER
-from ...core.checkpoint.locking import lock_folder
 from ...core.checkpoint.store import Store
+from ...core.checkpoint.writing import lock_folder
 from ...core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
 from ...core.observer import SILENT, Observer
 from ...privacy.encryption import KeyContexts
@@ -25,9 +25,8 @@ from ...rounds.federation.events import STEP_BACK
 from .continuation import EXPIRED, FINAL, UNFINISHED, expire_checkpoints, keep_final_checkpoints, prepare_continuation
 from .disk import LEAST_FREE, describe_disk, measure_free
 from .model_files import delete_models
-from .record import APPENDED_FILES, CONFIG, SUMMARY
+from .record import APPENDED_FILES, CONFIG, SUMMARY, UPDATES
 from .results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
-from .updates import UPDATES
 
 CHECKPOINTS, KEYS, ERRORS = UNFINISHED, "he", "site_errors"
 """Folders of an unfinished run's checkpoints, of the keys of an encrypted run, and of reports of sites that failed."""

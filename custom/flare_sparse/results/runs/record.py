@@ -1,14 +1,19 @@
-"""Writer of a run's record: rounds, ledger, summary and models, in standard formats and while the run proceeds."""
+"""Record of a run: rounds, ledger, summary, models and, for an audit, updates, in standard formats.
+
+It grows line by line, also where a run that proceeds elsewhere is followed.
+"""
 
 import json
 import platform
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +31,52 @@ from ...rounds.federation import Evaluation, Outcome, RoundRecord
 from ...rounds.federation.events import STEPPED_BACK
 from ...wire.ledger import Ledger
 from .model_files import ENCRYPTED, delete_models, describe_model, save_encrypted, save_model
-from .updates import UPDATES, write_updates
+
+UPDATES = "updates"
+"""Folder with the updates, in the result folder."""
+_NAME = re.compile(r"round-(\d+)-(.+)\.npz")
+
+
+@dataclass(frozen=True)
+class RecordedUpdate:
+    """One update as the server decoded it.
+
+    Attributes:
+        round: number of the round.
+        site: name of the site.
+        content: weights, delta or scores.
+        values: float32 ``(P,)``; 0 for entries that were not sent.
+    """
+
+    round: int
+    site: str
+    content: str
+    values: np.ndarray
+
+
+def write_updates(folder: Path, round_number: int, updates: Sequence[Contribution]) -> None:
+    """Write a file for each update with values."""
+    folder.mkdir(exist_ok=True)
+    for update in updates:
+        if update.content != "metrics":
+            np.savez(
+                folder / f"round-{round_number}-{update.site}.npz",
+                values=update.patch.values.numpy(),
+                mask=np.packbits(update.patch.mask.bits.numpy()),
+                size=np.array(update.patch.mask.bits.numel()),
+                content=np.array(update.content),
+            )
+
+
+def read_updates(folder: Path) -> Iterator[RecordedUpdate]:
+    """Yield the recorded updates by round and site; none without a record."""
+    files = [(match, file) for file in folder.glob("*.npz") if (match := _NAME.fullmatch(file.name))]
+    for match, file in sorted(files, key=lambda item: (int(item[0][1]), item[0][2])):
+        with np.load(file) as stored:
+            values = np.zeros(int(stored["size"]), dtype=np.float32)
+            values[np.unpackbits(stored["mask"], count=len(values)).astype(bool)] = stored["values"]
+            yield RecordedUpdate(int(match[1]), match[2], str(stored["content"]), values)
+
 
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
 """Files that every commit appends to."""
@@ -190,3 +240,34 @@ def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
             "floor_bytes": sum(line.floor_bytes for line in lines),
         }
     return sums
+
+
+ROUNDS, LEDGER = APPENDED_FILES
+
+
+class GrowingRecord:
+    """Copies the lines of a run's ``rounds.jsonl`` and ``ledger.jsonl`` into a folder as they become known.
+
+    A run reports its rounds from the first one on also after a resume, so the files start empty: no line comes twice.
+
+    Args:
+        folder: result folder; created if it does not exist.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        start_record(folder)
+        self._counts = dict.fromkeys(APPENDED_FILES, 0)
+
+    def get_count(self, name: str) -> int:
+        """Return the number of lines that a file has."""
+        return self._counts[name]
+
+    def append(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines to one of the files."""
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        if text:
+            # One write per call: a reader that follows the file sees whole lines.
+            with (self._folder / name).open("a", encoding="utf-8") as file:
+                file.write(text)
+            self._counts[name] += text.count("\n")

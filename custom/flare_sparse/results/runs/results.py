@@ -16,8 +16,7 @@ from ...cohorts.subgroups import split_metric
 from ...core.errors import ConfigError
 from ...tasks.task import TEST_EXAMPLES, VALIDATION, VALIDATION_EXAMPLES
 from .contributions import Contributions, read_contributions
-from .pictures import PICTURES_FILE, CasePicture, read_pictures
-from .predictions import PREDICTIONS_FILE, Predictions
+from .predictions import PICTURES_FILE, PREDICTIONS_FILE, CasePicture, Predictions, read_pictures
 from .received import name_damage, neutralize, parse_record
 from .record import CONFIG
 

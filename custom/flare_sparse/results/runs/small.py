@@ -9,8 +9,8 @@ from ...core.errors import ConfigError
 from ...core.params import Layout
 from ...wire.formats import ValueType
 from .folder import RunFolder
+from .load import FILES, read_run_model
 from .model_files import SITE_MODELS, read_mask, save_model
-from .models import FILES, read_run_model
 
 
 def save_small_run(study: Study, name: str, folder: Path, values: ValueType | None = None) -> None:

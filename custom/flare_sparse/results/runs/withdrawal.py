@@ -16,10 +16,9 @@ from ...rounds.endpoints.server import SERVER
 from .continuation import FINAL
 from .folder import CHECKPOINTS, ERRORS
 from .model_files import list_site_models
-from .pictures import PICTURES_FILE
-from .predictions import PREDICTIONS_FILE
+from .predictions import PICTURES_FILE, PREDICTIONS_FILE
+from .record import UPDATES
 from .results import AUDIT_FOLDER, EVALUATIONS
-from .updates import UPDATES
 
 SITE_FILES = "sites"
 """Folder with the site files of a simulation, which name identifiers."""

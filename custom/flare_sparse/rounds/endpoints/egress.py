@@ -21,8 +21,8 @@ import numpy as np
 from ...core.checkpoint.writing import sync_to_disk, write_new_file
 from ...core.errors import FlareSparseError, WireError
 from ...core.exchange import Update
+from ...privacy.secure_aggregation.keys import read_sum_id
 from ...privacy.secure_aggregation.messages import Step, unpack_message
-from ...privacy.secure_aggregation.pads import read_sum_id
 from ...wire.codec import read_summary
 
 EGRESS_FOLDER = "flare_sparse_egress"

@@ -9,8 +9,8 @@ from ...core.exchange import Contribution, Patch, SealedValues, Update
 from ...methods.aggregation.weighted import weigh_by_examples
 from ...privacy.encryption import ServerCipher, SiteCipher
 from ...wire.ciphertexts import get_key_id
+from ...wire.codec import Decoded
 from ...wire.formats import ValueType
-from ...wire.messages import Decoded
 from .stages import SealedModel, ServerStage, SiteStage
 
 _SEALED = ("weights", "delta")

@@ -22,10 +22,9 @@ from ...core.exchange import (
 from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...wire.capabilities import Capabilities
-from ...wire.codec import compute_min_message_bytes, decode, encode
+from ...wire.codec import Decoded, Encoded, compute_min_message_bytes, decode, encode
 from ...wire.formats import FORMATS, ValueType, is_quantized
 from ...wire.ledger import Ledger
-from ...wire.messages import Decoded, Encoded
 from ..link import ServerLink, Vector, name_new_start, name_request
 from .events import parse_events
 from .plans import InitialModel, choose_values, correct_variances, find_target, plan_request, plan_update

@@ -16,7 +16,7 @@ from ...core.params import Layout
 from ...methods.aggregation.weighted import Weights
 from ...privacy.secure_aggregation.collector import SumCollector, TooFewSites
 from ...privacy.secure_aggregation.identities import RootCertificate
-from ...privacy.secure_aggregation.keys import SignedKeys
+from ...privacy.secure_aggregation.keys import SHARE_BYTES, SignedKeys, SumId
 from ...privacy.secure_aggregation.limits import SumRules
 from ...privacy.secure_aggregation.messages import (
     FINGERPRINT_BYTES,
@@ -29,12 +29,10 @@ from ...privacy.secure_aggregation.messages import (
     split_payload,
     unpack_reply,
 )
-from ...privacy.secure_aggregation.pads import SumId
 from ...privacy.secure_aggregation.party import BOX_BYTES
-from ...privacy.secure_aggregation.shamir import SHARE_BYTES
+from ...wire.codec import Decoded
 from ...wire.formats import ValueType
 from ...wire.ledger import Ledger, LedgerLine
-from ...wire.messages import Decoded
 from .stages import ServerStage
 from .sums import build_ring, compute_reference, compute_weights
 

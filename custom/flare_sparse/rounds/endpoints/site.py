@@ -25,10 +25,9 @@ from ...methods.method import Method, get_site_limits, is_evaluated
 from ...tasks.task import EPSILON
 from ...training import Site
 from ...wire.capabilities import local_capabilities
-from ...wire.codec import decode, encode, read_names
+from ...wire.codec import Decoded, Encoded, decode, encode, read_names
 from ...wire.envelope import Header
 from ...wire.formats import ValueType, is_quantized
-from ...wire.messages import Decoded, Encoded
 from ...wire.plan import NO_NAME, Plan, is_name
 from ..link import Answer, SiteLink, Vector, name_new_start, name_vector
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event

@@ -14,6 +14,7 @@ from ...core.exchange import Patch, RequestId, Update
 from ...core.params import Layout
 from ...methods.aggregation.weighted import Weights
 from ...privacy.secure_aggregation.identities import SiteIdentity
+from ...privacy.secure_aggregation.keys import SumId, read_sum_id
 from ...privacy.secure_aggregation.limits import RevealedSum, SumRules
 from ...privacy.secure_aggregation.messages import (
     FINGERPRINT_BYTES,
@@ -25,7 +26,6 @@ from ...privacy.secure_aggregation.messages import (
     unpack_message,
     unpack_names,
 )
-from ...privacy.secure_aggregation.pads import SumId, read_sum_id
 from ...privacy.secure_aggregation.party import SumParty
 from ...privacy.secure_aggregation.rings import RingFormat
 from .request_log import RequestLog

@@ -14,8 +14,8 @@ from torch import Tensor
 from ...core.errors import RejectedMessage, RequestRefused
 from ...core.exchange import Assignment, Contribution, Patch, RequestId, SealedValues, Update
 from ...core.mask import Mask
+from ...wire.codec import Decoded
 from ...wire.formats import FORMATS, ValueType
-from ...wire.messages import Decoded
 from ...wire.plan import CiphertextFormat
 
 

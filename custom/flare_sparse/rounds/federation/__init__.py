@@ -1,10 +1,9 @@
 """The rounds of a run. Local runs and FLARE's controller both use this loop."""
 
-from .evaluation import BestModel, Evaluation
 from .events import Event
 from .loop import Federation, OnUpdates
 from .progress import Snapshot
-from .records import Outcome, RoundRecord
+from .records import BestModel, Evaluation, Outcome, RoundRecord
 from .replies import Reply, SumQuestions, SumReply, SumTransport, Transport
 from .roster import Connections, Handshake
 from .rules import RoundRules

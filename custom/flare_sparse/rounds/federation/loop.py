@@ -16,7 +16,6 @@ from ...core.exchange import EVALUATE, Contribution, SealedValues
 from ...methods.method import Method
 from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
-from .evaluation import BestModel, Evaluation
 from .events import (
     ENDED_EARLY,
     METRICS_CONSTANT,
@@ -25,16 +24,13 @@ from .events import (
     UPDATE_OPPOSED,
     EventLog,
 )
-from .learning import HasQuorum, LearnResult, learn_from
-from .model_comparison import ModelComparison
-from .outliers import OPPOSED, find_opposed
-from .progress import Progress, Snapshot
-from .records import Outcome, RoundRecord
+from .learning import OPPOSED, HasQuorum, LearnResult, find_opposed, learn_from
+from .progress import ModelComparison, Progress, Snapshot, describe_constant_metrics, describe_cut_tensors
+from .records import BestModel, Evaluation, Outcome, RoundRecord
 from .replies import AttemptResult
 from .roster import Connections, Roster
 from .rounds import QuorumMissed, Round, RoundRunner
 from .rules import RoundRules, SiteHistory
-from .standstill import describe_constant_metrics, describe_cut_tensors
 
 _LOG = logging.getLogger(__name__)
 OnUpdates = Callable[[int, Sequence[Contribution]], None]

@@ -18,7 +18,7 @@ from ...core.seeds import make_generator
 from ...methods.method import Method
 from ...tasks.task import Metric
 from ...training import SampleUsage, Site, Trainer, Training, TrainingConfig
-from ...training.batches import weigh_batches
+from ...training.local_task import weigh_batches
 from ...training.task_trainer import OBSERVED_BATCH
 from ...wire.ledger import Ledger
 from ..federation import Outcome

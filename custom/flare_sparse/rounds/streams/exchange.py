@@ -20,10 +20,9 @@ from ...wire.ledger import Ledger, LedgerLine
 from ...wire.plan import is_name
 from ..link import Answer, SiteLink
 from .arrays import Arrays, read_specs, write_specs
-from .models import HeldModel, ModelReceiver, ModelSender
+from .models import HeldModel, ModelReceiver, ModelSender, decode_update, encode_update, name_update
 from .packets import MODEL, Groups, Packet, align_arrays, build_kind, read_message, read_parts, restore_arrays
 from .settings import StreamSettings
-from .updates import decode_update, encode_update, name_update
 
 
 @dataclass(frozen=True)

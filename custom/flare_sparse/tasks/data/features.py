@@ -11,8 +11,7 @@ import yaml
 
 from ...core.errors import DataError
 from ...core.names import find_similar
-from .cells import DATES, MISSING, is_number
-from .tables import Table
+from .tables import DATES, MISSING, Table, is_number
 
 Labels = tuple[str | tuple[str, tuple[str, ...]], ...]
 """Labels in order; one that stands for several of the table is a pair: ``("disease", ("1", "2"))``."""

@@ -10,13 +10,11 @@ from pydantic_core import ErrorDetails
 from torch import nn
 
 from ...core.errors import ConfigError, suggest
-from .alexnet3d import alexnet3d
-from .brain_age import brain_age_cnn, brain_age_cnn_3mm
+from .brain_age import alexnet3d, brain_age_cnn, brain_age_cnn_3mm, voxel_mlp
 from .encoders import resnet3d, vit3d
 from .resnet import resnet32, resnet44, resnet56, resnet110
 from .segmentation import basic_unet, dyn_unet, seg_resnet, swin_unetr
 from .small import image_cnn, image_cnn6, image_mlp, mlp, resnet_mlp
-from .voxels import voxel_mlp
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "brain_age_cnn": brain_age_cnn,
