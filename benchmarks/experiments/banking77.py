@@ -30,7 +30,7 @@ from torch.utils.data import TensorDataset
 from flare_sparse.config.assemble import Assembly, assemble, open_checkpoints
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation import Outcome

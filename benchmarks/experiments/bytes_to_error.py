@@ -32,7 +32,7 @@ from runs import CONFIGS, claim
 
 from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import load_config
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.training import LocalTask, build_site
 

@@ -29,7 +29,7 @@ from torch.utils.data import ConcatDataset
 from flare_sparse.config.assemble import Assembly, assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.seeds import limit_threads

@@ -32,13 +32,13 @@ from torch.nn import functional
 from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.seeds import limit_threads
-from flare_sparse.tasks.case_metrics import name_metrics
 from flare_sparse.tasks.data.cases import find_cases
 from flare_sparse.tasks.data.segmentation import Preparation, sample_patch
 from flare_sparse.tasks.models.base import MODELS_VARIABLE
 from flare_sparse.tasks.models.registry import build_model
+from flare_sparse.tasks.segmentation import name_metrics
 
 PATCH, SPACING = (24, 32, 24), (2, 2, 2)
 RANK = 4

@@ -31,16 +31,15 @@ from torch.utils.data import ConcatDataset, Subset
 from flare_sparse.config.assemble import Assembly, assemble, open_checkpoints, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.params import Layout
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.results.runs.record import RecordWriter, sum_traffic
 from flare_sparse.rounds.local.run import Course, Watcher
-from flare_sparse.tasks.case_metrics import name_metrics
-from flare_sparse.tasks.segmentation import Segmentation
+from flare_sparse.tasks.segmentation import Segmentation, name_metrics
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, Site, SitePrivacy, build_site
-from flare_sparse.training.subject_metrics import SilentTrainer
+from flare_sparse.training.private import SilentTrainer
 from flare_sparse.training.trainer import Trainer
 from flare_sparse.wire.ledger import Ledger
 

@@ -26,8 +26,8 @@ from torch import nn
 from flare_sparse.config.assemble import Assembly, assemble, build_initial_model, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.policy.policy import PRESETS, read_policy
-from flare_sparse.config.sites import prepare_site_data
-from flare_sparse.config.user_tasks import load_task
+from flare_sparse.config.study import prepare_site_data
+from flare_sparse.config.user_classes import load_task
 from flare_sparse.results.audit.server import Inversion, ServerAttacks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,8 +26,7 @@ from scipy.stats import t as student
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
-from flare_sparse.config.sites import prepare_site_data
-from flare_sparse.config.study import Study
+from flare_sparse.config.study import Study, prepare_site_data
 from flare_sparse.config.yaml_files import apply_overrides, read_yaml
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.core.seeds import limit_threads

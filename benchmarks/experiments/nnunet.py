@@ -38,14 +38,14 @@ from torch.utils.data import Subset
 from flare_sparse.config.assemble import Assembly, assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.tasks.data.cases import find_cases
 from flare_sparse.tasks.nnunet.fingerprint import SAMPLES, compute_fingerprint, merge_fingerprints
 from flare_sparse.tasks.nnunet.plan import build_plan
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import Site
-from flare_sparse.training.subject_metrics import SilentTrainer
+from flare_sparse.training.private import SilentTrainer
 from flare_sparse.training.trainer import Trainer, Training, Wrapper
 
 DATASET = {

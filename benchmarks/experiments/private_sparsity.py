@@ -31,7 +31,7 @@ from scipy.stats import t as student
 from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.results.runs.local import run_assembly
 

@@ -36,7 +36,7 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.config.assemble import Assembly, assemble, open_site
 from flare_sparse.config.loading import load_config
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.exchange import Contribution
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.rounds.federation import RoundRecord
@@ -44,7 +44,7 @@ from flare_sparse.rounds.local.run import Watcher, run_locally
 from flare_sparse.tasks.classes import compute_risk_metrics
 from flare_sparse.tasks.task import VALIDATION, Examples
 from flare_sparse.training import LocalTask, Site, build_site
-from flare_sparse.training.subject_metrics import SilentTrainer
+from flare_sparse.training.private import SilentTrainer
 from flare_sparse.wire.ledger import Ledger
 
 mpl.use("Agg")

@@ -39,7 +39,7 @@ from flare_sparse.compute.structure.graph import trace_network  # noqa: E402
 from flare_sparse.compute.structure.removal import build_live_mask, find_removable_layers, narrow_network  # noqa: E402
 from flare_sparse.config.assemble import assemble, build_initial_model, open_site  # noqa: E402
 from flare_sparse.config.loading import load_config  # noqa: E402
-from flare_sparse.config.sites import prepare_site_data  # noqa: E402
+from flare_sparse.config.study import prepare_site_data  # noqa: E402
 from flare_sparse.core.mask import Mask  # noqa: E402
 from flare_sparse.core.params import Layout  # noqa: E402
 from flare_sparse.core.seeds import require_deterministic  # noqa: E402

@@ -15,14 +15,13 @@ from typer.testing import CliRunner, Result
 
 from flare_sparse.api.run import Run
 from flare_sparse.api.start import run as start
-from flare_sparse.api.withdraw import trace_withdrawal, withdraw
+from flare_sparse.api.withdraw import find_start, list_touched_rounds, trace_withdrawal, withdraw
 from flare_sparse.cli import app
 from flare_sparse.cohorts.split import SplitConfig
 from flare_sparse.config.withdrawals import WITHDRAWN, Withdrawals
 from flare_sparse.core.errors import ConfigError, DataError
 from flare_sparse.core.observer import SILENT
 from flare_sparse.results.runs.continuation import FINAL
-from flare_sparse.results.runs.withdrawal import find_start, list_touched_rounds
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import Examples, SiteData, load_examples
 

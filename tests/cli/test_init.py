@@ -12,8 +12,8 @@ from nnunet_data import require_nnunet
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
-from flare_sparse.config.configurations import STARTERS, find_configuration, list_configurations
 from flare_sparse.config.study import Study
+from flare_sparse.config.yaml_files import STARTERS, find_configuration, list_configurations
 from flare_sparse.tasks.data.phantom import write_phantoms
 
 

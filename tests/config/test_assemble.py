@@ -13,7 +13,7 @@ from flare_sparse.config.assemble import assemble, count_model_entries, open_sit
 from flare_sparse.config.checks import find_example_warnings
 from flare_sparse.config.loading import load_config, parse_job, serialize_job
 from flare_sparse.config.schema import RunConfig, build_task
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout

@@ -14,7 +14,7 @@ from line import call
 from torch import nn
 
 from flare_sparse.config.schema import RunConfig, build_task, list_partitions
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.observer import Observer
 from flare_sparse.results.runs.progress import Printer

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from flare_sparse.config.loading import load_config
-from flare_sparse.config.sites import prepare_site_data
-from flare_sparse.config.user_classes import CODE_FOLDER
+from flare_sparse.config.study import prepare_site_data
+from flare_sparse.config.user_classes import CODE_FOLDER, list_user_code, load_task
 from flare_sparse.config.user_code import collect_user_code, import_user_module
-from flare_sparse.config.user_tasks import list_user_code, load_task
 from flare_sparse.core.errors import ConfigError
 
 SCRIPT = """

@@ -16,9 +16,8 @@ from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare import aggregator, controller, executor, filters, session, tracking
-from flare_sparse.flare.export import export_job
 from flare_sparse.flare.job_settings import SITE_SECTIONS, _flatten, check_shown_settings, show_settings
-from flare_sparse.flare.recipe import SparseRecipe
+from flare_sparse.flare.recipe import SparseRecipe, export_job
 from flare_sparse.flare.site.allow_list import CLASSES, SERVER_CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"

@@ -38,11 +38,11 @@ from flare_sparse.config.schema import build_task
 from flare_sparse.config.study import Study
 from flare_sparse.core.params import compute_digest
 from flare_sparse.flare.any_recipe import add_privacy
-from flare_sparse.flare.launch.ending import JobFailed
+from flare_sparse.flare.launch.connection import JobFailed
 from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.flare.site.byoc import AUTHORIZATION, revoke_code_right
+from flare_sparse.flare.site.authorizer import AUTHORIZATION, revoke_code_right
 from flare_sparse.privacy.dp.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.rounds.endpoints.egress import find_logs, read_log

@@ -20,7 +20,7 @@ from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.observer import Observer
 from flare_sparse.flare.launch import simulator
-from flare_sparse.flare.launch.ending import JobFailed
+from flare_sparse.flare.launch.connection import JobFailed
 from flare_sparse.flare.polling import SHARE
 from flare_sparse.results.runs.folder import RunFolder
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flare_sparse.tasks.case_metrics import measure_case
+from flare_sparse.tasks.segmentation import measure_case
 
 
 def block(*corners: tuple[slice, slice, slice]) -> torch.Tensor:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from flare_sparse.core.errors import DataError
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
-from flare_sparse.tasks.case_metrics import measure_case
 from flare_sparse.tasks.data.phantom import write_phantoms
-from flare_sparse.tasks.segmentation import Segmentation
+from flare_sparse.tasks.segmentation import Segmentation, measure_case
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import LocalTask, TrainingConfig, build_site
 

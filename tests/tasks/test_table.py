@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 
 from flare_sparse.cli import app
 from flare_sparse.config.loading import load_config, serialize_job
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.config.yaml_files import parse_yaml
 from flare_sparse.core.errors import ConfigError, DataError
-from flare_sparse.tasks.data.atlases import ATLASES
-from flare_sparse.tasks.data.features import format_labels
+from flare_sparse.tasks.data.features import ATLASES, format_labels
 from flare_sparse.tasks.data.partition import partition_by_site
 from flare_sparse.tasks.table import TableTask
 from flare_sparse.tasks.task import Examples, SiteData

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from flare_sparse.config.bundles import insert_bundle
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.classes import compute_binary_metrics, compute_cross_entropy, compute_risk_metrics
-from flare_sparse.tasks.data.atlases import ATLASES, scale_anatomically
-from flare_sparse.tasks.data.features import encode_features
+from flare_sparse.tasks.data.features import ATLASES, encode_features, scale_anatomically
 from flare_sparse.tasks.data.tables import Table
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import SiteData, Task

@@ -15,7 +15,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.rounds.local.run import Watcher, run_locally
 from flare_sparse.tasks.task import Metric
 from flare_sparse.training import Site, Trainer, Training
-from flare_sparse.training.subject_metrics import SilentTrainer
+from flare_sparse.training.private import SilentTrainer
 
 
 class ConstantTrainer(Trainer):

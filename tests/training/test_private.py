@@ -21,8 +21,7 @@ from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import LocalTask, Site, SitePrivacy, TrainingConfig, build_site
-from flare_sparse.training.private import PrivateTraining, check_private_network
-from flare_sparse.training.subject_metrics import Subjects
+from flare_sparse.training.private import PrivateTraining, Subjects, check_private_network
 
 
 class Counter(nn.Module):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flare_sparse.training import TrainingConfig
-from flare_sparse.training.schedule import LearningRateSchedule
+from flare_sparse.training.config import LearningRateSchedule
 
 
 def compute_factors(rounds: int, **settings: Any) -> list[float]:

@@ -14,7 +14,7 @@ from nvflare.fuel.flare_api.api_spec import NoConnection
 
 from flare_sparse.config.loading import load_config
 from flare_sparse.flare.controller import RESULTS
-from flare_sparse.flare.export import export_job
+from flare_sparse.flare.recipe import export_job
 
 from .federation import SERVER, Federation, Unexpected, wait_for
 

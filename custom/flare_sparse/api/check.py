@@ -19,9 +19,8 @@ from ..config.checks import find_example_warnings, find_problems
 from ..config.loading import build_method
 from ..config.policy.check import find_policy_conflicts
 from ..config.policy.policy import find_policy_file, read_policy
-from ..config.sites import prepare_site_data
-from ..config.study import Study
-from ..config.user_tasks import find_script
+from ..config.study import Study, prepare_site_data
+from ..config.user_classes import find_script
 from ..core.errors import ConfigError, DataError, PolicyRefusal
 from ..core.findings import Finding, attempt, merge_findings
 from ..core.mask import Mask

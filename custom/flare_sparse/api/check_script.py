@@ -9,7 +9,7 @@ from threading import Event, Timer
 
 from ..config.assemble import open_script_budget, open_script_trainer
 from ..config.study import Study
-from ..config.user_tasks import find_script
+from ..config.user_classes import find_script
 from ..core.errors import ConfigError, FlareSparseError
 from ..core.mask import Mask
 from ..privacy.dp.account import PRIVACY_FOLDER

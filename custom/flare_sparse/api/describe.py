@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.sites import prepare_site_data
-from ..config.study import Study
+from ..config.study import Study, prepare_site_data
 from ..config.yaml_files import read_yaml
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError

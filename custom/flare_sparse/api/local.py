@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..config.assemble import Assembly, check_kernels, open_script_budget, open_script_trainer, open_site
 from ..config.checks import find_example_warnings
 from ..config.study import Study
-from ..config.user_tasks import find_script
+from ..config.user_classes import find_script
 from ..core.errors import ConfigError, format_site_error
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..config.configurations import find_configuration
+from ..config.yaml_files import find_configuration
 from ..core.errors import ConfigError
 from ..core.findings import Finding, attempt, get_exit_code
 from .console import out, print_finding
@@ -72,7 +72,7 @@ def _check(config: Path, overrides: Sequence[str], policy: Path | None) -> Itera
 
 def _check_site(kit: Path, file: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     from ..config.loading import load_config
-    from ..config.user_tasks import load_task
+    from ..config.user_classes import load_task
     from ..flare.site.preflight import check_site
 
     if file is None:

@@ -44,8 +44,8 @@ def export(
     """
     from ..config.configurations import find_configuration
     from ..config.loading import load_config
-    from ..config.user_tasks import list_user_code
-    from ..flare.export import export_job
+    from ..config.user_classes import list_user_code
+    from ..flare.recipe import export_job
 
     for file in configs:
         file = find_configuration(file)  # noqa: PLW2901, the same file by its full name

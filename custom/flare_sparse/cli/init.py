@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..config.configurations import CONFIGURATIONS, STARTERS
+from ..config.yaml_files import CONFIGURATIONS, STARTERS
 from ..core.errors import ConfigError
 from .console import out as console
 

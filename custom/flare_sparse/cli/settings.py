@@ -14,8 +14,8 @@ from pydantic_core import PydanticUndefined
 from rich.markup import escape
 from rich.table import Table
 
-from ..config.configurations import list_configurations
 from ..config.problems import format_allowed
+from ..config.yaml_files import list_configurations
 from ..core.errors import ConfigError, suggest
 from .console import out as console
 

@@ -130,7 +130,7 @@ def declare(
 
     [dim]flare-sparse site declare /opt/flare/site-1 --write[/]
     """
-    from ..flare.site.people import declare_people
+    from ..flare.site.requests import declare_people
 
     text, left = declare_people(kit, write=write)
     console.print(text, markup=False, highlight=False, soft_wrap=True)

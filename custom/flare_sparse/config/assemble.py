@@ -35,10 +35,9 @@ from ..tasks.task import Examples, SiteData, Task, load_examples
 from ..training import LocalTask, Site, SitePrivacy, build_site
 from ..training.compute import can_use_kernels
 from ..training.personal import select_personal
-from ..training.private import check_private_network
+from ..training.private import SilentTrainer, check_private_network
 from ..training.script_exchange import ScriptRunner
 from ..training.script_trainer import ScriptTrainer, WeighBy
-from ..training.subject_metrics import SilentTrainer
 from ..training.trainer import Trainer
 from .loading import build_method, serialize_job
 from .needs import JobPart, find_conflicts

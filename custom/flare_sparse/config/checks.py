@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 from ..core.errors import DataError, list_first, list_first_lines
 from ..core.findings import Finding, attempt
 from ..tasks.task import Examples, SiteData, Task
-from ..training.inputs import NonFinite, find_non_finite
+from ..training.loop import NonFinite, find_non_finite
 from .assemble import Assembly
 
 _BATCH = 256

@@ -20,8 +20,7 @@ from ..tasks.nnunet.fingerprint import compute_fingerprint, count_samples, merge
 from ..tasks.nnunet.plan import build_plan, list_configurations
 from ..tasks.nnunet.raw import DATASET, find_raw_cases
 from ..tasks.task import Cohort
-from .configurations import CONFIGURATIONS, STARTERS
-from .yaml_files import format_yaml, read_yaml
+from .yaml_files import CONFIGURATIONS, STARTERS, format_yaml, read_yaml
 
 SITE_NAMES = ("hospital", "site", "center", "centre", "clinic", "region", "institution", "ward", "klinik", "zentrum")
 TARGET_NAMES = ("target", "outcome", "label", "died", "death", "event", "readmitted", "diagnosis", "tod", "y")

@@ -14,17 +14,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.errors import DataError, PolicyRefusal
 from ..privacy.dp.secret import derive_key, read_secret
-from ..privacy.release.cells import (
+from ..privacy.release.record import (
     FOLD,
     Columns,
     Groups,
+    People,
+    ReleaseRecord,
+    Rule,
     assign_fold,
     build_folds,
+    declare,
     find_group,
     is_listed,
+    is_union,
     label_group,
+    renew,
+    round_count,
 )
-from ..privacy.release.record import People, ReleaseRecord, Rule, declare, is_union, renew, round_count
 from ..privacy.release.site import Numbers, SiteRelease, list_folds, update_record
 from ..tasks.data.absence import find_absent_rows
 from ..tasks.data.tables import Table, read_table

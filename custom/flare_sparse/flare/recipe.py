@@ -19,7 +19,7 @@ import flare_sparse
 from ..config.choice import Choice
 from ..config.loading import import_classes, name_plugin_classes, parse_job, serialize_job
 from ..config.schema import JobConfig
-from ..config.user_tasks import list_user_code, load_task
+from ..config.user_classes import list_user_code, load_task
 from ..config.yaml_files import format_yaml
 from ..core.errors import ConfigError
 from ..tasks.bundles.components import iterate_components
@@ -265,3 +265,11 @@ def list_user_classes(config: JobConfig) -> list[str]:
 def describe_user_class(choice: Choice[Any]) -> dict[str, Any]:
     """Return the component of a user's task or method."""
     return {"path": choice.name, "args": {"config": choice.config.model_dump(mode="json")}}
+
+
+def export_job(
+    config: JobConfig, out: Path, packaging: Packaging = "installed", modules: tuple[Path, ...] = ()
+) -> Path:
+    """Write the job folder ``out/<name>``, replacing an older one, and return it."""
+    SparseRecipe(config, packaging=packaging, modules=modules).export(str(out))
+    return out / config.name

@@ -41,8 +41,8 @@ from ..privacy.release.record import Rule
 from ..privacy.release.site import RELEASE_FOLDER
 from ..results.runs.model_files import save_site_model
 from ..rounds.endpoints.encrypted import ServerEncryption, SiteEncryption
-from ..rounds.endpoints.model_change import ChangeLimit
 from ..rounds.endpoints.plans import InitialModel
+from ..rounds.endpoints.request_checks import ChangeLimit
 from ..rounds.endpoints.request_log import RequestLog
 from ..rounds.endpoints.server import SERVER, ServerEndpoint
 from ..rounds.endpoints.server_sums import ServerSums

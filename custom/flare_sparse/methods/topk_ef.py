@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..compute.structure.norms import clip_variances
+from ..compute.structure.nodes import clip_variances
 from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask, find_top_k, floor_fraction
 from ..core.needs import Need, Needs

@@ -17,8 +17,15 @@ from ..cohorts.split import Split
 from ..core.errors import DataError
 from ..inputs.scaling import TargetScaler
 from .data.absence import find_absent_rows
-from .data.atlases import scale_anatomically
-from .data.features import Features, compute_scale, encode_features, name_labels, number_labels, read_labels
+from .data.features import (
+    Features,
+    compute_scale,
+    encode_features,
+    name_labels,
+    number_labels,
+    read_labels,
+    scale_anatomically,
+)
 from .data.screening import screen_subjects
 from .data.tables import PLAIN, Spelling, Table, read_table
 from .outcomes import NumberOutcome

@@ -17,8 +17,7 @@ from ..core.needs import Need, Needs
 from ..inputs.harmonization import Harmonizer
 from ..inputs.scaling import InputScaler, StatisticsLayer
 from .classes import check_class_weights, list_weight_needs
-from .data.atlases import ATLASES
-from .data.features import Labels, count_inputs, name_labels, number_labels
+from .data.features import ATLASES, Labels, count_inputs, name_labels, number_labels
 from .data.table_files import read_header
 from .data.tables import Censored
 from .models import ModelConfig

@@ -18,9 +18,8 @@ from ..privacy.dp.metrics import MetricRelease
 from .compute import SparseComputeTrainer
 from .local_task import LocalTask
 from .personal import PersonalTrainer
-from .private import PrivateTrainer
+from .private import PrivateMetricsTrainer, PrivateTrainer, SilentTrainer
 from .site import Site
-from .subject_metrics import PrivateMetricsTrainer, SilentTrainer
 from .task_trainer import TaskTrainer
 from .trainer import Trainer, Wrapper
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from thoroughness import count_cases
 from torch import nn
 
-from flare_sparse.compute.structure.norms import clip_variances
+from flare_sparse.compute.structure.nodes import clip_variances
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 

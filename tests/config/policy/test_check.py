@@ -16,7 +16,7 @@ from flare_sparse.config.loading import load_config
 from flare_sparse.config.policy.check import find_policy_conflicts, iterate_conflicts
 from flare_sparse.config.policy.initial import find_changed_tensor
 from flare_sparse.config.policy.policy import Policy, find_policy_file, read_policy
-from flare_sparse.config.user_tasks import load_task
+from flare_sparse.config.user_classes import load_task
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.neurosfl import NeuroSFL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flare_sparse.flare.launch.ending import describe_end, find_reason
+from flare_sparse.flare.launch.connection import describe_end, find_reason
 
 
 @pytest.mark.parametrize(

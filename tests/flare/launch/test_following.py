@@ -23,8 +23,7 @@ from flare_sparse.flare.controller import READY, RESULTS
 from flare_sparse.flare.feed import STATS, TOPIC
 from flare_sparse.flare.launch import connection as connection_module
 from flare_sparse.flare.launch import following, submission
-from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, ServerConnection
-from flare_sparse.flare.launch.ending import JobFailed
+from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, JobFailed, ServerConnection
 from flare_sparse.flare.launch.following import DROPPED, JobFollower, SiteActivity, find_activity, is_lost
 from flare_sparse.results.runs.record import GrowingRecord
 

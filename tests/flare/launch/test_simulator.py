@@ -16,7 +16,7 @@ import pytest
 from nvflare.recipe import SimEnv
 
 from flare_sparse.flare.launch import simulator
-from flare_sparse.flare.launch.ending import JobFailed
+from flare_sparse.flare.launch.connection import JobFailed
 from flare_sparse.flare.launch.simulator import _follow_lines, simulate, simulate_statistics, watch_site_processes
 
 

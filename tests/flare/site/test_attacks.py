@@ -38,7 +38,7 @@ from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
-from flare_sparse.rounds.endpoints.model_change import ChangeLimit
+from flare_sparse.rounds.endpoints.request_checks import ChangeLimit
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint

@@ -8,15 +8,21 @@ from hypothesis import strategies as st
 
 from flare_sparse.cohorts.conditions import Term
 from flare_sparse.cohorts.split import SplitConfig
-from flare_sparse.privacy.release.cells import (
+from flare_sparse.privacy.release.record import (
     Columns,
+    Rule,
     assign_fold,
     count_groups,
+    count_people,
+    declare,
     find_cell,
     find_group,
+    is_union,
     judge,
+    renew,
+    round_count,
+    round_metric,
 )
-from flare_sparse.privacy.release.record import Rule, count_people, declare, is_union, renew, round_count, round_metric
 
 COLUMNS: Columns = {"sex": (("F",), ("M", "X")), "age": (50.0, 65.0), "dx": (("a",), ("b",), ("c",))}
 TEXTS = st.sampled_from(["F", "M", "X", "", "a", "b", "c", "d", "49", "50", "65", "nan", "-9", "1e400"])

@@ -19,13 +19,17 @@ import pytest
 from flare_sparse.cohorts.conditions import Term
 from flare_sparse.cohorts.split import SplitConfig
 from flare_sparse.privacy.release import record as release
-from flare_sparse.privacy.release.cells import Columns, find_cell, iterate_cells, judge, name_cell
 from flare_sparse.privacy.release.record import (
+    Columns,
     ReleaseRecord,
     Rule,
     SentCell,
     count_people,
     declare,
+    find_cell,
+    iterate_cells,
+    judge,
+    name_cell,
     renew,
     round_metric,
 )

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from toy import Embedded, Plain
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.results.audit.examples import (
+from flare_sparse.results.audit.training import (
     MAX_ENTRIES,
     AuditedExamples,
     compute_gradient_features,

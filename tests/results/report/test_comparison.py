@@ -13,8 +13,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
-from flare_sparse.results.report.comparisons import build_group_comparisons
-from flare_sparse.results.report.findings import describe_findings
+from flare_sparse.results.report.findings import build_group_comparisons, describe_findings
 from flare_sparse.results.runs.comparison import describe_runs
 from flare_sparse.results.runs.predictions import RUN, Predictions
 from flare_sparse.results.runs.results import RunResult, read_runs

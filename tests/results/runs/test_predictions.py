@@ -10,7 +10,7 @@ import pytest
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.api.report import ensure_predictions
 from flare_sparse.config.study import Study
-from flare_sparse.results.report.comparisons import build_comparisons
+from flare_sparse.results.report.findings import build_comparisons
 from flare_sparse.results.report.page import write_report
 from flare_sparse.results.runs.bootstrap import _stretch
 from flare_sparse.results.runs.comparison import describe_groups, describe_runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flare_sparse.core.errors import RejectedMessage
-from flare_sparse.rounds.endpoints.reported import validate_metrics
+from flare_sparse.rounds.endpoints.events import validate_metrics
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from flare_sparse.privacy.secure_aggregation.messages import Step, bound_reply_b
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
 from flare_sparse.rounds.endpoints.server_sums import SumExchange
 from flare_sparse.rounds.federation import RoundRules, loop
-from flare_sparse.rounds.federation.replies import AttemptResult
+from flare_sparse.rounds.federation.roster import AttemptResult
 
 SITES, BOUND = 4, 8.0
 SGD = {"optimizer": "sgd", "lr": 0.01}

@@ -16,7 +16,7 @@ from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.federation.learning import learn_from
-from flare_sparse.rounds.federation.replies import AttemptResult, get_reason_code
+from flare_sparse.rounds.federation.roster import AttemptResult, get_reason_code
 
 LAYOUT = Layout.from_module(nn.Linear(3, 1))
 FULL = Mask.full(LAYOUT.size)

@@ -21,7 +21,7 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
 from flare_sparse.rounds.federation import Reply, RoundRules
 from flare_sparse.rounds.federation.learning import find_opposed, reject_outliers
-from flare_sparse.rounds.federation.replies import AttemptResult
+from flare_sparse.rounds.federation.roster import AttemptResult
 
 UNBOUNDED = RoundRules(min_sites=2, retries=1, max_norm_ratio=None)
 HUGE = 1e20

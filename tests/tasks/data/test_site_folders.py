@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flare_sparse.tasks.data.site_folders import list_folders_without_examples
+from flare_sparse.tasks.data.partition import list_folders_without_examples
 from flare_sparse.tasks.task import Cohort
 
 

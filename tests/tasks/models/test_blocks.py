@@ -11,7 +11,7 @@ from monai.networks.blocks import Convolution
 from monai.networks.nets import FullyConnectedNet
 from torch import nn
 
-from flare_sparse.tasks.models.blocks import build_convolution_block, build_fully_connected
+from flare_sparse.tasks.models.shapes import build_convolution_block, build_fully_connected
 
 
 def seed(build: Callable[..., nn.Module], *sizes: Any, **settings: Any) -> nn.Module:

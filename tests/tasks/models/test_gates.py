@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import nn
 
-from flare_sparse.compute.structure.channels import run_channels
+from flare_sparse.compute.structure.compact import run_channels
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.models import ModelConfig, build_model

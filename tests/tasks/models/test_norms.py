@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flare_sparse.compute.structure.norms import choose_groups, mixes_examples, replace_batch_norms
+from flare_sparse.compute.structure.nodes import choose_groups, mixes_examples, replace_batch_norms
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.tasks.models.config import ModelConfig
 from flare_sparse.tasks.models.registry import MODELS

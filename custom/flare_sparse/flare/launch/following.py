@@ -15,8 +15,7 @@ from ...results.runs.progress import ProgressFormatter
 from ...results.runs.record import LEDGER, ROUNDS, GrowingRecord
 from ..controller import READY
 from ..feed import fetch_lines
-from .connection import LOST, ServerConnection
-from .ending import describe_lost_job
+from .connection import LOST, ServerConnection, describe_lost_job
 
 POLL_S = 2.0
 START_S = 60.0

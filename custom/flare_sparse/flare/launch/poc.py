@@ -15,7 +15,7 @@ from ...tasks.data.source import LOCAL_FILE, format_site_file
 from ...tasks.task import SiteData
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..site.allow_list import allow_classes
-from .ending import JobFailed
+from .connection import JobFailed
 
 PORTS = (8002, 8003)
 START_TIMEOUT_S = 90

@@ -36,7 +36,7 @@ from ..session import SITE_MODELS_VARIABLE
 from ..site.allow_list import allow_classes
 from ..tracking import FOLDERS
 from ..watchdog import COMMAND_VARIABLE, end_processes, identify_command
-from .ending import JobFailed
+from .connection import JobFailed
 
 CHECK_S = 1.0
 GRACE_S = 10.0

@@ -17,8 +17,15 @@ from ...results.runs.model_files import replace_record
 from ...results.runs.record import ROUNDS, GrowingRecord
 from ..controller import RESULTS
 from ..recipe import SparseRecipe
-from .connection import LOST, ServerConnection, open_connection
-from .ending import JobFailed, describe_end, describe_silent_server, find_reason
+from .connection import (
+    LOST,
+    JobFailed,
+    ServerConnection,
+    describe_end,
+    describe_silent_server,
+    find_reason,
+    open_connection,
+)
 from .following import DROPPED, POLL_S, JobFollower, is_lost
 
 JOB_FILE = "job_id.txt"

@@ -38,8 +38,7 @@ from .allow_list import (
     get_allow_list,
     read_resources,
 )
-from .authorizer import find_missing_guard
-from .byoc import list_code_senders, read_permissions
+from .authorizer import find_missing_guard, list_code_senders, read_permissions
 
 FLARE_SERIES = "2.9"
 ALLOW_COMMAND = "flare-sparse site setup"

@@ -25,8 +25,7 @@ from .allow_list import (
     write_object,
     write_text,
 )
-from .authorizer import AUTHORIZER, GATE, RESULT_POLICY
-from .byoc import revoke_code_right
+from .authorizer import AUTHORIZER, GATE, RESULT_POLICY, revoke_code_right
 
 PRIVACY = "privacy.json"
 SCOPE = "flare_sparse"

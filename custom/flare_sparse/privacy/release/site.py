@@ -16,8 +16,7 @@ from ...cohorts.split import SplitConfig
 from ...cohorts.subgroups import EVERYONE, SUBJECTS, parse_subgroup, split_metric
 from ...core.checkpoint.writing import write_json
 from ...core.errors import PolicyRefusal
-from .cells import FOLD, build_folds, count_groups, label_group
-from .record import ReleaseRecord, Rule, count_people, round_metric
+from .record import FOLD, ReleaseRecord, Rule, build_folds, count_groups, count_people, label_group, round_metric
 
 RELEASE_FOLDER = "flare_sparse_release"
 """Folder in a site's startup kit with the secret and the record of its release."""

@@ -15,10 +15,19 @@ from ...core.errors import DataError
 from ...core.seeds import derive_seed
 from ...tasks.task import Task
 from .attribution import attack_between_sites, attribute_examples
-from .examples import AuditedExamples, compute_gradient_features, compute_losses, compute_prediction_features
 from .membership import bound_epsilon, choose_scale, compute_rmia_scores, guess_below_mean
 from .result import AttackResult, Ranking, guess_members, measure_rankings
-from .training import Canaries, Retraining, draw_reference_rows, join_examples, select_rows
+from .training import (
+    AuditedExamples,
+    Canaries,
+    Retraining,
+    compute_gradient_features,
+    compute_losses,
+    compute_prediction_features,
+    draw_reference_rows,
+    join_examples,
+    select_rows,
+)
 
 Attacker = Literal["outsider", "member", "server"]
 

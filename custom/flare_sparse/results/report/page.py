@@ -15,8 +15,7 @@ from ..runs.record import CONFIG
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
 from . import figures
 from .attacks import build_attacks
-from .comparisons import build_comparisons, build_group_comparisons
-from .findings import describe_caveat, describe_findings, describe_sites
+from .findings import build_comparisons, build_group_comparisons, describe_caveat, describe_findings, describe_sites
 from .tables import (
     build_cohorts,
     build_contributions,

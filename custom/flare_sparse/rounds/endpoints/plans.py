@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compute.structure.norms import clip_variances
+from ...compute.structure.nodes import clip_variances
 from ...core.exchange import EXACT_CONTENTS, Content, Patch, Request
 from ...core.mask import Mask
 from ...core.params import Layout

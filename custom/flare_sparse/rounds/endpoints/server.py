@@ -26,9 +26,8 @@ from ...wire.codec import Decoded, Encoded, compute_min_message_bytes, decode, e
 from ...wire.formats import FORMATS, ValueType, is_quantized
 from ...wire.ledger import Ledger
 from ..link import ServerLink, Vector, name_new_start, name_request
-from .events import parse_events
+from .events import parse_events, validate_metrics, validate_num_examples
 from .plans import InitialModel, choose_values, correct_variances, find_target, plan_request, plan_update
-from .reported import validate_metrics, validate_num_examples
 from .stages import SealedModel, ServerStage
 from .update_store import UpdateStore
 

@@ -1,16 +1,20 @@
-"""The server's end of the sums of padded values: questions and replies of each step, their bytes, and the sum."""
+"""The server's end of the sums of padded values: questions and replies of each step, their bytes, and the sum.
+
+The ring of an update and the sites' weights are computed alike at both ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...core.errors import RejectedMessage
-from ...core.exchange import Assignment, Contribution, Patch
+from ...core.exchange import Assignment, Content, Contribution, Patch
 from ...core.mask import Mask
 from ...core.params import Layout
 from ...methods.aggregation.weighted import Weights
@@ -30,11 +34,50 @@ from ...privacy.secure_aggregation.messages import (
     unpack_reply,
 )
 from ...privacy.secure_aggregation.party import BOX_BYTES
+from ...privacy.secure_aggregation.rings import Ring, RingFormat
 from ...wire.codec import Decoded
 from ...wire.formats import ValueType
 from ...wire.ledger import Ledger, LedgerLine
+from ...wire.quantized import find_exact_values
 from .stages import ServerStage
-from .sums import build_ring, compute_reference, compute_weights
+
+
+def build_ring(content: Content, mask: Mask, layout: Layout, rules: SumRules) -> RingFormat:
+    """Return the format of the values of a mask.
+
+    Scores and buffers take 64 bits: saliencies differ by orders of magnitude, and a running variance has no bound.
+    """
+    is_wide = np.ones(mask.count, dtype=bool) if content == "scores" else find_exact_values(mask, layout).numpy()
+    return RingFormat(is_wide, Ring(32, rules.bound))
+
+
+def compute_reference(content: Content, mask: Mask, model: Tensor) -> np.ndarray:
+    """Return what is subtracted from the values of an update, float64 ``(mask.count,)``: for weights, the model.
+
+    The change of a round is far smaller than the weights, so the same ring holds it more exactly.
+    """
+    return mask.take(model).double().numpy() if content == "weights" else np.zeros(mask.count)
+
+
+def compute_shares(examples: Mapping[str, int], sites: Sequence[str], weigh: Weights) -> dict[str, float]:
+    """Return each site's share of a sum: its weight over the sum of the weights of ``sites``.
+
+    Args:
+        examples: numbers of examples by site.
+        sites: names of the sites of the sum.
+        weigh: weights of the method's aggregation.
+    """
+    weights = compute_weights(examples, sites, weigh)
+    total = sum(weights.values())
+    return {site: weight / total for site, weight in weights.items()}
+
+
+def compute_weights(examples: Mapping[str, int], sites: Sequence[str], weigh: Weights) -> dict[str, float]:
+    """Return the weight of each site in the method's aggregation over ``sites``."""
+    without_values = Patch.empty(1)
+    counted = [Contribution(site, without_values, "weights", examples[site]) for site in sorted(sites)]
+    return dict(zip(sorted(sites), weigh(counted), strict=True))
+
 
 SUM_SITE = "sum"
 """Site of the contribution that stands for all summed ones."""

@@ -31,9 +31,8 @@ from ...wire.formats import ValueType, is_quantized
 from ...wire.plan import NO_NAME, Plan, is_name
 from ..link import Answer, SiteLink, Vector, name_new_start, name_vector
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event
-from .model_change import ChangeLimit, is_standstill
 from .plans import InitialModel, choose_values, correct_variances, plan_request, plan_update
-from .request_checks import check_kind, check_trainable
+from .request_checks import ChangeLimit, check_kind, check_trainable, is_standstill
 from .request_log import RequestLog
 from .site_state import SiteMemory, SiteSnapshot
 from .stages import SiteStage

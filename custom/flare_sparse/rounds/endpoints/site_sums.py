@@ -29,8 +29,8 @@ from ...privacy.secure_aggregation.messages import (
 from ...privacy.secure_aggregation.party import SumParty
 from ...privacy.secure_aggregation.rings import RingFormat
 from .request_log import RequestLog
+from .server_sums import build_ring, compute_reference, compute_shares
 from .stages import SiteStage
-from .sums import build_ring, compute_reference, compute_shares
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from .events import Event
 from .loop import Federation, OnUpdates
 from .progress import Snapshot
 from .records import BestModel, Evaluation, Outcome, RoundRecord
-from .replies import Reply, SumQuestions, SumReply, SumTransport, Transport
-from .roster import Connections, Handshake
+from .roster import Connections, Handshake, Reply, SumQuestions, SumReply, SumTransport, Transport
 from .rules import RoundRules
 
 __all__ = [

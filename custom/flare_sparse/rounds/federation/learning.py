@@ -19,7 +19,7 @@ from ...core.mask import Mask
 from ...methods.aggregation.robust import clip_deltas
 from ...methods.method import Method
 from ..endpoints.server import ServerEndpoint
-from .replies import AttemptResult
+from .roster import AttemptResult
 from .rules import RoundRules, cap_contributions
 
 FEWEST = 3

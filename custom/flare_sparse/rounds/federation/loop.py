@@ -27,8 +27,7 @@ from .events import (
 from .learning import OPPOSED, HasQuorum, LearnResult, find_opposed, learn_from
 from .progress import ModelComparison, Progress, Snapshot, describe_constant_metrics, describe_cut_tensors
 from .records import BestModel, Evaluation, Outcome, RoundRecord
-from .replies import AttemptResult
-from .roster import Connections, Roster
+from .roster import AttemptResult, Connections, Roster
 from .rounds import QuorumMissed, Round, RoundRunner
 from .rules import RoundRules, SiteHistory
 

@@ -10,8 +10,7 @@ from ...wire.ledger import LedgerLine
 from ..endpoints.server import Attempt, ServerEndpoint
 from .events import BASE_LOST, EventLog
 from .learning import HasQuorum, LearnResult
-from .replies import AttemptResult, Reply, get_reason_code
-from .roster import Roster
+from .roster import AttemptResult, Reply, Roster, get_reason_code
 from .rules import RoundRules, SiteHistory
 from .sums import sum_replies
 

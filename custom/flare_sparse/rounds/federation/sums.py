@@ -10,7 +10,7 @@ from ...core.errors import WireError
 from ...core.exchange import Contribution
 from ...privacy.secure_aggregation.messages import Step
 from ..endpoints.server_sums import SumExchange
-from .replies import Reply, SumQuestions, SumReply, SumTransport
+from .roster import Reply, SumQuestions, SumReply, SumTransport
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...compute.structure.norms import clip_variances
+from ...compute.structure.nodes import clip_variances
 from ...core.errors import MissingBase, RejectedMessage
 from ...core.exchange import Patch
 from ...core.mask import Mask

@@ -11,7 +11,7 @@ from pydantic import (
 )
 from torch import nn
 
-from ...compute.structure.norms import replace_batch_norms
+from ...compute.structure.nodes import replace_batch_norms
 from ...core.errors import ConfigError, suggest
 from .gates import GateConfig, add_gates
 from .registry import INPUT_KINDS, MODELS, build_model, get_input_kind, takes_numbers, validate_settings

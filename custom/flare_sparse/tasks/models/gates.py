@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...compute.structure.channels import CHANNELWISE, CONVOLUTIONS, NORMS, iterate_leaf_modules, run_channels
+from ...compute.structure.compact import CHANNELWISE, CONVOLUTIONS, NORMS, iterate_leaf_modules, run_channels
 from ...core.errors import ConfigError, suggest
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .blocks import build_convolution_block
 from .fields import Count, Image
+from .shapes import build_convolution_block
 
 
 class Shortcut(nn.Module):

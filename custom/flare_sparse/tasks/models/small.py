@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from ...core.params import LinearPath
 from ...inputs.scaling import QuantileEncoder
-from .blocks import build_convolution_block, build_fully_connected
 from .fields import Bins, Channels, Count, Features, Gain, Image, Share, Units
-from .shapes import compute_feature_map_shape
+from .shapes import build_convolution_block, build_fully_connected, compute_feature_map_shape
 
 ENCODED = 64
 """Most inputs of a table of which the numbers are encoded."""
