@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from ..core.settings import Settings
 
 Ids = tuple[str, ...]
 Part = Literal["all", "test", "validation", "train"]
@@ -29,31 +31,21 @@ class Split:
     test: Ids
 
 
-class SplitConfig(BaseModel):
+class SplitConfig(Settings):
     """Shares of a site's subjects for testing and validation, or one fold of a cross-validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    test: float = Field(0.2, gt=0, lt=1, description="share of a site's subjects for testing; folds replace it")
-    validation: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="share of a site's subjects that choose the best round and end a run early; 0: none, and the run "
-        "has no best model, because test subjects choose nothing",
-    )
-    folds: int | None = Field(
-        None,
-        ge=2,
-        le=1000,
-        description="number of folds: with each fold once, every subject of every site is tested once; null: one split",
-    )
-    stable: bool = Field(
-        False,
-        description="the part of a subject depends on its identifier alone, so that no subject changes parts when "
-        "another one leaves or joins; the shares then hold on average",
-    )
-    fold: int = Field(1, ge=1, description="fold for testing, 1 to folds; fold 1 of 5 tests the subjects of one split")
+    test: float = Field(0.2, gt=0, lt=1)
+    """share of a site's subjects for testing; folds replace it"""
+    validation: float = Field(0.0, ge=0, lt=1)
+    """share of a site's subjects that choose the best round and end a run early; 0: none, and the run has no best
+    model, because test subjects choose nothing"""
+    folds: int | None = Field(None, ge=2, le=1000)
+    """number of folds: with each fold once, every subject of every site is tested once; null: one split"""
+    stable: bool = False
+    """the part of a subject depends on its identifier alone, so that no subject changes parts when another one leaves
+    or joins; the shares then hold on average"""
+    fold: int = Field(1, ge=1)
+    """fold for testing, 1 to folds; fold 1 of 5 tests the subjects of one split"""
 
     @model_validator(mode="after")
     def _check_shares(self) -> SplitConfig:

@@ -10,9 +10,10 @@ from typing import Annotated
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from ..core.errors import DataError, PolicyRefusal
+from ..core.settings import Settings
 from ..privacy.dp.secret import derive_key, read_secret
 from ..privacy.release.record import (
     FOLD,
@@ -44,19 +45,17 @@ _MOST_LABELS = 8
 """A column with more different values is one of numbers, or free text."""
 
 
-class Declaration(BaseModel):
+class Declaration(Settings):
     """What a site declares of its people: nothing of it comes from a job."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    id: str = Field(description="column with the identifier of a person")
-    table: Path | None = Field(None, description="table of the people, relative to the file; default: the site's data")
-    folds: int = Field(5, ge=2, le=50, description="number of folds, which the site's secret assigns")
-    columns: dict[str, Annotated[Groups, Field(min_length=1)]] = Field(
-        default_factory=dict,
-        description="columns with groups: lists of texts, the last of which also holds every other value, or edges of "
-        "numbers",
-    )
+    id: str
+    """column with the identifier of a person"""
+    table: Path | None = None
+    """table of the people, relative to the file; default: the site's data"""
+    folds: int = Field(5, ge=2, le=50)
+    """number of folds, which the site's secret assigns"""
+    columns: dict[str, Annotated[Groups, Field(min_length=1)]] = Field(default_factory=dict)
+    """columns with groups: lists of texts, the last of which also holds every other value, or edges of numbers"""
 
     @property
     def all_columns(self) -> Columns:

@@ -31,33 +31,21 @@ class Section(Settings):
 class WireConfig(Section):
     """Format of the messages."""
 
-    values: ValueType = Field(
-        "float32",
-        description="number format of values in messages; the rounding residual of a short format is added to the next "
-        "message; int8, int4 and int2 round the difference to what the receiver holds; _zstd is lossless compression",
-        examples=list(FORMATS),
-    )
-    encryption: Literal["none", "ckks"] = Field(
-        "none", description="ckks: the server aggregates encrypted weights; the keys are part of the startup kits"
-    )
-    aggregation: Literal["plain", "masked"] = Field(
-        "plain",
-        description="masked: the server reads the sum of the sites' values and no value of a single site; sites sign "
-        "their keys with the certificates of their startup kits",
-    )
-    bound: float = Field(
-        64.0,
-        gt=2.0**-20,
-        le=MAX_BOUND,
-        description="masked: largest change of a parameter in a round; an update with a larger one is "
-        "refused (E_RANGE); the sum is exact to 2^-20 of it or better",
-    )
-    initial_model: Literal["sent", "built"] = Field(
-        "sent",
-        description="built: each site builds the initial model from the job's seed, and the first request has the "
-        "statistics of inputs alone, with int8, int4 and int2 compressed and to 24 bits; a site whose model has "
-        "another digest than the server's receives all of it",
-    )
+    values: ValueType = Field("float32", examples=list(FORMATS))
+    """number format of values in messages; the rounding residual of a short format is added to the next message; int8,
+    int4 and int2 round the difference to what the receiver holds; _zstd is lossless compression"""
+    encryption: Literal["none", "ckks"] = "none"
+    """ckks: the server aggregates encrypted weights; the keys are part of the startup kits"""
+    aggregation: Literal["plain", "masked"] = "plain"
+    """masked: the server reads the sum of the sites' values and no value of a single site; sites sign their keys with
+    the certificates of their startup kits"""
+    bound: float = Field(64.0, gt=2.0**-20, le=MAX_BOUND)
+    """masked: largest change of a parameter in a round; an update with a larger one is refused (E_RANGE); the sum is
+    exact to 2^-20 of it or better"""
+    initial_model: Literal["sent", "built"] = "sent"
+    """built: each site builds the initial model from the job's seed, and the first request has the statistics of inputs
+    alone, with int8, int4 and int2 compressed and to 24 bits; a site whose model has another digest than the server's
+    receives all of it"""
 
     @field_validator("values")
     @classmethod
@@ -71,19 +59,16 @@ class WireConfig(Section):
 class EarlyStopping(Section):
     """End of a run whose model no longer gets better on validation examples."""
 
-    patience: int = Field(
-        10, ge=1, description="rounds in a row without a better metric on validation examples, after which the run ends"
-    )
+    patience: int = Field(10, ge=1)
+    """rounds in a row without a better metric on validation examples, after which the run ends"""
 
 
 class AuditConfig(Section):
     """What a run records for flare-sparse audit."""
 
-    record_updates: bool = Field(
-        False,
-        description="the server keeps every site's update of every round in RUN/updates, for the attacks of a server "
-        "that flare-sparse audit makes; a strict site policy refuses the job",
-    )
+    record_updates: bool = False
+    """the server keeps every site's update of every round in RUN/updates, for the attacks of a server that flare-sparse
+    audit makes; a strict site policy refuses the job"""
 
 
 MIN_COMMITS = 2
@@ -93,81 +78,47 @@ MIN_COMMITS = 2
 class FederationConfig(Section):
     """Rules that decide when a round is committed and how much a site may weigh."""
 
-    min_sites: int = Field(1, ge=1, description="quorum: fewest contributions that commit a round")
-    min_weight: float = Field(
-        0.0, ge=0, le=1, description="smallest share of the requested sites' examples that commits a round"
-    )
-    max_share: float = Field(
-        1.0, gt=0, le=1, description="largest share of a round's total weight for one site; capping is recorded"
-    )
-    clip_norm: float | None = Field(
-        None, gt=0, description="largest L2 norm of a site's delta; a longer one is clipped, and clipping is recorded"
-    )
-    max_norm_ratio: float | None = Field(
-        100.0,
-        ge=1.5,
-        allow_inf_nan=False,
-        description="largest L2 norm of a site's delta, as a multiple of the median of the round's; a longer one is "
-        "rejected (E_NORM); from three updates on, not for encrypted ones and not with clip_norm; null: no bound",
-    )
-    examples_tolerance: float = Field(
-        0.1, ge=0, description="largest relative change of a site's number of examples from the one it first reported"
-    )
-    examples: dict[str, Annotated[int, Field(ge=0)]] = Field(
-        default_factory=dict,
-        description="agreed number of training examples by site, {hospital-a: 412}; a larger number is rejected",
-    )
-    quarantine_after: int = Field(
-        3, ge=0, description="consecutive rounds without a contribution after which a site is quarantined; 0: never"
-    )
-    task_timeout_s: float = Field(
-        3600, gt=0, description="seconds that a site has to reply to a request, training included"
-    )
-    round_minutes: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="minutes after which an attempt at a round ends with the sites that have replied, if they meet the "
-        "quorum; at most task_timeout_s; null: task_timeout_s alone ends it",
-    )
-    early_stopping: EarlyStopping | None = Field(
-        None,
-        description="end the run when the metric on validation examples no longer improves, {patience: 10}; needs "
-        "task.split.validation and method.participation 1; null: run all rounds",
-    )
-    retries: int = Field(2, ge=0, description="number of times a failed round is retried before the run stops")
-    kept_commits: int = Field(
-        MIN_COMMITS,
-        ge=MIN_COMMITS,
-        description="newest commits whose checkpoints server and sites keep; a withdrawal retrains from the last one "
-        "before the data took part",
-    )
-    checkpoint_days: int | None = Field(
-        None,
-        ge=0,
-        description="days that a result folder keeps checkpoints; 0: none after the run; null: until they are removed",
-    )
-    request_interval_s: float = Field(
-        0.05,
-        ge=0.01,
-        le=5,
-        description="shortest time in seconds between two polls of a site for work (about 7 kB each); it grows to 5 % "
-        "of the time since the request was issued, up to 5 s",
-    )
-    gpus: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="GPUs that a site's FLARE must have free before the job starts there (num_of_gpus of the job's "
-        "resource_spec, for sites with FLARE's GPUResourceManager); 0: the job asks for none",
-    )
-    threads: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="torch threads of every process; a different number changes the result's last bits, except with "
-        "method.training.compute: sparse, where it counts the threads of the sparse kernels and torch has one",
-    )
+    min_sites: int = Field(1, ge=1)
+    """quorum: fewest contributions that commit a round"""
+    min_weight: float = Field(0.0, ge=0, le=1)
+    """smallest share of the requested sites' examples that commits a round"""
+    max_share: float = Field(1.0, gt=0, le=1)
+    """largest share of a round's total weight for one site; capping is recorded"""
+    clip_norm: float | None = Field(None, gt=0)
+    """largest L2 norm of a site's delta; a longer one is clipped, and clipping is recorded"""
+    max_norm_ratio: float | None = Field(100.0, ge=1.5, allow_inf_nan=False)
+    """largest L2 norm of a site's delta, as a multiple of the median of the round's; a longer one is rejected (E_NORM);
+    from three updates on, not for encrypted ones and not with clip_norm; null: no bound"""
+    examples_tolerance: float = Field(0.1, ge=0)
+    """largest relative change of a site's number of examples from the one it first reported"""
+    examples: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """agreed number of training examples by site, {hospital-a: 412}; a larger number is rejected"""
+    quarantine_after: int = Field(3, ge=0)
+    """consecutive rounds without a contribution after which a site is quarantined; 0: never"""
+    task_timeout_s: float = Field(3600, gt=0)
+    """seconds that a site has to reply to a request, training included"""
+    round_minutes: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """minutes after which an attempt at a round ends with the sites that have replied, if they meet the quorum; at most
+    task_timeout_s; null: task_timeout_s alone ends it"""
+    early_stopping: EarlyStopping | None = None
+    """end the run when the metric on validation examples no longer improves, {patience: 10}; needs
+    task.split.validation and method.participation 1; null: run all rounds"""
+    retries: int = Field(2, ge=0)
+    """number of times a failed round is retried before the run stops"""
+    kept_commits: int = Field(MIN_COMMITS, ge=MIN_COMMITS)
+    """newest commits whose checkpoints server and sites keep; a withdrawal retrains from the last one before the data
+    took part"""
+    checkpoint_days: int | None = Field(None, ge=0)
+    """days that a result folder keeps checkpoints; 0: none after the run; null: until they are removed"""
+    request_interval_s: float = Field(0.05, ge=0.01, le=5)
+    """shortest time in seconds between two polls of a site for work (about 7 kB each); it grows to 5 % of the time
+    since the request was issued, up to 5 s"""
+    gpus: int = Field(0, ge=0, le=64)
+    """GPUs that a site's FLARE must have free before the job starts there (num_of_gpus of the job's resource_spec, for
+    sites with FLARE's GPUResourceManager); 0: the job asks for none"""
+    threads: int = Field(1, ge=1, le=1024)
+    """torch threads of every process; a different number changes the result's last bits, except with
+    method.training.compute: sparse, where it counts the threads of the sparse kernels and torch has one"""
 
     @model_validator(mode="after")
     def _check_times(self) -> FederationConfig:
@@ -205,47 +156,60 @@ class FederationConfig(Section):
 class NaturalPartition(Section):
     """Use the sites that the data names."""
 
-    column: str = Field("site", description="column that names the site of an example")
-    missing: str | None = Field(
-        None, description="site of the examples whose column is empty, such as unknown; null: they are an error"
-    )
-    split: dict[str, int] = Field(
-        default_factory=dict, description="split a site at random into this many parts: {IXI-HH: 4}"
-    )
-    seed: int = Field(0, ge=0, description="seed of the random split")
+    column: str = "site"
+    """column that names the site of an example"""
+    missing: str | None = None
+    """site of the examples whose column is empty, such as unknown; null: they are an error"""
+    split: dict[str, int] = Field(default_factory=dict)
+    """split a site at random into this many parts: {IXI-HH: 4}"""
+    seed: int = Field(0, ge=0)
+    """seed of the random split"""
 
 
 class IidPartition(Section):
     """Give every site a random sample of the whole population."""
 
-    sizes: Literal["uniform", "skewed"] = Field("uniform", description="equal or geometrically decreasing sizes")
-    seed: int = Field(0, ge=0, description="seed of the shuffle")
+    sizes: Literal["uniform", "skewed"] = "uniform"
+    """equal or geometrically decreasing sizes"""
+    seed: int = Field(0, ge=0)
+    """seed of the shuffle"""
 
 
 class AgePartition(Section):
     """Give every site its own age range (the non-IID setting of FedSparsify)."""
 
-    column: str = Field("age", description="numeric column to sort by")
-    sizes: Literal["uniform", "skewed"] = Field("uniform", description="equal or geometrically decreasing sizes")
+    column: str = "age"
+    """numeric column to sort by"""
+    sizes: Literal["uniform", "skewed"] = "uniform"
+    """equal or geometrically decreasing sizes"""
 
 
 class DirichletPartition(Section):
     """Draw the class proportions of every site from a Dirichlet distribution."""
 
-    column: str = Field("label", description="column of the classes")
-    alpha: float = Field(0.5, gt=0, description="concentration; a small value gives each site few classes")
-    min_examples: int = Field(5, ge=1, description="fewest examples per site")
-    seed: int = Field(0, ge=0, description="seed of the draws")
+    column: str = "label"
+    """column of the classes"""
+    alpha: float = Field(0.5, gt=0)
+    """concentration; a small value gives each site few classes"""
+    min_examples: int = Field(5, ge=1)
+    """fewest examples per site"""
+    seed: int = Field(0, ge=0)
+    """seed of the draws"""
 
 
 class FewClassesPartition(Section):
     """Give every site a few classes only, and sites different sizes (MetaGater)."""
 
-    column: str = Field("label", description="column of the classes")
-    classes: int = Field(2, ge=1, description="number of classes per site")
-    min_examples: int = Field(30, ge=1, description="fewest examples per site")
-    max_examples: int = Field(100, ge=1, description="most examples per site; sizes are drawn log-uniformly")
-    seed: int = Field(0, ge=0, description="seed of the draws")
+    column: str = "label"
+    """column of the classes"""
+    classes: int = Field(2, ge=1)
+    """number of classes per site"""
+    min_examples: int = Field(30, ge=1)
+    """fewest examples per site"""
+    max_examples: int = Field(100, ge=1)
+    """most examples per site; sizes are drawn log-uniformly"""
+    seed: int = Field(0, ge=0)
+    """seed of the draws"""
 
 
 class SharedPartition(Section):
@@ -267,21 +231,23 @@ def list_partitions() -> dict[str, type[BaseModel]]:
 class PhantomConfig(Section):
     """Brain phantoms as the data of simulated sites."""
 
-    subjects: int = Field(40, ge=5, le=999, description="brains per site")
-    seed: int = Field(0, ge=0, description="seed of the anatomy; independent of the run's seed")
-    labels: bool = Field(False, description="with a map of each brain's tissues, for task segmentation")
+    subjects: int = Field(40, ge=5, le=999)
+    """brains per site"""
+    seed: int = Field(0, ge=0)
+    """seed of the anatomy; independent of the run's seed"""
+    labels: bool = False
+    """with a map of each brain's tissues, for task segmentation"""
 
 
 class SimulatorData(Section):
     """Data of simulated sites, which real sites have on their own disks: phantoms or a path."""
 
-    phantom: PhantomConfig | None = Field(None, description="generate brain phantoms")
-    path: Path | None = Field(
-        None, description="one data set to partition; or, with {site} in the path, one folder or file per site"
-    )
-    partition: Annotated[Choice[Section], build_choice_validator(list_partitions), ChoiceSerializer] | None = Field(
-        None, description="how the data set at path is partitioned into sites"
-    )
+    phantom: PhantomConfig | None = None
+    """generate brain phantoms"""
+    path: Path | None = None
+    """one data set to partition; or, with {site} in the path, one folder or file per site"""
+    partition: Annotated[Choice[Section], build_choice_validator(list_partitions), ChoiceSerializer] | None = None
+    """how the data set at path is partitioned into sites"""
 
     @property
     def has_path_per_site(self) -> bool:
@@ -304,14 +270,11 @@ class SimulatorData(Section):
 class SimulatorConfig(Section):
     """Simulated sites; used by ``--env sim``, ``--env local`` and ``check`` only, and never sent with a job."""
 
-    sites: int | None = Field(
-        None, ge=1, description="number of sites; of natural sites, keep this many, the largest (null: all)"
-    )
+    sites: int | None = Field(None, ge=1)
+    """number of sites; of natural sites, keep this many, the largest (null: all)"""
     data: SimulatorData
-    site_settings: dict[str, dict[str, dict[str, Any]]] = Field(
-        default_factory=dict,
-        description="settings that a real site has in its site file, by site and method: {site-1: {scbf: {rate: 0.1}}}",
-    )
+    site_settings: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
+    """settings that a real site has in its site file, by site and method: {site-1: {scbf: {rate: 0.1}}}"""
 
     @model_validator(mode="after")
     def _check_sites(self) -> SimulatorConfig:
@@ -343,34 +306,24 @@ class JobConfig(Section):
         task: a :class:`Choice` from ``TASKS``, a user task, or a training script.
     """
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$", description="name of the job: letters, digits, - and _"
-    )
-    seed: int = Field(0, ge=0, lt=2**53, description="seed of all randomness of a run")
-    method: Annotated[Choice[MethodConfig], build_choice_validator(lambda: METHODS), ChoiceSerializer] = Field(
-        description="what is exchanged and how it is aggregated; see flare-sparse settings"
-    )
-    task: Annotated[Choice[TaskConfig], build_choice_validator(lambda: TASKS), ChoiceSerializer] = Field(
-        description="model, data, loss and metric"
-    )
-    wire: WireConfig = Field(default_factory=WireConfig, description="format of the messages")
-    federation: FederationConfig = Field(
-        default_factory=FederationConfig, description="quorum, limits, timeouts and retries of the rounds"
-    )
-    privacy: PrivacyConfig | None = Field(
-        None,
-        description="differential privacy of every site's training, {epsilon: 3}; null: none",
-    )
-    audit: AuditConfig = Field(
-        default_factory=AuditConfig,
-        description="what the run records for flare-sparse audit",
-    )
-    permit: str | None = Field(
-        None,
-        min_length=1,
-        max_length=200,
-        description="number of the ethics vote or data permit under which the job runs; a site's policy may demand one",
-    )
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
+    """name of the job: letters, digits, - and _"""
+    seed: int = Field(0, ge=0, lt=2**53)
+    """seed of all randomness of a run"""
+    method: Annotated[Choice[MethodConfig], build_choice_validator(lambda: METHODS), ChoiceSerializer]
+    """what is exchanged and how it is aggregated; see flare-sparse settings"""
+    task: Annotated[Choice[TaskConfig], build_choice_validator(lambda: TASKS), ChoiceSerializer]
+    """model, data, loss and metric"""
+    wire: WireConfig = Field(default_factory=WireConfig)
+    """format of the messages"""
+    federation: FederationConfig = Field(default_factory=FederationConfig)
+    """quorum, limits, timeouts and retries of the rounds"""
+    privacy: PrivacyConfig | None = None
+    """differential privacy of every site's training, {epsilon: 3}; null: none"""
+    audit: AuditConfig = Field(default_factory=AuditConfig)
+    """what the run records for flare-sparse audit"""
+    permit: str | None = Field(None, min_length=1, max_length=200)
+    """number of the ethics vote or data permit under which the job runs; a site's policy may demand one"""
 
     @property
     def torch_threads(self) -> int:
@@ -431,7 +384,8 @@ class JobConfig(Section):
 class RunConfig(JobConfig):
     """A configuration file: a job and its simulated sites."""
 
-    simulator: SimulatorConfig | None = Field(None, description="sites and data of --env sim and --env local")
+    simulator: SimulatorConfig | None = None
+    """sites and data of --env sim and --env local"""
 
     @model_validator(mode="after")
     def _check_quorum(self) -> RunConfig:

@@ -25,18 +25,22 @@ from .support.masks import compute_cosine_fraction, drop_and_regrow
 
 
 class DisPFLConfig(MethodConfig):
-    sparsity: float = Field(0.5, ge=0, lt=1, description="share of a personal model's maskable entries that is off")
-    layer_density: Literal["erk", "uniform"] = Field("erk", description="density of each tensor")
-    shared_initial_mask: bool = Field(False, description="all sites start with the same mask")
-    neighbours: Literal["random", "ring", "full"] = Field(
-        "random", description="the sites whose models a site receives"
-    )
-    num_neighbours: int = Field(2, ge=1, description="number of random neighbours")
-    initial_drop_fraction: float = Field(
-        0.5, ge=0, le=1, description="alpha: share of a tensor's live entries that moves in round 1; falls to 0"
-    )
-    regrow: Literal["gradient", "random"] = Field("gradient", description="how the entries to regrow are chosen")
-    maskable: MaskPreset = Field("all_trainable", description="which parameters a personal mask covers")
+    sparsity: float = Field(0.5, ge=0, lt=1)
+    """share of a personal model's maskable entries that is off"""
+    layer_density: Literal["erk", "uniform"] = "erk"
+    """density of each tensor"""
+    shared_initial_mask: bool = False
+    """all sites start with the same mask"""
+    neighbours: Literal["random", "ring", "full"] = "random"
+    """the sites whose models a site receives"""
+    num_neighbours: int = Field(2, ge=1)
+    """number of random neighbours"""
+    initial_drop_fraction: float = Field(0.5, ge=0, le=1)
+    """alpha: share of a tensor's live entries that moves in round 1; falls to 0"""
+    regrow: Literal["gradient", "random"] = "gradient"
+    """how the entries to regrow are chosen"""
+    maskable: MaskPreset = "all_trainable"
+    """which parameters a personal mask covers"""
 
     def needs(self) -> Needs:
         needs = super().needs() | {Need.OWN_MODEL.because("sparse with the site's own mask")}

@@ -35,9 +35,8 @@ class FedAvg(FedAvgRounds):
 
 
 class FedAvgFTConfig(FedAvgConfig):
-    finetune: FineTuning = Field(
-        default_factory=FineTuning, description="training at each site after the last round, whose model stays there"
-    )
+    finetune: FineTuning = Field(default_factory=FineTuning)
+    """training at each site after the last round, whose model stays there"""
 
 
 @final

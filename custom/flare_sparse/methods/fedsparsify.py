@@ -26,13 +26,20 @@ from .support.schedules import compute_polynomial_sparsity
 
 
 class FedSparsifyConfig(AveragingConfig):
-    sparsity: float = Field(0.9, ge=0, lt=1, description="S_T: share of pruned entries after the last round")
-    initial_sparsity: float = Field(0.0, ge=0, lt=1, description="S_0: share of pruned entries in round first_round")
-    first_round: int = Field(1, ge=1, description="t_0: first round of the schedule")
-    prune_every: int = Field(1, ge=1, description="F: rounds between prunings")
-    exponent: float = Field(3.0, gt=0, description="n in Eq. 1; 1 is linear")
-    force_final: bool = Field(False, description="reach S_T in the last round even if prune_every does not divide it")
-    prunable: MaskPreset = Field("all_but_norm", description="which parameters may be pruned")
+    sparsity: float = Field(0.9, ge=0, lt=1)
+    """S_T: share of pruned entries after the last round"""
+    initial_sparsity: float = Field(0.0, ge=0, lt=1)
+    """S_0: share of pruned entries in round first_round"""
+    first_round: int = Field(1, ge=1)
+    """t_0: first round of the schedule"""
+    prune_every: int = Field(1, ge=1)
+    """F: rounds between prunings"""
+    exponent: float = Field(3.0, gt=0)
+    """n in Eq. 1; 1 is linear"""
+    force_final: bool = False
+    """reach S_T in the last round even if prune_every does not divide it"""
+    prunable: MaskPreset = "all_but_norm"
+    """which parameters may be pruned"""
 
     @model_validator(mode="after")
     def _check_order(self) -> FedSparsifyConfig:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
@@ -21,9 +20,8 @@ from .support.lora import RankedConfig, RankedMethod
 
 
 class FlexLoRAConfig(RankedConfig):
-    split: Literal["balanced", "left"] = Field(
-        "balanced", description="which factors take the singular values: sqrt(S) in each, or all of S in B"
-    )
+    split: Literal["balanced", "left"] = "balanced"
+    """which factors take the singular values: sqrt(S) in each, or all of S in B"""
 
 
 @final

@@ -25,8 +25,10 @@ from .support.masks import unite_masks
 
 
 class HetLoRAConfig(RankedConfig):
-    decay: float = Field(0.99, gt=0, le=1, description="gamma: a site gives up its ranks beyond floor(gamma * r_k)")
-    sparsity_weighted: bool = Field(True, description="weigh a site by ||B_k A_k||; false: by its examples")
+    decay: float = Field(0.99, gt=0, le=1)
+    """gamma: a site gives up its ranks beyond floor(gamma * r_k)"""
+    sparsity_weighted: bool = True
+    """weigh a site by ||B_k A_k||; false: by its examples"""
 
 
 @dataclass(frozen=True)

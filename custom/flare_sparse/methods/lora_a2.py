@@ -26,23 +26,19 @@ from .support.lora import RankedConfig, RankedMethod
 
 
 class LoRAA2Config(RankedConfig):
-    budget: Literal["slots", "scalars"] = Field(
-        "slots",
-        description="unit of r_k: r_k * N slots over the whole model (the paper), or as many scalars as r_k ranks of "
-        "every module have, chosen by score per scalar",
-    )
-    score: Literal["contribution", "magnitude", "sensitivity", "random"] = Field(
-        "contribution",
-        description="score of a slot: ||dB_i A_i||; ||dB_i|| alone; sum of |weight * gradient| (Table 9); or chance",
-    )
-    trial: Literal["epochs", "gradient"] = Field(
-        "epochs", description="what the scores are computed from: the delta of trial_epochs, or a full-batch gradient"
-    )
-    trial_epochs: int = Field(1, ge=1, description="epochs that only score the ranks; their result is discarded")
-    b_lr_ratio: float = Field(5.0, gt=0, description="eta_B / eta_A; training.lr is eta_A, also of a trained head")
-    schedule: Literal["alternate", "b_only"] = Field(
-        "alternate", description="B in odd rounds and A in even ones, or always B (FFA-LoRA)"
-    )
+    budget: Literal["slots", "scalars"] = "slots"
+    """unit of r_k: r_k * N slots over the whole model (the paper), or as many scalars as r_k ranks of every module
+    have, chosen by score per scalar"""
+    score: Literal["contribution", "magnitude", "sensitivity", "random"] = "contribution"
+    """score of a slot: ||dB_i A_i||; ||dB_i|| alone; sum of |weight * gradient| (Table 9); or chance"""
+    trial: Literal["epochs", "gradient"] = "epochs"
+    """what the scores are computed from: the delta of trial_epochs, or a full-batch gradient"""
+    trial_epochs: int = Field(1, ge=1)
+    """epochs that only score the ranks; their result is discarded"""
+    b_lr_ratio: float = Field(5.0, gt=0)
+    """eta_B / eta_A; training.lr is eta_A, also of a trained head"""
+    schedule: Literal["alternate", "b_only"] = "alternate"
+    """B in odd rounds and A in even ones, or always B (FFA-LoRA)"""
 
     def needs(self) -> Needs:
         reason = "a site scores its adapters by a trial with learning rates of its own"

@@ -164,9 +164,12 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, MetaGaterState]):
 
 
 class MetaSNIPConfig(MetaLearningConfig):
-    sparsity: float = Field(0.25, ge=0, lt=1, description="share of the pruned layers' channels or weights")
-    unit: Literal["channel", "weight"] = Field("channel", description="what SNIP scores and prunes")
-    layers: tuple[str, ...] = Field((), description="convolutions to prune, such as '2.0.conv'; none given: all")
+    sparsity: float = Field(0.25, ge=0, lt=1)
+    """share of the pruned layers' channels or weights"""
+    unit: Literal["channel", "weight"] = "channel"
+    """what SNIP scores and prunes"""
+    layers: tuple[str, ...] = ()
+    """convolutions to prune, such as '2.0.conv'; none given: all"""
 
 
 @final

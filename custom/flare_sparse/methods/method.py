@@ -63,21 +63,19 @@ MaskPreset = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
 class MethodConfig(Settings):
     """Settings that every method has."""
 
-    rounds: int = Field(10, ge=1, description="T: rounds of training")
-    participation: float = Field(1.0, gt=0, le=1, description="share of the sites sampled for each round")
-    training: TrainingConfig = Field(default_factory=TrainingConfig, description="how a site trains in a round")
-    evaluate_every: int = Field(
-        1,
-        ge=1,
-        description="rounds between two models that the sites evaluate, counted from the initial one; the last model "
-        "is always evaluated, with finetune the sites' own",
-    )
-    personal: Personal = Field(
-        (),
-        description="tensors that stay at each site and are its own; norms: normalisation layers with their running "
-        "statistics (FedBN); head: the last layer (FedPer); site: what describes the site's own data, such as "
-        "mean and spread of its targets (task.target_scaling); or patterns of names, such as ['3.*']",
-    )
+    rounds: int = Field(10, ge=1)
+    """T: rounds of training"""
+    participation: float = Field(1.0, gt=0, le=1)
+    """share of the sites sampled for each round"""
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    """how a site trains in a round"""
+    evaluate_every: int = Field(1, ge=1)
+    """rounds between two models that the sites evaluate, counted from the initial one; the last model is always
+    evaluated, with finetune the sites' own"""
+    personal: Personal = ()
+    """tensors that stay at each site and are its own; norms: normalisation layers with their running statistics
+    (FedBN); head: the last layer (FedPer); site: what describes the site's own data, such as mean and spread of its
+    targets (task.target_scaling); or patterns of names, such as ['3.*']"""
 
     def get_training(self, t: int) -> TrainingConfig:
         """Return the settings of training in round ``t``, with the learning rate that the schedule gives it."""

@@ -34,42 +34,32 @@ from .support.masks import find_zero_weights, unite_masks
 
 
 class NeuroSFLConfig(AveragingConfig):
-    sparsity: float = Field(
-        0.9, ge=0, lt=1, description="p: share of the maskable entries that is off for the whole run"
-    )
-    scores: Literal["snip", "iter_snip", "weighted_snip", "individual_snip", "shuffled_snip", "random"] = Field(
-        "snip",
-        description="snip: sum of the sites' |saliency|; weighted_snip: weighted by examples; iter_snip: several "
-        "minibatches or steps; individual_snip: a mask of its own for every site; shuffled_snip: random places, with "
-        "snip's number in each tensor; random: no data needed",
-    )
-    iter_snip: Literal["minibatch", "progressive"] = Field(
-        "minibatch", description="average over minibatches, or prune in steps (De Jorge et al.)"
-    )
-    iterations: int = Field(10, ge=1, description="minibatches or steps of iter_snip")
-    step_spacing: Literal["exponential", "linear"] = Field(
-        "exponential", description="how the live counts of progressive steps are spaced"
-    )
-    saliency_batches: int | None = Field(
-        None, ge=1, description="minibatches per saliency; null: all training examples, as in the paper's equations"
-    )
-    score_share: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="share of the maskable entries whose scores a site sends: its largest, never fewer than stay live",
-    )
-    min_per_layer: int = Field(1, ge=0, description="live entries that every maskable tensor keeps; 0 as in the paper")
-    random_layers: Literal["uniform", "erk"] = Field(
-        "uniform", description="how a random mask spreads its entries over the tensors"
-    )
-    random_site: bool = Field(
-        False, description="individual_snip: the mask of one site, drawn at random, for all (the paper's section 5.1)"
-    )
-    average_over_owners: bool = Field(
-        False, description="individual_snip: average over the sites that hold an entry instead of counting zeros"
-    )
-    maskable: MaskPreset = Field("conv_linear_weights", description="which parameters may be masked")
+    sparsity: float = Field(0.9, ge=0, lt=1)
+    """p: share of the maskable entries that is off for the whole run"""
+    scores: Literal["snip", "iter_snip", "weighted_snip", "individual_snip", "shuffled_snip", "random"] = "snip"
+    """snip: sum of the sites' |saliency|; weighted_snip: weighted by examples; iter_snip: several minibatches or steps;
+    individual_snip: a mask of its own for every site; shuffled_snip: random places, with snip's number in each tensor;
+    random: no data needed"""
+    iter_snip: Literal["minibatch", "progressive"] = "minibatch"
+    """average over minibatches, or prune in steps (De Jorge et al.)"""
+    iterations: int = Field(10, ge=1)
+    """minibatches or steps of iter_snip"""
+    step_spacing: Literal["exponential", "linear"] = "exponential"
+    """how the live counts of progressive steps are spaced"""
+    saliency_batches: int | None = Field(None, ge=1)
+    """minibatches per saliency; null: all training examples, as in the paper's equations"""
+    score_share: float = Field(1.0, gt=0, le=1)
+    """share of the maskable entries whose scores a site sends: its largest, never fewer than stay live"""
+    min_per_layer: int = Field(1, ge=0)
+    """live entries that every maskable tensor keeps; 0 as in the paper"""
+    random_layers: Literal["uniform", "erk"] = "uniform"
+    """how a random mask spreads its entries over the tensors"""
+    random_site: bool = False
+    """individual_snip: the mask of one site, drawn at random, for all (the paper's section 5.1)"""
+    average_over_owners: bool = False
+    """individual_snip: average over the sites that hold an entry instead of counting zeros"""
+    maskable: MaskPreset = "conv_linear_weights"
+    """which parameters may be masked"""
 
     @model_validator(mode="after")
     def _check_scores(self) -> NeuroSFLConfig:

@@ -33,13 +33,12 @@ class PerFedAvgConfig(AdaptationConfig):
     ``training.clip_norm`` bounds every gradient.
     """
 
-    local_steps: int = Field(1, ge=1, description="tau: meta-steps of a site in a round")
-    variant: Literal["first_order", "hessian_free"] = Field(
-        "first_order", description="first_order: no second derivatives; hessian_free: their product by differences"
-    )
-    delta: float = Field(
-        1e-3, gt=0, description="half the distance of the two gradients of hessian_free, relative to the direction"
-    )
+    local_steps: int = Field(1, ge=1)
+    """tau: meta-steps of a site in a round"""
+    variant: Literal["first_order", "hessian_free"] = "first_order"
+    """first_order: no second derivatives; hessian_free: their product by differences"""
+    delta: float = Field(1e-3, gt=0)
+    """half the distance of the two gradients of hessian_free, relative to the direction"""
 
     @model_validator(mode="after")
     def _check_training(self) -> Self:
@@ -130,7 +129,8 @@ class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
 
 
 class FedAvgOneStepConfig(AdaptationConfig):
-    weighting: Literal["examples", "uniform"] = Field("examples", description="weight of a site in the average")
+    weighting: Literal["examples", "uniform"] = "examples"
+    """weight of a site in the average"""
 
     def needs(self) -> Needs:
         if self.weighting == "examples":

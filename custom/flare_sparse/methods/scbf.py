@@ -54,39 +54,27 @@ from .support.unit_pruning import PruningConfig, PruningMethod
 class ChannelConfig(MethodConfig):
     """Settings of SCBF's rounds."""
 
-    rate: float = Field(0.3, gt=0, le=1, description="alpha: share of the channel paths that a site selects in a round")
-    budget: float | None = Field(
-        None, gt=0, le=1, description="instead of rate: exact share of the parameters that a site uploads"
-    )
-    download_rate: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="share of the parameters that a site receives in a round, those that have changed most since it "
-        "received them",
-    )
-    selection: Selection = Field(
-        "positive",
-        description="positive: reveal the entries on a selected path; negative: those on no other path",
-    )
-    biases: Biases = Field(
-        "selected", description="biases travel with the selected paths, never (as printed in the paper), or all"
-    )
-    aggregation: Aggregation = Field(
-        "sum",
-        description="sum: add all deltas (the paper; a server learning rate of K); mean: weighted by examples, absent "
-        "deltas are zero; count: average over the sites that reveal an entry",
-    )
-    channels: Literal["paths", "layerwise"] = Field(
-        "paths", description="channel paths through the network, or the neurons of each layer separately"
-    )
-    normalize_layers: bool = Field(False, description="divide each layer's squared deltas by their mean before adding")
-    max_exact_channels: int = Field(
-        5_000_000, ge=1, description="largest number of channel paths for which the threshold is exact"
-    )
-    sampled_channels: int = Field(
-        1_000_000, ge=1000, description="channel paths sampled to estimate the threshold of larger networks"
-    )
+    rate: float = Field(0.3, gt=0, le=1)
+    """alpha: share of the channel paths that a site selects in a round"""
+    budget: float | None = Field(None, gt=0, le=1)
+    """instead of rate: exact share of the parameters that a site uploads"""
+    download_rate: float = Field(1.0, gt=0, le=1)
+    """share of the parameters that a site receives in a round, those that have changed most since it received them"""
+    selection: Selection = "positive"
+    """positive: reveal the entries on a selected path; negative: those on no other path"""
+    biases: Biases = "selected"
+    """biases travel with the selected paths, never (as printed in the paper), or all"""
+    aggregation: Aggregation = "sum"
+    """sum: add all deltas (the paper; a server learning rate of K); mean: weighted by examples, absent deltas are zero;
+    count: average over the sites that reveal an entry"""
+    channels: Literal["paths", "layerwise"] = "paths"
+    """channel paths through the network, or the neurons of each layer separately"""
+    normalize_layers: bool = False
+    """divide each layer's squared deltas by their mean before adding"""
+    max_exact_channels: int = Field(5_000_000, ge=1)
+    """largest number of channel paths for which the threshold is exact"""
+    sampled_channels: int = Field(1_000_000, ge=1000)
+    """channel paths sampled to estimate the threshold of larger networks"""
 
     def needs(self) -> Needs:
         return super().needs() | list_selective_needs(self.aggregation) | {WHOLE_UNITS}
@@ -98,8 +86,10 @@ ChannelConfigT = TypeVar("ChannelConfigT", bound=ChannelConfig)
 class ChannelSiteConfig(SiteSettings):
     """Settings that a site may choose in its site file."""
 
-    rate: float | None = Field(None, gt=0, le=1, description="alpha at this site")
-    budget: float | None = Field(None, gt=0, le=1, description="share of the parameters that this site uploads")
+    rate: float | None = Field(None, gt=0, le=1)
+    """alpha at this site"""
+    budget: float | None = Field(None, gt=0, le=1)
+    """share of the parameters that this site uploads"""
 
 
 class ChannelSelector:
@@ -218,9 +208,12 @@ class FAwP(PruningMethod[PruningConfig]):
 
 
 class DSSGDConfig(MethodConfig):
-    rate: float = Field(0.3, gt=0, le=1, description="share of the parameters that a site uploads in a round")
-    download_rate: float = Field(1.0, gt=0, le=1, description="theta_d: share that a site downloads; as in scbf")
-    aggregation: Aggregation = Field("sum", description="sum (the paper), mean or count; as in scbf")
+    rate: float = Field(0.3, gt=0, le=1)
+    """share of the parameters that a site uploads in a round"""
+    download_rate: float = Field(1.0, gt=0, le=1)
+    """theta_d: share that a site downloads; as in scbf"""
+    aggregation: Aggregation = "sum"
+    """sum (the paper), mean or count; as in scbf"""
 
     def needs(self) -> Needs:
         return list_selective_needs(self.aggregation)

@@ -16,22 +16,14 @@ from .task import Task, TaskConfig
 class AdaptedTaskConfig(TaskConfig):
     """Base model and adapters of a task."""
 
-    base: Base | None = Field(
-        None,
-        description="folder of the base model in $FLARE_SPARSE_MODELS, or its folder, file and new tensors; null: "
-        "randomly initialised",
-    )
-    base_seed: int = Field(
-        0,
-        ge=0,
-        description="seed of the randomly initialised frozen weights; independent of the run's seed, because server "
-        "and sites must hold the same base model",
-    )
-    adapter: AdapterConfig | None = Field(
-        None,
-        description="LoRA adapters, which alone are trained and exchanged, beside the tensors of base.new; null: the "
-        "whole network",
-    )
+    base: Base | None = None
+    """folder of the base model in $FLARE_SPARSE_MODELS, or its folder, file and new tensors; null: randomly initialised
+   """
+    base_seed: int = Field(0, ge=0)
+    """seed of the randomly initialised frozen weights; independent of the run's seed, because server and sites must
+    hold the same base model"""
+    adapter: AdapterConfig | None = None
+    """LoRA adapters, which alone are trained and exchanged, beside the tensors of base.new; null: the whole network"""
 
 
 class AdaptableTask(Task, ABC):

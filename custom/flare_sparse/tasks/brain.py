@@ -30,31 +30,25 @@ from .task import Cohort, Examples, Metric, SiteData, build_examples
 class BrainConfig(AdaptedTaskConfig):
     """Preprocessing of the volumes, and the network."""
 
-    model: Annotated[ModelConfig, require_input("volume")] = Field(
-        ModelConfig(name="brain_age_cnn_3mm"), description="network and its settings"
-    )
-    shape: Volume = Field((52, 64, 52), description="voxels per axis of every volume on disk, in RAS orientation")
-    spacing: tuple[float, float, float] | None = Field(
-        None, description="size of a voxel on disk in mm per axis, within 2 %; null: not checked"
-    )
-    downsample: int = Field(
-        2, ge=1, le=16, description="an input voxel is the mean of a cube of this many voxels per side"
-    )
-    normalization: Normalization = Field(
-        "volume",
-        description="volume: z-score of all voxels; brain: median and quartiles inside the brain, 0 outside; "
-        "brain_first: the same, before the downsampling; the latter two for volumes that hold the brain alone",
-    )
-    augmentation: Augmentation = Field(
-        default_factory=Augmentation, description="random changes of the training inputs; none by default"
-    )
-    derivative: bids.DerivativeName | None = Field(
-        None, description="folder in derivatives/ whose T1w images are read, such as fmriprep; null: the data set's own"
-    )
-    cache: bool = Field(True, description="keep all inputs in memory; false: read the file at each access")
-    skip_bad_subjects: bool = Field(
-        False, description="skip and count unusable subjects; false: refuse to train if there are any"
-    )
+    model: Annotated[ModelConfig, require_input("volume")] = ModelConfig(name="brain_age_cnn_3mm")
+    """network and its settings"""
+    shape: Volume = (52, 64, 52)
+    """voxels per axis of every volume on disk, in RAS orientation"""
+    spacing: tuple[float, float, float] | None = None
+    """size of a voxel on disk in mm per axis, within 2 %; null: not checked"""
+    downsample: int = Field(2, ge=1, le=16)
+    """an input voxel is the mean of a cube of this many voxels per side"""
+    normalization: Normalization = "volume"
+    """volume: z-score of all voxels; brain: median and quartiles inside the brain, 0 outside; brain_first: the same,
+    before the downsampling; the latter two for volumes that hold the brain alone"""
+    augmentation: Augmentation = Field(default_factory=Augmentation)
+    """random changes of the training inputs; none by default"""
+    derivative: bids.DerivativeName | None = None
+    """folder in derivatives/ whose T1w images are read, such as fmriprep; null: the data set's own"""
+    cache: bool = True
+    """keep all inputs in memory; false: read the file at each access"""
+    skip_bad_subjects: bool = False
+    """skip and count unusable subjects; false: refuse to train if there are any"""
 
     @model_validator(mode="after")
     def _check_downsample(self) -> BrainConfig:
@@ -141,11 +135,12 @@ class BrainTask(AdaptableTask, ABC):
 class BrainAgeConfig(BrainConfig):
     """The age is standardised by constants, so that no site has to reveal its own statistics."""
 
-    age_mean: float = Field(45.0, ge=0, le=120, description="age in years that the output 0 stands for")
-    age_scale: float = Field(15.0, gt=0, le=120, description="years per unit of the network's output")
-    loss: Literal["smooth_l1", "mse"] = Field(
-        "smooth_l1", description="loss of the standardised age; FedSparsify uses mse"
-    )
+    age_mean: float = Field(45.0, ge=0, le=120)
+    """age in years that the output 0 stands for"""
+    age_scale: float = Field(15.0, gt=0, le=120)
+    """years per unit of the network's output"""
+    loss: Literal["smooth_l1", "mse"] = "smooth_l1"
+    """loss of the standardised age; FedSparsify uses mse"""
 
 
 class BrainAge(BrainTask):

@@ -26,20 +26,18 @@ from .task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_ex
 class ImageConfig(TaskConfig):
     """Shape and classes of the images; the defaults fit PneumoniaMNIST."""
 
-    model: Annotated[ModelConfig, require_input("image")] = Field(
-        ModelConfig(name="image_cnn"), description="network and its settings"
-    )
-    image: Image = Field((1, 28, 28), description="channels, height and width of an image")
-    classes: int = Field(2, ge=2, le=10_000, description="number of classes")
-    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (), description="weight of an example in the loss, by class; empty: 1. Constants of the job, as [1, 4]"
-    )
-    augmentation: Augmentation = Field(
-        default_factory=Augmentation, description="random changes of the training images; none by default"
-    )
-    images_per_split: int | None = Field(
-        None, ge=1, description="use only the first images of each split in the file; null: all"
-    )
+    model: Annotated[ModelConfig, require_input("image")] = ModelConfig(name="image_cnn")
+    """network and its settings"""
+    image: Image = (1, 28, 28)
+    """channels, height and width of an image"""
+    classes: int = Field(2, ge=2, le=10_000)
+    """number of classes"""
+    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """weight of an example in the loss, by class; empty: 1. Constants of the job, as [1, 4]"""
+    augmentation: Augmentation = Field(default_factory=Augmentation)
+    """random changes of the training images; none by default"""
+    images_per_split: int | None = Field(None, ge=1)
+    """use only the first images of each split in the file; null: all"""
 
     @model_validator(mode="after")
     def _check_class_weights(self) -> ImageConfig:

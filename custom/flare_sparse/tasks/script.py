@@ -9,43 +9,43 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from ..core.params import match_state_dict
+from ..core.settings import Settings
 from .task import Cohort, Examples, Metric, SiteData, Task, TaskConfig
 
 
-class ScriptMetric(BaseModel):
+class ScriptMetric(Settings):
     """Which of the script's metrics compares rounds and models."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field("accuracy", min_length=1, description="its key in the metrics that the script sends")
-    mode: Literal["min", "max"] = Field("max", description="min: lower is better; max: higher is better")
-    unit: str = Field("", description="its unit, for tables and plots")
+    name: str = Field("accuracy", min_length=1)
+    """its key in the metrics that the script sends"""
+    mode: Literal["min", "max"] = "max"
+    """min: lower is better; max: higher is better"""
+    unit: str = ""
+    """its unit, for tables and plots"""
 
 
 class ScriptConfig(TaskConfig):
     """Settings of a job with a training script."""
 
-    model: str = Field(
-        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$", description="dotted path of the network's class, such as model.Net"
-    )
-    model_args: dict[str, Any] = Field(default_factory=dict, description="arguments of the network's class, by name")
-    args: str = Field("", description="command line of the script, such as --epochs 2")
-    launch: str = Field(
-        "",
-        description="command that starts the script as a process of its own, such as python or torchrun "
-        "--nproc_per_node=2; empty: in the site's process. Not for --env local",
-    )
-    metric: ScriptMetric = Field(default_factory=ScriptMetric, description="metric that compares rounds and models")
-    weigh_by: Literal["steps", "examples", "equal"] = Field(
-        "steps",
-        description="n_k, the weight of a site: NUM_STEPS_CURRENT_ROUND or num_examples in the meta that the script "
-        "sends, or the same for all sites",
-    )
+    model: str = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
+    """dotted path of the network's class, such as model.Net"""
+    model_args: dict[str, Any] = Field(default_factory=dict)
+    """arguments of the network's class, by name"""
+    args: str = ""
+    """command line of the script, such as --epochs 2"""
+    launch: str = ""
+    """command that starts the script as a process of its own, such as python or torchrun --nproc_per_node=2; empty: in
+    the site's process. Not for --env local"""
+    metric: ScriptMetric = Field(default_factory=ScriptMetric)
+    """metric that compares rounds and models"""
+    weigh_by: Literal["steps", "examples", "equal"] = "steps"
+    """n_k, the weight of a site: NUM_STEPS_CURRENT_ROUND or num_examples in the meta that the script sends, or the same
+    for all sites"""
 
     @field_validator("args", "launch")
     @classmethod

@@ -104,47 +104,39 @@ Spacing = Annotated[float, Field(ge=0.1, le=20)]
 class SegmentationConfig(AdaptedTaskConfig):
     """Files, classes, preprocessing, patches and network; the same at every site."""
 
-    model: Annotated[ModelConfig, require_input("patch")] = Field(
-        ModelConfig(name="basic_unet"), description="network and its settings"
-    )
-    classes: dict[Annotated[str, Field(pattern=_NAME)], Label | tuple[Label, ...]] = Field(
-        min_length=1,
-        max_length=254,
-        description="values of the label maps by name of the class, {tumour: 1, oedema: [2, 4]}; 0 is background",
-    )
-    other_labels: Literal["refuse", "background"] = Field(
-        "refuse", description="values of the label maps that are not in classes: refuse the case, or background"
-    )
+    model: Annotated[ModelConfig, require_input("patch")] = ModelConfig(name="basic_unet")
+    """network and its settings"""
+    classes: dict[Annotated[str, Field(pattern=_NAME)], Label | tuple[Label, ...]] = Field(min_length=1, max_length=254)
+    """values of the label maps by name of the class, {tumour: 1, oedema: [2, 4]}; 0 is background"""
+    other_labels: Literal["refuse", "background"] = "refuse"
+    """values of the label maps that are not in classes: refuse the case, or background"""
     suffixes: Suffixes = ("T1w",)
     derivative: Derivative = "*"
-    pairs: Pairs | None = Field(
-        None,
-        description="patterns of the files where the data is neither BIDS nor a Decathlon folder, "
-        "{images: ['imagesTr/{case}_0000.nii.gz'], labels: 'labelsTr/{case}.nii.gz'}",
-    )
-    channels: Count = Field(1, description="channels of an image: of all its files together")
-    spacing: tuple[Spacing, Spacing, Spacing] | None = Field(
-        None, description="size of the network's voxels in mm; images are resampled to it; null: as they are"
-    )
-    window: tuple[float, float] | None = Field(
-        None, description="clip intensities to this range first, such as [-160, 240] Hounsfield units; null: no"
-    )
-    normalization: Normalization = Field(
-        "volume", description="z-score of each image's channels over the volume, or over voxels that are not 0; or none"
-    )
-    patch: Volume = Field((64, 64, 64), description="voxels of a training patch and of the sliding window, per axis")
-    foreground: float = Field(
-        0.67, ge=0, le=1, description="share of the training patches that are centred on a voxel of a random class"
-    )
-    overlap: float = Field(0.25, ge=0, lt=1, description="share by which neighbouring sliding windows overlap")
-    hd95: bool = Field(True, description="compute the 95 % Hausdorff distance, which takes longer than Dice")
-    augmentation: Augmentation = Field(
-        default_factory=Augmentation, description="random changes of the training patches; none by default"
-    )
-    cache: bool = Field(True, description="keep all cases in memory; false: read the files at each access")
-    skip_bad_subjects: bool = Field(
-        False, description="skip and count unusable cases; false: refuse to train if there are any"
-    )
+    pairs: Pairs | None = None
+    """patterns of the files where the data is neither BIDS nor a Decathlon folder, {images:
+    ['imagesTr/{case}_0000.nii.gz'], labels: 'labelsTr/{case}.nii.gz'}"""
+    channels: Count = 1
+    """channels of an image: of all its files together"""
+    spacing: tuple[Spacing, Spacing, Spacing] | None = None
+    """size of the network's voxels in mm; images are resampled to it; null: as they are"""
+    window: tuple[float, float] | None = None
+    """clip intensities to this range first, such as [-160, 240] Hounsfield units; null: no"""
+    normalization: Normalization = "volume"
+    """z-score of each image's channels over the volume, or over voxels that are not 0; or none"""
+    patch: Volume = (64, 64, 64)
+    """voxels of a training patch and of the sliding window, per axis"""
+    foreground: float = Field(0.67, ge=0, le=1)
+    """share of the training patches that are centred on a voxel of a random class"""
+    overlap: float = Field(0.25, ge=0, lt=1)
+    """share by which neighbouring sliding windows overlap"""
+    hd95: bool = True
+    """compute the 95 % Hausdorff distance, which takes longer than Dice"""
+    augmentation: Augmentation = Field(default_factory=Augmentation)
+    """random changes of the training patches; none by default"""
+    cache: bool = True
+    """keep all cases in memory; false: read the files at each access"""
+    skip_bad_subjects: bool = False
+    """skip and count unusable cases; false: refuse to train if there are any"""
 
     @field_validator("window")
     @classmethod

@@ -75,21 +75,14 @@ class TaskConfig(Settings):
         0.5
     """
 
-    split: SplitConfig = Field(
-        default_factory=SplitConfig, description="which of a site's subjects are for training, validation and testing"
-    )
+    split: SplitConfig = Field(default_factory=SplitConfig)
+    """which of a site's subjects are for training, validation and testing"""
 
-    subgroups: tuple[str, ...] = Field(
-        (),
-        description="columns of the data by which the final metrics are reported, with a width of bins for numbers: "
-        "[sex, age:10, scanner]",
-    )
-    min_subgroup: int = Field(
-        10,
-        ge=2,
-        description="fewest test subjects of a subgroup at a site; the site's policy may ask for more "
-        "(min_test_examples)",
-    )
+    subgroups: tuple[str, ...] = ()
+    """columns of the data by which the final metrics are reported, with a width of bins for numbers: [sex, age:10,
+    scanner]"""
+    min_subgroup: int = Field(10, ge=2)
+    """fewest test subjects of a subgroup at a site; the site's policy may ask for more (min_test_examples)"""
 
     @field_validator("subgroups")
     @classmethod

@@ -29,17 +29,20 @@ from .task import Cohort, Examples, Metric, SiteData, build_examples
 class TextConfig(AdaptedTaskConfig):
     """Columns of the table, and the encoder; the defaults fit BANKING77."""
 
-    architecture: Architecture = Field(
-        "minilm-l6", description="architecture if base is null; for estimates only, because it has no tokenizer"
-    )
-    classes: int = Field(77, ge=2, le=10_000, description="number of classes")
-    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (), description="weight of an example in the loss, by class; empty: 1. Constants of the job, as [1, 4]"
-    )
-    max_length: int = Field(32, ge=4, le=512, description="most tokens of a text; longer texts are truncated")
-    text: str = Field("text", description="column of the texts")
-    label: str = Field("label", description="column of the classes, whole numbers from 0")
-    every: int = Field(1, ge=1, description="use only every n-th row of the table")
+    architecture: Architecture = "minilm-l6"
+    """architecture if base is null; for estimates only, because it has no tokenizer"""
+    classes: int = Field(77, ge=2, le=10_000)
+    """number of classes"""
+    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """weight of an example in the loss, by class; empty: 1. Constants of the job, as [1, 4]"""
+    max_length: int = Field(32, ge=4, le=512)
+    """most tokens of a text; longer texts are truncated"""
+    text: str = "text"
+    """column of the texts"""
+    label: str = "label"
+    """column of the classes, whole numbers from 0"""
+    every: int = Field(1, ge=1)
+    """use only every n-th row of the table"""
 
     @field_validator("base")
     @classmethod

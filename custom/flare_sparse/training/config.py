@@ -12,36 +12,33 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
 from ..compute import Compute
 from ..core.errors import ConfigError
 from ..core.mask import floor_fraction
+from ..core.settings import Settings
 
 
-class LearningRateSchedule(BaseModel):
+class LearningRateSchedule(Settings):
     """Factor of the learning rate, by round; a function of the share of the run that is over.
 
     A schedule over the rounds, and not over the steps of one round, gives every site the same learning rate, however
     many examples it has (docs/algorithms.md, section 1.8).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    kind: Literal["constant", "cosine", "poly", "step"] = Field(
-        "constant",
-        description="cosine: falls to final along half a cosine; poly: falls to 0 as (1 - share) ** 0.9, as nnU-Net's; "
-        "step: falls at milestones",
-    )
-    warmup: float = Field(
-        0.0, ge=0, lt=1, description="share of the rounds over which the learning rate first rises linearly"
-    )
-    final: float = Field(0.0, ge=0, le=1, description="cosine: share of the learning rate that it falls to")
-    milestones: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
-        (0.5, 0.75), description="step: shares of the rounds after which the learning rate falls"
-    )
-    factor: float = Field(0.1, gt=0, le=1, description="step: factor of the learning rate at each milestone")
+    kind: Literal["constant", "cosine", "poly", "step"] = "constant"
+    """cosine: falls to final along half a cosine; poly: falls to 0 as (1 - share) ** 0.9, as nnU-Net's; step: falls at
+    milestones"""
+    warmup: float = Field(0.0, ge=0, lt=1)
+    """share of the rounds over which the learning rate first rises linearly"""
+    final: float = Field(0.0, ge=0, le=1)
+    """cosine: share of the learning rate that it falls to"""
+    milestones: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.5, 0.75)
+    """step: shares of the rounds after which the learning rate falls"""
+    factor: float = Field(0.1, gt=0, le=1)
+    """step: factor of the learning rate at each milestone"""
 
     @property
     def is_constant(self) -> bool:
@@ -92,71 +89,57 @@ class Hardware:
 CPU = Hardware()
 
 
-class TrainingConfig(BaseModel):
+class TrainingConfig(Settings):
     """Settings of local training in one round.
 
     The optimiser is new in every round, so no optimiser state has to survive at a site (docs/algorithms.md, section
     1.8).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    epochs: int = Field(1, ge=1)
+    """passes over the site's training examples in a round"""
+    batch_size: int = Field(8, ge=1)
+    """examples per minibatch"""
+    accumulate: int = Field(1, ge=1)
+    """minibatches per optimiser step, which follows the mean of their gradients"""
+    optimizer: Literal["sgd", "adam", "adamw", "novograd"] = "adam"
+    """optimiser, new in every round"""
+    lr: float = Field(1e-3, gt=0)
+    """learning rate, before lr_decay and schedule"""
+    lr_decay: float = Field(1.0, gt=0, le=1)
+    """the learning rate of round t is multiplied by lr_decay ** (t - 1)"""
+    schedule: LearningRateSchedule = Field(default_factory=LearningRateSchedule)
+    """learning rate over the rounds of the run"""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """momentum (sgd only)"""
+    nesterov: bool = False
+    """Nesterov's momentum (sgd only), as nnU-Net has it"""
+    weight_decay: float = Field(0.0, ge=0)
+    """weight decay"""
+    amsgrad: bool = False
+    """divide by the largest second moment so far (adam, adamw, novograd)"""
+    clip_norm: float | None = Field(None, gt=0)
+    """largest L2 norm of the masked gradient; none: no clipping"""
+    proximal: float = Field(0.0, ge=0)
+    """FedProx: factor mu of the penalty mu / 2 * ||w - w_received||^2 in a site's loss"""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$")
+    """where a site computes: cpu, cuda or cuda:N; auto: the device in the site file, else a GPU if the site has one"""
+    deterministic: bool = False
+    """refuse operations whose bits may differ from run to run on a GPU; some of them are slower then"""
+    channels_last: bool = False
+    """volumes and images are stored with their channels last, which GPUs convolve faster"""
+    workers: int = Field(0, ge=0, le=64)
+    """processes that read a site's minibatches while it trains, for data that is not kept in memory; 0: none; the bits
+    are the same"""
+    compile: bool = False
+    """compile the network by torch.compile, which needs a C++ compiler at each site; computes densely"""
 
-    epochs: int = Field(1, ge=1, description="passes over the site's training examples in a round")
-    batch_size: int = Field(8, ge=1, description="examples per minibatch")
-    accumulate: int = Field(
-        1, ge=1, description="minibatches per optimiser step, which follows the mean of their gradients"
-    )
-    optimizer: Literal["sgd", "adam", "adamw", "novograd"] = Field("adam", description="optimiser, new in every round")
-    lr: float = Field(1e-3, gt=0, description="learning rate, before lr_decay and schedule")
-    lr_decay: float = Field(
-        1.0, gt=0, le=1, description="the learning rate of round t is multiplied by lr_decay ** (t - 1)"
-    )
-    schedule: LearningRateSchedule = Field(
-        default_factory=LearningRateSchedule, description="learning rate over the rounds of the run"
-    )
-    momentum: float = Field(0.0, ge=0, lt=1, description="momentum (sgd only)")
-    nesterov: bool = Field(False, description="Nesterov's momentum (sgd only), as nnU-Net has it")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay")
-    amsgrad: bool = Field(False, description="divide by the largest second moment so far (adam, adamw, novograd)")
-    clip_norm: float | None = Field(None, gt=0, description="largest L2 norm of the masked gradient; none: no clipping")
-    proximal: float = Field(
-        0.0, ge=0, description="FedProx: factor mu of the penalty mu / 2 * ||w - w_received||^2 in a site's loss"
-    )
-    device: str = Field(
-        "auto",
-        pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$",
-        description="where a site computes: cpu, cuda or cuda:N; auto: the device in the site file, else a GPU if the "
-        "site has one",
-    )
-    deterministic: bool = Field(
-        False,
-        description="refuse operations whose bits may differ from run to run on a GPU; some of them are slower then",
-    )
-    channels_last: bool = Field(
-        False, description="volumes and images are stored with their channels last, which GPUs convolve faster"
-    )
-    workers: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="processes that read a site's minibatches while it trains, for data that is not kept in memory; "
-        "0: none; the bits are the same",
-    )
-    compile: bool = Field(
-        False,
-        description="compile the network by torch.compile, which needs a C++ compiler at each site; computes densely",
-    )
-
-    precision: Precision = Field(
-        "float32",
-        description="number format of a training pass; bfloat16, float16: torch's autocast, for GPUs; float16 scales "
-        "the loss; weights, optimiser and messages stay float32",
-    )
-    compute: Compute = Field(
-        "auto",
-        description="how a CPU computes a masked network; auto: each layer by sparse kernels where these are faster, "
-        "if flare-sparse[fast] is installed; a result's last bits depend on it",
-    )
+    precision: Precision = "float32"
+    """number format of a training pass; bfloat16, float16: torch's autocast, for GPUs; float16 scales the loss;
+    weights, optimiser and messages stay float32"""
+    compute: Compute = "auto"
+    """how a CPU computes a masked network; auto: each layer by sparse kernels where these are faster, if
+    flare-sparse[fast] is installed; a result's last bits depend on it"""
 
     @model_validator(mode="after")
     def _check_nesterov(self) -> TrainingConfig:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 
 from ...cohorts.subgroups import SUBJECTS, split_metric, suppress_small
@@ -18,6 +18,7 @@ from ...core.errors import ConfigError, PolicyRefusal
 from ...core.exchange import EVALUATE, Content, Patch
 from ...core.mask import Mask
 from ...core.params import Layout, TensorSpec
+from ...core.settings import Settings
 from ...inputs.scaling import STATISTICS, select_statistics
 from ...privacy.dp.account import Budget
 from ...privacy.dp.accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
@@ -32,107 +33,84 @@ PRESETS = {file.stem: file for file in sorted((Path(__file__).parent / "presets"
 """Policies that come with the package, by name: open, careful, strict."""
 
 
-class Policy(BaseModel):
+class Policy(Settings):
     """What may leave a site. The default policy allows everything that the package sends."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    methods: tuple[str, ...] | None = Field(None, description="methods that may run here; default: all")
-    contents: tuple[Content, ...] = Field(
-        ("weights", "delta", "scores", "metrics", "statistics"),
-        description="contents that an update may have; without 'scores' no saliency leaves; 'metrics': metrics alone; "
-        "'statistics': count, mean and standard deviation of each input",
-    )
-    min_examples: int = Field(
-        0, ge=0, description="minimum number of distinct training examples from which an update was computed"
-    )
-    min_score_examples: int = Field(0, ge=0, description="the same minimum for scores, such as 64")
-    min_score_batches: int = Field(0, ge=0, description="minimum number of minibatches for scores, such as 4")
-    min_test_examples: int = Field(0, ge=0, description="metrics of fewer test or validation examples stay at the site")
-    metrics: Literal["exact", "rounded", "none"] = Field(
-        "exact", description="rounded: to two decimals, or three digits of a number above 1; none: no metrics leave"
-    )
-    release: Literal["exact", "cells"] = Field(
-        "exact",
-        description="cells: numbers about people are rounded sums over the cells that the site declared; exact: counts "
-        "and metrics of whichever rows a job chooses",
-    )
-    min_cell: int = Field(10, ge=2, description="fewest people of a declared cell; metrics lie on a grid of it over n")
-    approved_rows: tuple[str, ...] = Field(
-        (), description="choices of rows by jobs that a person at the site has approved, as site_error.txt names them"
-    )
-    max_evaluations: int | None = Field(
-        None,
-        ge=1,
-        description="number of models of a run whose metrics leave: the last one, and others at equal intervals",
-    )
-    max_lifetime_questions: int | None = Field(
-        None,
-        ge=1,
-        description="number of questions of all jobs, for ever, that are answered: models whose metrics leave, "
-        "statistics of inputs, descriptions, fingerprints",
-    )
-    max_starts: int | None = Field(
-        None, ge=1, description="how often the server may start a job again and repeat its requests"
-    )
-    min_entries: int = Field(
-        0, ge=0, description="fewest entries that a request may ask to train or to score; for scores, of every tensor"
-    )
-    max_model_entries: int = Field(
-        2**28, ge=1, description="largest number of entries of a job's model; a site needs about 22 bytes for each"
-    )
-    max_model_change: float | None = Field(
-        None,
-        gt=0,
-        description="largest distance of a model from the last one, as a multiple of the norm of the site's own delta",
-    )
-    verify_initial_model: bool = Field(
-        False, description="answer requests for the job's initial model only if it is the one that its seed defines"
-    )
-    record_updates: bool = Field(
-        True, description="whether a job may run whose server keeps every update for an audit (audit.record_updates)"
-    )
-    withhold_isolated: bool = Field(
-        False, description="leave out the changes of units of linear layers that reveal the input of a single example"
-    )
-    score_bits: int | None = Field(None, ge=1, le=8, description="quantize scores to this many bits, per tensor")
-    channel_scores: bool = Field(False, description="replace each score by the mean of its output channel")
-    max_upload_bytes: int | None = Field(None, ge=128, description="size limit of a message in bytes")
-    max_upload_share: float = Field(1.0, gt=0, le=1, description="largest share of the model's entries in a message")
-    tensors: tuple[str, ...] = Field(("*",), description="names of tensors that may leave; * and ? are wildcards")
-    clip_norm: float | None = Field(None, gt=0, description="clip longer deltas to this L2 norm before they leave")
-    max_norm: float | None = Field(None, gt=0, description="refuse deltas with a larger L2 norm")
-    noise: float = Field(
-        0.0, ge=0, description="standard deviation of Gaussian noise on weights and deltas, as a share of clip_norm"
-    )
-    encrypted: bool = Field(False, description="refuse weights and deltas that are not encrypted")
-    epsilon: float | None = Field(
-        None,
-        gt=0,
-        le=MAX_EPSILON,
-        allow_inf_nan=False,
-        description="privacy budget of a subject over all jobs; only jobs with privacy may train then",
-    )
-    delta: float = Field(1e-5, ge=MIN_DELTA, le=MAX_DELTA, description="probability that epsilon does not bound")
-    masked: bool = Field(
-        False,
-        description="refuse weights, deltas and scores that are not masked (wire.aggregation), so that the "
-        "server reads their sum only",
-    )
-    min_sum_sites: int = Field(3, ge=3, description="fewest sites of a masked sum, and of a combination of several")
-    permit: str | None = Field(
-        None,
-        min_length=1,
-        max_length=200,
-        description="number of the ethics vote or data permit that a job must name; default: jobs need none",
-    )
-    checkpoint_days: int | None = Field(
-        None,
-        ge=0,
-        description="days that checkpoints are kept after a job has last used them; 0: until the last answer; default: "
-        "90 at a site, no limit at a server",
-    )
-    foreign_jobs: bool = Field(False, description="let results of other packages' jobs leave without any check")
+    methods: tuple[str, ...] | None = None
+    """methods that may run here; default: all"""
+    contents: tuple[Content, ...] = ("weights", "delta", "scores", "metrics", "statistics")
+    """contents that an update may have; without 'scores' no saliency leaves; 'metrics': metrics alone; 'statistics':
+    count, mean and standard deviation of each input"""
+    min_examples: int = Field(0, ge=0)
+    """minimum number of distinct training examples from which an update was computed"""
+    min_score_examples: int = Field(0, ge=0)
+    """the same minimum for scores, such as 64"""
+    min_score_batches: int = Field(0, ge=0)
+    """minimum number of minibatches for scores, such as 4"""
+    min_test_examples: int = Field(0, ge=0)
+    """metrics of fewer test or validation examples stay at the site"""
+    metrics: Literal["exact", "rounded", "none"] = "exact"
+    """rounded: to two decimals, or three digits of a number above 1; none: no metrics leave"""
+    release: Literal["exact", "cells"] = "exact"
+    """cells: numbers about people are rounded sums over the cells that the site declared; exact: counts and metrics of
+    whichever rows a job chooses"""
+    min_cell: int = Field(10, ge=2)
+    """fewest people of a declared cell; metrics lie on a grid of it over n"""
+    approved_rows: tuple[str, ...] = ()
+    """choices of rows by jobs that a person at the site has approved, as site_error.txt names them"""
+    max_evaluations: int | None = Field(None, ge=1)
+    """number of models of a run whose metrics leave: the last one, and others at equal intervals"""
+    max_lifetime_questions: int | None = Field(None, ge=1)
+    """number of questions of all jobs, for ever, that are answered: models whose metrics leave, statistics of inputs,
+    descriptions, fingerprints"""
+    max_starts: int | None = Field(None, ge=1)
+    """how often the server may start a job again and repeat its requests"""
+    min_entries: int = Field(0, ge=0)
+    """fewest entries that a request may ask to train or to score; for scores, of every tensor"""
+    max_model_entries: int = Field(2**28, ge=1)
+    """largest number of entries of a job's model; a site needs about 22 bytes for each"""
+    max_model_change: float | None = Field(None, gt=0)
+    """largest distance of a model from the last one, as a multiple of the norm of the site's own delta"""
+    verify_initial_model: bool = False
+    """answer requests for the job's initial model only if it is the one that its seed defines"""
+    record_updates: bool = True
+    """whether a job may run whose server keeps every update for an audit (audit.record_updates)"""
+    withhold_isolated: bool = False
+    """leave out the changes of units of linear layers that reveal the input of a single example"""
+    score_bits: int | None = Field(None, ge=1, le=8)
+    """quantize scores to this many bits, per tensor"""
+    channel_scores: bool = False
+    """replace each score by the mean of its output channel"""
+    max_upload_bytes: int | None = Field(None, ge=128)
+    """size limit of a message in bytes"""
+    max_upload_share: float = Field(1.0, gt=0, le=1)
+    """largest share of the model's entries in a message"""
+    tensors: tuple[str, ...] = ("*",)
+    """names of tensors that may leave; * and ? are wildcards"""
+    clip_norm: float | None = Field(None, gt=0)
+    """clip longer deltas to this L2 norm before they leave"""
+    max_norm: float | None = Field(None, gt=0)
+    """refuse deltas with a larger L2 norm"""
+    noise: float = Field(0.0, ge=0)
+    """standard deviation of Gaussian noise on weights and deltas, as a share of clip_norm"""
+    encrypted: bool = False
+    """refuse weights and deltas that are not encrypted"""
+    epsilon: float | None = Field(None, gt=0, le=MAX_EPSILON, allow_inf_nan=False)
+    """privacy budget of a subject over all jobs; only jobs with privacy may train then"""
+    delta: float = Field(1e-5, ge=MIN_DELTA, le=MAX_DELTA)
+    """probability that epsilon does not bound"""
+    masked: bool = False
+    """refuse weights, deltas and scores that are not masked (wire.aggregation), so that the server reads their sum only
+   """
+    min_sum_sites: int = Field(3, ge=3)
+    """fewest sites of a masked sum, and of a combination of several"""
+    permit: str | None = Field(None, min_length=1, max_length=200)
+    """number of the ethics vote or data permit that a job must name; default: jobs need none"""
+    checkpoint_days: int | None = Field(None, ge=0)
+    """days that checkpoints are kept after a job has last used them; 0: until the last answer; default: 90 at a site,
+    no limit at a server"""
+    foreign_jobs: bool = False
+    """let results of other packages' jobs leave without any check"""
 
     @field_validator("*", mode="before")
     @classmethod

@@ -26,12 +26,12 @@ _CHUNK = 2**18
 class AggregationRule(Settings):
     """How contributions become one model."""
 
-    rule: Literal["mean", "median", "trimmed_mean"] = Field(
-        "mean",
-        description="mean: weighted by examples; median and trimmed_mean: per entry, each site counts once",
-    )
-    trim: float = Field(0.1, gt=0, lt=0.5, description="share of the sites that trimmed_mean leaves out at each end")
-    min_owners: int = Field(3, ge=2, description="fewest sites that must send an entry for it to change; not for mean")
+    rule: Literal["mean", "median", "trimmed_mean"] = "mean"
+    """mean: weighted by examples; median and trimmed_mean: per entry, each site counts once"""
+    trim: float = Field(0.1, gt=0, lt=0.5)
+    """share of the sites that trimmed_mean leaves out at each end"""
+    min_owners: int = Field(3, ge=2)
+    """fewest sites that must send an entry for it to change; not for mean"""
 
     @property
     def needs_single_updates(self) -> bool:

@@ -28,18 +28,17 @@ class ServerOptimizer(Settings):
     1.13.
     """
 
-    optimizer: Literal["sgd", "momentum", "adam", "yogi"] = Field(
-        "sgd", description="sgd: FedAvg; momentum: FedAvgM; adam: FedAdam; yogi: FedYogi"
-    )
-    lr: float = Field(
-        1.0,
-        gt=0,
-        description="step size of the server; sgd: 1 is the average, and the number of sites adds their deltas up; "
-        "adam and yogi move an entry by at most about lr",
-    )
-    beta1: float = Field(0.9, ge=0, lt=1, description="momentum, adam, yogi: decay of the mean of the deltas")
-    beta2: float = Field(0.99, ge=0, lt=1, description="adam, yogi: decay of the mean of the squared deltas")
-    tau: float = Field(1e-3, gt=0, description="adam, yogi: smallest divisor of a step; smaller adapts more")
+    optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "sgd"
+    """sgd: FedAvg; momentum: FedAvgM; adam: FedAdam; yogi: FedYogi"""
+    lr: float = Field(1.0, gt=0)
+    """step size of the server; sgd: 1 is the average, and the number of sites adds their deltas up; adam and yogi move
+    an entry by at most about lr"""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """momentum, adam, yogi: decay of the mean of the deltas"""
+    beta2: float = Field(0.99, ge=0, lt=1)
+    """adam, yogi: decay of the mean of the squared deltas"""
+    tau: float = Field(1e-3, gt=0)
+    """adam, yogi: smallest divisor of a step; smaller adapts more"""
 
     @model_validator(mode="after")
     def _check_lr(self) -> ServerOptimizer:
@@ -71,11 +70,12 @@ class ServerOptimizer(Settings):
 class ModelAverage(Settings):
     """Average of the models of several rounds, which is the result of the run in place of the last model."""
 
-    kind: Literal["none", "ema", "swa"] = Field(
-        "none", description="ema: exponential moving average; swa: equal weights (stochastic weight averaging)"
-    )
-    decay: float = Field(0.8, ge=0, lt=1, description="ema: weight of the average so far against a round's model")
-    start: float = Field(0.5, ge=0, lt=1, description="share of the rounds before the first that is averaged")
+    kind: Literal["none", "ema", "swa"] = "none"
+    """ema: exponential moving average; swa: equal weights (stochastic weight averaging)"""
+    decay: float = Field(0.8, ge=0, lt=1)
+    """ema: weight of the average so far against a round's model"""
+    start: float = Field(0.5, ge=0, lt=1)
+    """share of the rounds before the first that is averaged"""
 
     def compute_weight(self, t: int, rounds: int) -> float:
         """Return the weight of the model of round ``t``, 1-based, in the average; 0: the round is not averaged.

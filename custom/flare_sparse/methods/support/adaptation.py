@@ -72,14 +72,14 @@ ADAPT = "adapt"
 class AdaptationConfig(MethodConfig):
     """Settings of these methods."""
 
-    local_steps: int | None = Field(1, ge=1, description="gradient steps of a site in a round; null: training.epochs")
-    adapt_lr: float = Field(0.1, gt=0, description="learning rate of the one step at a target site")
-    adapt_batch: int | None = Field(
-        None, ge=1, description="examples of that step; null: all training examples at once"
-    )
-    targets: tuple[str, ...] = Field(
-        (), description="sites that take no part in training and only adapt at the end; none: every site does both"
-    )
+    local_steps: int | None = Field(1, ge=1)
+    """gradient steps of a site in a round; null: training.epochs"""
+    adapt_lr: float = Field(0.1, gt=0)
+    """learning rate of the one step at a target site"""
+    adapt_batch: int | None = Field(None, ge=1)
+    """examples of that step; null: all training examples at once"""
+    targets: tuple[str, ...] = ()
+    """sites that take no part in training and only adapt at the end; none: every site does both"""
 
     @model_validator(mode="after")
     def _check_epochs(self) -> Self:
@@ -180,33 +180,32 @@ def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: A
 class MetaLearningConfig(AdaptationConfig):
     """Settings of the sites' proximal problem, of the server's accelerated steps and of the gates' penalty."""
 
-    proximity: float = Field(0.2, gt=0, description="lambda: weight of the distance to the meta-model")
-    local_proximity: float | None = Field(None, ge=0, description="lambda in the sites' problem; null: as proximity")
-    local_accuracy: float | None = Field(
-        None,
-        gt=0,
-        description="xi_t: squared norm of the gradient of a site's proximal problem at which it stops, local_steps or "
-        "training.epochs at the latest; null: no other end",
-    )
-    step: float = Field(1.0, gt=0, description="beta_t, the server's step; eta_t = beta_t / alpha_t")
-    acceleration: bool = Field(True, description="false: alpha_t = 1; FedProx with step 1 / lambda, Reptile with less")
-    momentum_cap: float = Field(1.0, ge=0, le=1, description="largest momentum of the acceleration; 1: as in the paper")
-    restart_every: int | None = Field(None, ge=1, description="rounds after which the acceleration restarts")
-    lasso: float = Field(1e-4, ge=0, description="mu: weight of the penalty H on the gates' output channels")
-    penalty: Literal["group_lasso", "l1"] = Field(
-        "group_lasso", description="H: group_lasso closes whole channels, l1 zeroes single weights of their gates"
-    )
-    scale_prox: bool = Field(
-        True, description="true: the penalty's threshold grows with eta_t, as in the paper; false: with beta_t"
-    )
-    closed_channels: Literal["permanent", "reopenable"] = Field(
-        "reopenable",
-        description="reopenable: a zero group is sent and may grow again, as in the paper; permanent: neither it nor "
-        "its filter is sent or trained again",
-    )
-    output: Literal["pr", "pr_next", "ag"] = Field(
-        "pr", description="the result: the model last sent (the paper), the one that would be sent next, or w_T^ag"
-    )
+    proximity: float = Field(0.2, gt=0)
+    """lambda: weight of the distance to the meta-model"""
+    local_proximity: float | None = Field(None, ge=0)
+    """lambda in the sites' problem; null: as proximity"""
+    local_accuracy: float | None = Field(None, gt=0)
+    """xi_t: squared norm of the gradient of a site's proximal problem at which it stops, local_steps or training.epochs
+    at the latest; null: no other end"""
+    step: float = Field(1.0, gt=0)
+    """beta_t, the server's step; eta_t = beta_t / alpha_t"""
+    acceleration: bool = True
+    """false: alpha_t = 1; FedProx with step 1 / lambda, Reptile with less"""
+    momentum_cap: float = Field(1.0, ge=0, le=1)
+    """largest momentum of the acceleration; 1: as in the paper"""
+    restart_every: int | None = Field(None, ge=1)
+    """rounds after which the acceleration restarts"""
+    lasso: float = Field(1e-4, ge=0)
+    """mu: weight of the penalty H on the gates' output channels"""
+    penalty: Literal["group_lasso", "l1"] = "group_lasso"
+    """H: group_lasso closes whole channels, l1 zeroes single weights of their gates"""
+    scale_prox: bool = True
+    """true: the penalty's threshold grows with eta_t, as in the paper; false: with beta_t"""
+    closed_channels: Literal["permanent", "reopenable"] = "reopenable"
+    """reopenable: a zero group is sent and may grow again, as in the paper; permanent: neither it nor its filter is
+    sent or trained again"""
+    output: Literal["pr", "pr_next", "ag"] = "pr"
+    """the result: the model last sent (the paper), the one that would be sent next, or w_T^ag"""
 
     def needs(self) -> Needs:
         needs = {Need.READABLE_MODEL.because("the server takes steps of its own along the sites' mean")}

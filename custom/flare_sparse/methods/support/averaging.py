@@ -46,13 +46,13 @@ Strength = Annotated[float, Field(ge=0)]
 class FineTuning(Settings):
     """Settings of the training at each site after the last round."""
 
-    epochs: int = Field(1, ge=1, description="epochs of fine-tuning at each site after the last round")
-    lr: float | None = Field(None, gt=0, description="learning rate of fine-tuning; null: that of the last round")
-    proximal: Strength | Annotated[tuple[Strength, ...], Field(min_length=2)] | None = Field(
-        None,
-        description="pull towards the global model (Ditto's lambda); several: each site takes the one with the best "
-        "model on its validation examples, or the global model itself; null: training.proximal",
-    )
+    epochs: int = Field(1, ge=1)
+    """epochs of fine-tuning at each site after the last round"""
+    lr: float | None = Field(None, gt=0)
+    """learning rate of fine-tuning; null: that of the last round"""
+    proximal: Strength | Annotated[tuple[Strength, ...], Field(min_length=2)] | None = None
+    """pull towards the global model (Ditto's lambda); several: each site takes the one with the best model on its
+    validation examples, or the global model itself; null: training.proximal"""
 
     @property
     def has_choice(self) -> bool:
@@ -167,19 +167,14 @@ FINETUNE = "finetune"
 class AveragingConfig(MethodConfig):
     """Settings of methods whose next model is an average of the sites' models."""
 
-    aggregation: AggregationRule = Field(
-        default_factory=AggregationRule, description="how the sites' updates are aggregated"
-    )
-    server: ServerOptimizer = Field(
-        default_factory=ServerOptimizer, description="the server's step towards the average of the sites' models"
-    )
-    model_average: ModelAverage = Field(
-        default_factory=ModelAverage,
-        description="average of the models of several rounds, the result of the run in place of the last model",
-    )
-    finetune: FineTuning | None = Field(
-        None, description="training at each site after the last round, whose model stays there; null: none"
-    )
+    aggregation: AggregationRule = Field(default_factory=AggregationRule)
+    """how the sites' updates are aggregated"""
+    server: ServerOptimizer = Field(default_factory=ServerOptimizer)
+    """the server's step towards the average of the sites' models"""
+    model_average: ModelAverage = Field(default_factory=ModelAverage)
+    """average of the models of several rounds, the result of the run in place of the last model"""
+    finetune: FineTuning | None = None
+    """training at each site after the last round, whose model stays there; null: none"""
 
     @model_validator(mode="after")
     def _check_rule(self) -> AveragingConfig:

@@ -22,9 +22,9 @@ class LoRAConfig(MethodConfig):
     """Local training as in Koo et al. 2025, section 5.1, which gives neither batch size nor weight decay."""
 
     training: TrainingConfig = Field(
-        default_factory=lambda: TrainingConfig(epochs=5, optimizer="adamw", lr=5e-4, weight_decay=0.01, batch_size=32),
-        description="how a site trains in a round",
+        default_factory=lambda: TrainingConfig(epochs=5, optimizer="adamw", lr=5e-4, weight_decay=0.01, batch_size=32)
     )
+    """how a site trains in a round"""
 
     def needs(self) -> Needs:
         return frozenset(
@@ -35,8 +35,10 @@ class LoRAConfig(MethodConfig):
 class RankedConfig(LoRAConfig):
     """Settings of methods whose sites may have different ranks."""
 
-    rank: Rank = Field(8, description="r_k: rank budget of a site; a number above the adapters' rank means all ranks")
-    ranks: dict[str, Rank] = Field(default_factory=dict, description="r_k of single sites: {site-1: 2, site-2: 16}")
+    rank: Rank = 8
+    """r_k: rank budget of a site; a number above the adapters' rank means all ranks"""
+    ranks: dict[str, Rank] = Field(default_factory=dict)
+    """r_k of single sites: {site-1: 2, site-2: 16}"""
 
     def needs(self) -> Needs:
         reason = "each site has ranks of its own, so the sites do not send the same entries"
@@ -66,7 +68,8 @@ class LoRAMethod(Method[LoRAConfigT, StateT]):
 class RankSiteConfig(SiteSettings):
     """Settings that a site may choose for itself."""
 
-    rank: Rank | None = Field(None, description="rank budget of this site, where the job asks for more")
+    rank: Rank | None = None
+    """rank budget of this site, where the job asks for more"""
 
     def get_limits(self) -> dict[str, Any]:
         return {} if self.rank is None else {"rank": self.rank}

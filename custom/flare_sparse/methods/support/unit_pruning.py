@@ -31,22 +31,19 @@ COUNT: Final = "count"
 class PruningConfig(MethodConfig):
     """Settings of the pruning at the server."""
 
-    pruning_rate: float = Field(
-        0.1, gt=0, lt=1, description="theta: share of the remaining units that a pruning removes"
-    )
-    prunings: int = Field(6, ge=0, description="number of prunings, one after each round of training")
-    target_pruned_fraction: float | None = Field(
-        None, ge=0, lt=1, description="theta_total, instead of prunings: prune while the pruned share is below it"
-    )
-    counting_site: str = Field(
-        "sites",
-        description="sites: all sites count zeros, on their training examples; or the name of the one site that holds "
-        "the server's validation set and does not train",
-    )
-    ranking: Literal["network", "layer"] = Field("network", description="one ranking over all layers, or one per layer")
-    min_units_left: float = Field(
-        0.05, ge=0, lt=1, description="share of its units that every layer keeps; at least one unit"
-    )
+    pruning_rate: float = Field(0.1, gt=0, lt=1)
+    """theta: share of the remaining units that a pruning removes"""
+    prunings: int = Field(6, ge=0)
+    """number of prunings, one after each round of training"""
+    target_pruned_fraction: float | None = Field(None, ge=0, lt=1)
+    """theta_total, instead of prunings: prune while the pruned share is below it"""
+    counting_site: str = "sites"
+    """sites: all sites count zeros, on their training examples; or the name of the one site that holds the server's
+    validation set and does not train"""
+    ranking: Literal["network", "layer"] = "network"
+    """one ranking over all layers, or one per layer"""
+    min_units_left: float = Field(0.05, ge=0, lt=1)
+    """share of its units that every layer keeps; at least one unit"""
 
     def needs(self) -> Needs:
         # As a set with the default needs: the settings of SCBF's rounds may be a base beside this one.

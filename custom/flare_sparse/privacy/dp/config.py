@@ -6,60 +6,38 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     model_validator,
 )
 
+from ...core.settings import Settings
 from .accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
 
 
-class PrivacyConfig(BaseModel):
+class PrivacyConfig(Settings):
     """Settings of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1) at every site."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     # The accountant has no answer, or none in a reasonable time, far outside of these ranges.
-    epsilon: float | None = Field(
-        None,
-        gt=0,
-        le=MAX_EPSILON,
-        allow_inf_nan=False,
-        description="budget of a subject over the whole job; every site computes its noise from it, its number of "
-        "subjects and the job's steps; null: noise_multiplier is given",
-    )
-    delta: float = Field(
-        1e-5, ge=MIN_DELTA, le=MAX_DELTA, description="probability that epsilon does not bound; below 1 / subjects"
-    )
-    noise_multiplier: float | None = Field(
-        None,
-        ge=1e-12,
-        le=1e6,
-        allow_inf_nan=False,
-        description="standard deviation of the noise as a multiple of clip; null: computed from epsilon",
-    )
-    clip: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="largest L2 norm of a subject's gradient over the live entries"
-    )
-    unit: Literal["subject", "record"] = Field(
-        "subject",
-        description="what is protected; subject: all training examples of one subject of a site together; record: a "
-        "record of the loader that a training script gives to make_private",
-    )
-    metrics: Literal["exact", "noised", "none"] = Field(
-        "exact",
-        description="metrics on test and validation examples, which are other subjects than those of training; exact: "
-        "they leave and are not part of the budget; noised: those of metric_bounds leave with noise and are charged; "
-        "none: they stay at the site",
-    )
+    epsilon: float | None = Field(None, gt=0, le=MAX_EPSILON, allow_inf_nan=False)
+    """budget of a subject over the whole job; every site computes its noise from it, its number of subjects and the
+    job's steps; null: noise_multiplier is given"""
+    delta: float = Field(1e-5, ge=MIN_DELTA, le=MAX_DELTA)
+    """probability that epsilon does not bound; below 1 / subjects"""
+    noise_multiplier: float | None = Field(None, ge=1e-12, le=1e6, allow_inf_nan=False)
+    """standard deviation of the noise as a multiple of clip; null: computed from epsilon"""
+    clip: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """largest L2 norm of a subject's gradient over the live entries"""
+    unit: Literal["subject", "record"] = "subject"
+    """what is protected; subject: all training examples of one subject of a site together; record: a record of the
+    loader that a training script gives to make_private"""
+    metrics: Literal["exact", "noised", "none"] = "exact"
+    """metrics on test and validation examples, which are other subjects than those of training; exact: they leave and
+    are not part of the budget; noised: those of metric_bounds leave with noise and are charged; none: they stay at the
+    site"""
     # Not in the text that names a question, so that training has the same noise with and without it.
-    metric_bounds: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
-        None,
-        repr=False,
-        description="with metrics: noised, the metrics that leave, and the largest value of each for one subject, such "
-        "as {mae: 20}; a larger one is clipped. Only means over subjects: a mean of AUCs of single subjects is none",
-    )
+    metric_bounds: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(None, repr=False)
+    """with metrics: noised, the metrics that leave, and the largest value of each for one subject, such as {mae: 20}; a
+    larger one is clipped. Only means over subjects: a mean of AUCs of single subjects is none"""
 
     @model_validator(mode="after")
     def _check_noise(self) -> PrivacyConfig:

@@ -35,28 +35,21 @@ _SCORE_SEED = 0
 class BundleConfig(AdaptedTaskConfig):
     """The parts of a bundle, and the files of a site's cases; ``task: {bundle: DIR}`` resolves a bundle to them."""
 
-    declaration: dict[str, Any] = Field(
-        description="network, loss, transforms, inferer and metric of the bundle, as plain values: no expression, and "
-        "no class off the allow list; task: {bundle: DIR} writes it",
-    )
-    code: tuple[str, ...] = Field(
-        (), max_length=32, description="classes of the bundle's own code, which travels with packaging byoc alone"
-    )
-    folder: Path | None = Field(
-        None,
-        strict=True,
-        exclude=True,
-        description="folder of the bundle's own code at the lead; no file can set it, and no job carries it",
-    )
+    declaration: dict[str, Any]
+    """network, loss, transforms, inferer and metric of the bundle, as plain values: no expression, and no class off the
+    allow list; task: {bundle: DIR} writes it"""
+    code: tuple[str, ...] = Field((), max_length=32)
+    """classes of the bundle's own code, which travels with packaging byoc alone"""
+    folder: Path | None = Field(None, strict=True, exclude=True)
+    """folder of the bundle's own code at the lead; no file can set it, and no job carries it"""
     suffixes: Suffixes = ("T1w",)
     derivative: Derivative = "*"
-    pairs: Pairs | None = Field(
-        None, description="patterns of the files where the data is neither BIDS nor a Decathlon folder"
-    )
-    cache: bool = Field(True, description="keep all cases in memory; false: read the files at each access")
-    skip_bad_subjects: bool = Field(
-        False, description="skip and count unusable cases; false: refuse to train if there are any"
-    )
+    pairs: Pairs | None = None
+    """patterns of the files where the data is neither BIDS nor a Decathlon folder"""
+    cache: bool = True
+    """keep all cases in memory; false: read the files at each access"""
+    skip_bad_subjects: bool = False
+    """skip and count unusable cases; false: refuse to train if there are any"""
 
     @model_validator(mode="after")
     def _check_declaration(self) -> BundleConfig:

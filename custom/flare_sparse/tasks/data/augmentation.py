@@ -1,20 +1,21 @@
 """Augmentation of a minibatch of volumes or images: mirror images, shifts and changes of intensity."""
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
+from ...core.settings import Settings
 
-class Augmentation(BaseModel):
+
+class Augmentation(Settings):
     """Random changes of a minibatch; every example has draws of its own. The defaults change nothing."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    mirror: bool = Field(False, description="mirror half of the inputs, left to right")
-    shift: int = Field(0, ge=0, le=16, description="largest shift along each axis, in voxels or pixels of the input")
-    intensity: float = Field(
-        0.0, ge=0, le=0.5, description="largest relative change of the values' scale, and of their offset in units of 1"
-    )
+    mirror: bool = False
+    """mirror half of the inputs, left to right"""
+    shift: int = Field(0, ge=0, le=16)
+    """largest shift along each axis, in voxels or pixels of the input"""
+    intensity: float = Field(0.0, ge=0, le=0.5)
+    """largest relative change of the values' scale, and of their offset in units of 1"""
 
     def apply(self, inputs: Tensor, generator: torch.Generator, *, mirrored_axis: int) -> Tensor:
         """Return changed inputs of the same shape; the given ones stay as they are.

@@ -21,26 +21,25 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ...core.errors import DataError
+from ...core.settings import Settings
 from .bids import TABLE, list_files
 
 REPORT = "dicom_report.tsv"
 _LOG = logging.getLogger(__name__)
 
 
-class DicomRules(BaseModel):
+class DicomRules(Settings):
     """How a site's DICOM series become images; an unknown field is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    cache: Path = Field(description="folder of the converted images, relative to the site file")
-    series: dict[str, str] = Field(
-        default_factory=dict,
-        description="patterns of header fields that choose one series of each subject, {SeriesDescription: '*mprage*'}",
-    )
-    suffix: str = Field("T1w", pattern=r"^[A-Za-z0-9]+$", description="BIDS suffix of the images")
+    cache: Path
+    """folder of the converted images, relative to the site file"""
+    series: dict[str, str] = Field(default_factory=dict)
+    """patterns of header fields that choose one series of each subject, {SeriesDescription: '*mprage*'}"""
+    suffix: str = Field("T1w", pattern=r"^[A-Za-z0-9]+$")
+    """BIDS suffix of the images"""
 
 
 @dataclass(frozen=True)

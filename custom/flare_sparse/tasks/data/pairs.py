@@ -4,9 +4,10 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from ...core.names import clean_name
+from ...core.settings import Settings
 
 CASE = "{case}"
 """Part of a pattern that stands for the identifier of a case."""
@@ -14,15 +15,13 @@ _LETTER = r"(?:[^\W_]|-)"
 _CASE_NAME = r"[^/.][^/]*?"
 
 
-class Pairs(BaseModel):
+class Pairs(Settings):
     """Patterns of the files of a case, relative to the site's data; ``{case}`` is its identifier, ``*`` is any text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    images: tuple[str, ...] = Field(
-        min_length=1, description="image of each channel, such as imagesTr/{case}_0000.nii.gz"
-    )
-    labels: str = Field(description="label map, such as labelsTr/{case}.nii.gz")
+    images: tuple[str, ...] = Field(min_length=1)
+    """image of each channel, such as imagesTr/{case}_0000.nii.gz"""
+    labels: str
+    """label map, such as labelsTr/{case}.nii.gz"""
 
     @field_validator("images", "labels")
     @classmethod

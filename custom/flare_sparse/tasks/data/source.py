@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from ...core.errors import DataError, suggest
 from ...core.names import clean_name, read_names
+from ...core.settings import Settings
 from ..task import SiteData
 from .absence import check_absence
 from .dicom import DicomRules, convert_dicom
@@ -45,27 +46,25 @@ def _read_name(value: object) -> str:
 Name = Annotated[str, BeforeValidator(_read_name)]
 
 
-class SiteFile(BaseModel):
+class SiteFile(Settings):
     """Content of a site file; an unknown field is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    data: Path = Field(description="folder or file of the site's data, relative to the site file")
-    subset: tuple[Name, ...] | None = Field(None, description="identifiers of the site's examples; default: all")
-    methods: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="settings by method, for those that a method leaves to the site"
-    )
-    id: Name | None = Field(
-        None, description="column of a table with the identifiers of subjects, by which withdrawn ones are left out"
-    )
-    withdrawn: tuple[Name, ...] = Field((), description="identifiers of subjects that must not be used")
-    checkpoints: Path | Literal[False] | None = Field(
-        None, description="folder of the site's checkpoints, from which it resumes after a crash; off: keep none"
-    )
-    device: str | None = Field(
-        None, pattern=r"^(cpu|cuda(:\d{1,2})?)$", description="where this site computes if the job leaves it open"
-    )
-    dicom: DicomRules | None = Field(None, description="data has DICOM series, and which of them are used")
+    data: Path
+    """folder or file of the site's data, relative to the site file"""
+    subset: tuple[Name, ...] | None = None
+    """identifiers of the site's examples; default: all"""
+    methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """settings by method, for those that a method leaves to the site"""
+    id: Name | None = None
+    """column of a table with the identifiers of subjects, by which withdrawn ones are left out"""
+    withdrawn: tuple[Name, ...] = ()
+    """identifiers of subjects that must not be used"""
+    checkpoints: Path | Literal[False] | None = None
+    """folder of the site's checkpoints, from which it resumes after a crash; off: keep none"""
+    device: str | None = Field(None, pattern=r"^(cpu|cuda(:\d{1,2})?)$")
+    """where this site computes if the job leaves it open"""
+    dicom: DicomRules | None = None
+    """data has DICOM series, and which of them are used"""
 
 
 def has_site_data(local_dir: Path | None, environment: Mapping[str, str] = os.environ) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
 from ...core.errors import ConfigError, list_first, suggest
+from ...core.settings import Settings
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -18,29 +19,22 @@ SITE_ADAPTER = "site"
 """Name of the adapters that stay at a site."""
 
 
-class AdapterConfig(BaseModel):
+class AdapterConfig(Settings):
     """Adapters ``(alpha / rank) * B A`` beside frozen weights; B starts at 0, so training starts at the base model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(16, ge=1, le=4096, description="r_G: rank of every adapter")
-    alpha: float = Field(16.0, gt=0, description="the product is scaled by alpha / rank")
-    init: Literal["kaiming", "gaussian"] = Field(
-        "kaiming", description="initialisation of A: peft's default, or N(0, 1/r)"
-    )
-    site_rank: int = Field(
-        0,
-        ge=0,
-        le=4096,
-        description="rank of a second adapter beside each one, which stays at the site (dual LoRA); needs "
-        "method.personal: site; 0: none",
-    )
-    targets: tuple[str, ...] = Field(
-        (), description="last parts of the names of the modules to adapt, such as query; none: all but the head"
-    )
-    head: Literal["frozen", "trained"] = Field(
-        "frozen", description="the last layer: frozen (FFA-LoRA, LoRA-A2), or trained and sent in full"
-    )
+    rank: int = Field(16, ge=1, le=4096)
+    """r_G: rank of every adapter"""
+    alpha: float = Field(16.0, gt=0)
+    """the product is scaled by alpha / rank"""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """initialisation of A: peft's default, or N(0, 1/r)"""
+    site_rank: int = Field(0, ge=0, le=4096)
+    """rank of a second adapter beside each one, which stays at the site (dual LoRA); needs method.personal: site; 0:
+    none"""
+    targets: tuple[str, ...] = ()
+    """last parts of the names of the modules to adapt, such as query; none: all but the head"""
+    head: Literal["frozen", "trained"] = "frozen"
+    """the last layer: frozen (FFA-LoRA, LoRA-A2), or trained and sent in full"""
 
 
 def list_adaptable_modules(network: nn.Module) -> list[str]:

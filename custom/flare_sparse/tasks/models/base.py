@@ -19,14 +19,13 @@ from typing import Annotated, Any
 import safetensors.torch
 import torch
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     model_validator,
 )
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError, list_first, suggest
+from ...core.settings import Settings
 
 MODELS_VARIABLE = "FLARE_SPARSE_MODELS"
 WEIGHTS = "model.safetensors"
@@ -37,23 +36,19 @@ BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 """Name of a folder, not a path."""
 
 
-class Base(BaseModel):
+class Base(Settings):
     """Weights that a network starts from; the name of a folder stands for one without further settings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    folder: BaseName = Field(description="name of a folder in $FLARE_SPARSE_MODELS, not a path")
+    folder: BaseName
+    """name of a folder in $FLARE_SPARSE_MODELS, not a path"""
     file: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*\.(safetensors|pt|pth|ckpt)$",
-        description="file in the folder, ending in .safetensors, .pt, .pth or .ckpt; null: model.safetensors, model.pt "
-        "or models/model.pt",
+        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*\.(safetensors|pt|pth|ckpt)$"
     )
-    new: tuple[str, ...] = Field(
-        (),
-        description="patterns of tensors of the network that start anew, such as out.*, and are trained also beside "
-        "adapters; all others must be there",
-    )
+    """file in the folder, ending in .safetensors, .pt, .pth or .ckpt; null: model.safetensors, model.pt or
+    models/model.pt"""
+    new: tuple[str, ...] = ()
+    """patterns of tensors of the network that start anew, such as out.*, and are trained also beside adapters; all
+    others must be there"""
 
     @model_validator(mode="before")
     @classmethod

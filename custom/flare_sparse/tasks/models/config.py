@@ -4,15 +4,14 @@ from typing import Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
-    Field,
     model_validator,
 )
 from torch import nn
 
 from ...compute.structure.nodes import replace_batch_norms
 from ...core.errors import ConfigError, suggest
+from ...core.settings import Settings
 from .gates import GateConfig, add_gates
 from .registry import INPUT_KINDS, MODELS, build_model, get_input_kind, takes_numbers, validate_settings
 
@@ -21,16 +20,17 @@ OWN = ("name", "norm", "gates")
 """Settings that are not those of the network's builder."""
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(Settings):
     """A network and its settings, without the shape of its input and the number of outputs, which the task sets."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
 
-    name: str = Field(description="name of a ready-made network")
-    norm: Literal["group"] | None = Field(
-        None, description="group: group normalisation in place of batch normalisation, as privacy needs it; null: as is"
-    )
-    gates: GateConfig | None = Field(None, description="channel gates around some layers (MetaGater); null: none")
+    name: str
+    """name of a ready-made network"""
+    norm: Literal["group"] | None = None
+    """group: group normalisation in place of batch normalisation, as privacy needs it; null: as is"""
+    gates: GateConfig | None = None
+    """channel gates around some layers (MetaGater); null: none"""
 
     @model_validator(mode="before")
     @classmethod

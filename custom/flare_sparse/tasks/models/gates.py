@@ -9,29 +9,30 @@ the normalisation, which would otherwise rescale the open channels and turn a cl
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ...compute.structure.compact import CHANNELWISE, CONVOLUTIONS, NORMS, iterate_leaf_modules, run_channels
 from ...core.errors import ConfigError, suggest
+from ...core.settings import Settings
 
 
-class GateConfig(BaseModel):
+class GateConfig(Settings):
     """Gated layers of a network and settings of their gates, with the symbols of the paper's appendix F."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    layers: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        description="names of convolutions, or of blocks with one convolution, such as '2'"
-    )
-    hidden: int = Field(16, ge=1, le=4096, description="units of a gate's hidden layer")
-    open_bias: float = Field(
-        1.0, description="initial bias of the logits; at 1 all channels start open and close only slowly"
-    )
-    temperature: float = Field(1.0, gt=0, description="tau of the sigmoid of the backward pass")
-    noise: bool = Field(False, description="logistic noise on the logits while training (Gumbel softmax)")
-    detach_input: bool = Field(False, description="pass no gradient from a gate to the layers before it")
+    layers: Annotated[tuple[str, ...], Field(min_length=1)]
+    """names of convolutions, or of blocks with one convolution, such as '2'"""
+    hidden: int = Field(16, ge=1, le=4096)
+    """units of a gate's hidden layer"""
+    open_bias: float = 1.0
+    """initial bias of the logits; at 1 all channels start open and close only slowly"""
+    temperature: float = Field(1.0, gt=0)
+    """tau of the sigmoid of the backward pass"""
+    noise: bool = False
+    """logistic noise on the logits while training (Gumbel softmax)"""
+    detach_input: bool = False
+    """pass no gradient from a gate to the layers before it"""
 
 
 class ChannelGate(nn.Module):

@@ -46,14 +46,18 @@ _Sample = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 class Intensities(Settings):
     """Samples of one channel in the foreground of all cases of a site."""
 
-    total: float = Field(allow_inf_nan=False, description="sum of the samples")
-    squares: float = Field(ge=0, allow_inf_nan=False, description="sum of their squares")
-    minimum: _Sample = Field(description="smallest sample")
-    maximum: _Sample = Field(description="largest sample")
-    values: tuple[_Sample, ...] = Field(
-        min_length=1, max_length=2_000_000, description="bins of the histogram, ascending"
-    )
-    counts: tuple[Annotated[int, Field(ge=1)], ...] = Field(max_length=2_000_000, description="samples in each bin")
+    total: float = Field(allow_inf_nan=False)
+    """sum of the samples"""
+    squares: float = Field(ge=0, allow_inf_nan=False)
+    """sum of their squares"""
+    minimum: _Sample
+    """smallest sample"""
+    maximum: _Sample
+    """largest sample"""
+    values: tuple[_Sample, ...] = Field(min_length=1, max_length=2_000_000)
+    """bins of the histogram, ascending"""
+    counts: tuple[Annotated[int, Field(ge=1)], ...] = Field(max_length=2_000_000)
+    """samples in each bin"""
 
     @property
     def count(self) -> int:
@@ -79,17 +83,20 @@ class Intensities(Settings):
 class Fingerprint(Settings):
     """What leaves a site for the plan: no name, no voxel position, no order of cases."""
 
-    format: int = Field(FORMAT, ge=FORMAT, le=FORMAT, description="version of this file")
-    dataset: dict[str, Any] = Field(description="channels, labels and file ending of dataset.json")
-    reader: str = Field(pattern=r"^[A-Za-z0-9]+$", description="nnU-Net's class that reads the images")
-    samples_per_case: int = Field(ge=1, le=SAMPLES, description="foreground voxels drawn from each case")
-    geometry: tuple[_Case, ...] = Field(
-        min_length=1, description="spacing in mm and shape after cropping of every case, sorted"
-    )
-    relative_sizes: tuple[_Share, ...] = Field(
-        min_length=1, description="size of every case after cropping as a share of its size before, sorted"
-    )
-    intensities: tuple[Intensities, ...] = Field(description="one entry for each channel")
+    format: int = Field(FORMAT, ge=FORMAT, le=FORMAT)
+    """version of this file"""
+    dataset: dict[str, Any]
+    """channels, labels and file ending of dataset.json"""
+    reader: str = Field(pattern=r"^[A-Za-z0-9]+$")
+    """nnU-Net's class that reads the images"""
+    samples_per_case: int = Field(ge=1, le=SAMPLES)
+    """foreground voxels drawn from each case"""
+    geometry: tuple[_Case, ...] = Field(min_length=1)
+    """spacing in mm and shape after cropping of every case, sorted"""
+    relative_sizes: tuple[_Share, ...] = Field(min_length=1)
+    """size of every case after cropping as a share of its size before, sorted"""
+    intensities: tuple[Intensities, ...]
+    """one entry for each channel"""
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Fingerprint:

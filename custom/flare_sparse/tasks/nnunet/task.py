@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -47,16 +47,14 @@ _SCORE_SEED = 0
 class NnunetConfig(TaskConfig):
     """The plan of all sites, and which of its configurations is trained."""
 
-    plan: dict[str, Any] | None = Field(
-        None,
-        description="one plan for all sites: the file that flare-sparse plan wrote, or its content; null: none "
-        "yet, for flare-sparse plan STUDY alone",
-    )
-    configuration: Literal["2d", "3d_fullres", "3d_lowres"] = Field("3d_fullres", description="configuration to train")
+    plan: dict[str, Any] | None = None
+    """one plan for all sites: the file that flare-sparse plan wrote, or its content; null: none yet, for flare-sparse
+    plan STUDY alone"""
+    configuration: Literal["2d", "3d_fullres", "3d_lowres"] = "3d_fullres"
+    """configuration to train"""
     derivative: Derivative = "*"
-    skip_bad_subjects: bool = Field(
-        False, description="skip and count unusable cases; false: refuse to train if there are any"
-    )
+    skip_bad_subjects: bool = False
+    """skip and count unusable cases; false: refuse to train if there are any"""
 
     @classmethod
     def read_files(cls, settings: dict[str, Any], data: str | None) -> dict[str, Any]:
