@@ -42,9 +42,9 @@ def export(
 
         flare-sparse export dose.yaml --byoc --set federation.min_sites=2
     """
-    from ..config.configurations import find_configuration
     from ..config.loading import load_config
     from ..config.user_classes import list_user_code
+    from ..config.yaml_files import find_configuration
     from ..flare.recipe import export_job
 
     for file in configs:
