@@ -11,9 +11,9 @@ from toy import ToyBench
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
-from flare_sparse.config.yaml_files import CONFIGURATIONS
 from flare_sparse.config.loading import dump_config, load_config, parse_job, serialize_job
 from flare_sparse.config.study import Study
+from flare_sparse.config.yaml_files import CONFIGURATIONS
 from flare_sparse.core.errors import CheckpointError, ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.method import ConfiguredMethod
