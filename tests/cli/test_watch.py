@@ -6,13 +6,14 @@ import io
 import json
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from flare_sparse.cli.watch import SHOWN_ROUNDS, build_table, follow_folder, show_updates
+from flare_sparse.cli.watch import SHOWN_ROUNDS, build_table, follow_folder, serve_page, show_updates
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.steps import STEP_FILE
 from flare_sparse.results.report.live import format_live_page
@@ -131,6 +132,26 @@ def test_line_that_is_written_in_part_is_shown_when_it_is_whole(tmp_path: Path) 
 def test_table_sums_the_bytes_of_all_rounds_and_estimates_the_time_left() -> None:
     table = build_table([build_line(1), build_line(2)])
     assert str(table.caption) == "2.0 kB in total, 2.0x less than dense, about 2 s left"
+
+
+def test_page_is_served_to_this_machine_under_its_own_names(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    with serve_page(page, 0) as address:
+        host, port = address.removeprefix("http://").split(":")
+        assert host == "127.0.0.1"
+
+        def get(name: str) -> tuple[int, bytes]:
+            connection = HTTPConnection(host, int(port))
+            connection.request("GET", "/any", headers={"Host": name})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+        assert get("localhost:1") == (404, b"")
+        page.write_text("rounds")
+        assert get(f"127.0.0.1:{port}") == get("localhost") == (200, b"rounds")
+        assert get("attacker.example") == (404, b"")
+        with pytest.raises(ConfigError, match=f"--serve {port}: .*choose another port"), serve_page(page, int(port)):
+            pass
 
 
 def test_sites_within_a_round_are_shown_in_table_and_page(tmp_path: Path) -> None:

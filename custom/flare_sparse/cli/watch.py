@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import ConfigError
+from ..core.threads import run_beside
 from ..results.runs.progress import (
     CELLS,
     ProgressFormatter,
@@ -28,6 +31,7 @@ from ..results.runs.progress import (
     format_cells,
     format_duration,
 )
+from .console import err
 from .console import out as stdout
 from .options import JSON
 
@@ -64,6 +68,9 @@ def watch(
             metavar="FILE", help="Also write an HTML page, which loads itself again in a browser while the run goes on"
         ),
     ] = None,
+    serve: Annotated[
+        int | None, typer.Option(metavar="PORT", max=65535, help="Also serve this page at http://127.0.0.1:PORT")
+    ] = None,
 ) -> None:
     """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
 
@@ -79,10 +86,22 @@ def watch(
 
         flare-sparse watch runs/neurosfl_brain_age --page live.html
 
-        flare-sparse watch /opt/flare/site-1 --page site.html
+        flare-sparse watch /opt/flare/site-1 --serve 8080
 
         flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
     """
+    with ExitStack() as stack:
+        if serve is not None:
+            page = page or Path(stack.enter_context(TemporaryDirectory())) / "page.html"
+            address = stack.enter_context(serve_page(page, serve))
+            err.print(f"page: {address}", markup=False)
+        try:
+            _watch(run, kit, page)
+        except KeyboardInterrupt:
+            stdout.print("no longer watching; the run continues")
+
+
+def _watch(run: str, kit: Path | None, page: Path | None) -> None:
     folder = Path(run)
     if kit is None and (folder / "startup").is_dir() and (folder / "local").is_dir():
         _watch_site(folder, page, as_json=JSON.get())
@@ -93,11 +112,37 @@ def watch(
         updates = write_pages(updates, page, find_now)
     from ..results.runs.received import name_damage
 
+    with name_damage(folder):
+        show_updates(stdout, updates, json.dumps if JSON.get() else None, find_now)
+
+
+@contextmanager
+def serve_page(file: Path, port: int) -> Iterator[str]:
+    """Serve a page to browsers on this machine alone while the block runs; yield its address.
+
+    Raises:
+        ConfigError: the port is not free.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A site of the internet whose name resolves to this machine must not read it through a browser here.
+            is_own = self.headers.get("Host", "").partition(":")[0] in ("127.0.0.1", "localhost")
+            self.send_response(200 if is_own and file.exists() else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(file.read_bytes() if is_own and file.exists() else b"")
+
+        def log_message(self, *_: Any) -> None:
+            """Print no line for a request: the terminal has the table."""
+
     try:
-        with name_damage(folder):
-            show_updates(stdout, updates, json.dumps if JSON.get() else None, find_now)
-    except KeyboardInterrupt:
-        stdout.print("no longer watching; the run continues")
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise ConfigError(f"--serve {port}: {error.strerror}; choose another port") from error
+    with server, run_beside(lambda _: server.serve_forever()):
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def _find_nothing(_lines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -119,6 +164,7 @@ def follow_site(kit: Path) -> Iterator[tuple[SiteView, list[str]]]:
         ConfigError: the folder is no kit.
         EgressError: the egress log was changed.
     """
+    from ..flare.running import RUNNING_FOLDER, list_running
     from ..flare.site.requests import SiteView
 
     shown: tuple[SiteView, list[str]] | None = None
@@ -126,7 +172,8 @@ def follow_site(kit: Path) -> Iterator[tuple[SiteView, list[str]]]:
         # Reading the whole log takes longer the older the site is; a new answer changes the record of requests, too.
         if shown is None or SiteView.measure(kit) != shown[0].stamp:
             view = SiteView.read(kit)
-        if (found := (view, find_training(kit))) != shown:
+        running = {use.job for site in (kit / RUNNING_FOLDER).glob("*") for use in list_running(kit, site.name)}
+        if (found := (view, find_training(kit, jobs=running))) != shown:
             shown = found
             yield found
         time.sleep(EVERY_S)

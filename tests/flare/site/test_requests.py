@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from flare_sparse.cli import app
 from flare_sparse.cli.watch import follow_site
 from flare_sparse.core.exchange import RequestId
 from flare_sparse.core.steps import STEP_FILE
+from flare_sparse.flare.running import RUNNING_FOLDER
 from flare_sparse.results.report.live import format_site_page
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 
@@ -89,17 +92,25 @@ def test_comparison_names_the_requests_with_other_models(kit: Path, tmp_path: Pa
 
 
 def test_a_site_watches_its_own_requests_and_training(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    updates = follow_site(kit)
+    updates, held = follow_site(kit), list[int]()
     view, now = next(updates)
     assert ([row[:5] for row in view.rows], now) == ([["brain-age", "evaluate 3", "5", "4", "2"]], [])
 
     def train(_: float) -> None:
-        (kit / "job").mkdir()
+        lock = kit / RUNNING_FOLDER / "site-1" / "job.json"
+        for folder in (lock.parent, kit / "job", kit / "ended"):
+            folder.mkdir(parents=True)
+        lock.write_text('{"job": "job", "process": 1, "checkpoints": null}')
+        held.append(os.open(lock, os.O_RDWR))
+        fcntl.flock(held[0], fcntl.LOCK_EX)
         line = {"site": "site-1", "round": 4, "step": 7, "steps": 20, "epochs": 1}
         (kit / "job" / STEP_FILE).write_text(json.dumps(line))
+        # Of a job whose process is gone.
+        (kit / "ended" / STEP_FILE).write_text(json.dumps({**line, "round": 20}))
 
     monkeypatch.setattr(time, "sleep", train)
     view, now = next(updates)
+    os.close(held[0])
     assert now == ["site-1: round 4, step 7 of 20"]
     page = format_site_page(view.site, view.columns, view.rows, view.cards, now)
     assert "site-1: round 4, step 7 of 20" in page
