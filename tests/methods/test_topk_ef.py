@@ -13,11 +13,16 @@ from local_federation import LocalFederation, Upload
 from torch import nn
 from toy import Plain, Toy, ToyBench
 
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.inputs.scaling import InputScaler
 from flare_sparse.methods.aggregation.weighted import weigh_by_examples, weighted_sum
+from flare_sparse.methods.topk_ef import TopKEF, TopKEFConfig
 from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.wire.encoding_choice import count_entries_within
+from flare_sparse.wire.formats import FORMATS
 
 LAYOUT = ToyBench(Toy()).layout
 PARAMETERS, BUFFERS = slice(LAYOUT.num_parameters), slice(LAYOUT.num_parameters, None)
@@ -212,3 +217,30 @@ def test_momentum_moves_entries_that_no_site_sent(bench: Any) -> None:
         state = method.learn(state, [Contribution("site-1", patch, "delta", 10)])
         assert float(state.weights[0]) == expected
         assert state.changed.indices.tolist() == [0]
+
+
+def test_budget_gives_the_shares_of_both_directions() -> None:
+    """Each message has at most its share of the dense model's bytes, and most of it."""
+    layout = Layout((TensorSpec("w", (100_000,), "weight"),))
+    config = TopKEFConfig(budget=0.01).fit(layout, FORMATS["int2"])
+    count = count_entries_within(4_000, layout, FORMATS["int2"])
+    assert config.down == config.fraction
+    assert TopKEF(config, layout).upload_size == count == 3_520
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": 0.01, "down": 0.1}, "budget gives the shares of both directions; remove it, or down"),
+        ({"budget": 0.01, "down": 0.1, "fraction": 0.1}, "remove it, or down and fraction"),
+    ],
+)
+def test_budget_beside_shares_is_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TopKEFConfig(**settings)
+
+
+def test_budget_below_a_header_is_refused() -> None:
+    layout = Layout((TensorSpec("w", (1_000,), "weight"),))
+    with pytest.raises(ConfigError, match=r"method.budget is 0.01, 40 bytes a message of this model.*raise it"):
+        TopKEFConfig(budget=0.01).fit(layout, FORMATS["int2"])

@@ -15,8 +15,10 @@ from thoroughness import count_cases
 from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.wire.encoding_choice import choose_encoding, compute_selection_entropy
+from flare_sparse.wire.encoding_choice import choose_encoding, compute_selection_entropy, count_entries_within
 from flare_sparse.wire.encodings import ENCODINGS
+from flare_sparse.wire.envelope import HEADER_BYTES
+from flare_sparse.wire.formats import FORMATS
 
 GAPS = ENCODINGS["gaps"]
 SIZE = 200_000
@@ -48,6 +50,25 @@ def test_layers_of_different_density_have_widths_of_their_own() -> None:
     assert decode(section) == mask
     parts = (Mask(part) for part in mask.bits.split(SIZE // 2))
     assert len(section) <= 1.05 * sum(compute_selection_entropy(part, None) for part in parts)
+
+
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int2"])
+@pytest.mark.parametrize("share", [1 / 30, 1 / 100, 1 / 300])
+def test_entries_within_a_number_of_bytes_fill_it(share: float, values: str) -> None:
+    allowed = share * 4 * SIZE
+
+    def measure(count: int) -> int:
+        order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(1))
+        mask = Mask.from_positions(order[:count].sort().values, SIZE)
+        return HEADER_BYTES + len(choose_encoding(mask, None, LAYOUT)[1]) + FORMATS[values].compute_min_bytes(count)
+
+    count = count_entries_within(allowed, LAYOUT, FORMATS[values])
+    assert measure(count) <= allowed < measure(round(1.05 * count))
+
+
+def test_entries_within_too_few_and_enough_bytes() -> None:
+    dense = HEADER_BYTES + 4 * SIZE
+    assert [count_entries_within(n, LAYOUT, FORMATS["float32"]) for n in (HEADER_BYTES, dense)] == [0, SIZE]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from ..methods.registry import METHODS
 from ..tasks.registry import TASKS
 from ..tasks.script import ScriptTask
 from ..tasks.task import Task, TaskConfig
-from ..wire.formats import is_quantized
+from ..wire.formats import FORMATS, is_quantized, uncompress
 from .bundles import insert_bundle
 from .choice import Registries, find_name, get_settings
 from .problems import describe_problem
@@ -230,7 +230,8 @@ def dump_config(config: JobConfig) -> str:
 
 def build_method(config: JobConfig, layout: Layout) -> Method[Any, Any]:
     """Build the method of a job for a model of this layout."""
-    method: Method[Any, Any] = config.method.entry(config.method.config, layout, config.seed)
+    settings = config.method.config.fit(layout, FORMATS[uncompress(config.wire.values)])
+    method: Method[Any, Any] = config.method.entry(settings, layout, config.seed)
     return pool_statistics(method, short=config.builds_initial and is_quantized(config.wire.values))
 
 

@@ -51,6 +51,7 @@ from ..core.settings import Settings
 from ..training import Site, TrainingConfig
 from ..training.personal import Personal
 from ..wire.capabilities import Capabilities
+from ..wire.number_format import NumberFormat
 from .aggregation.weighted import Weights, weigh_by_examples
 
 TRAIN = "train"
@@ -80,6 +81,14 @@ class MethodConfig(Settings):
     def get_training(self, t: int) -> TrainingConfig:
         """Return the settings of training in round ``t``, with the learning rate that the schedule gives it."""
         return self.training.resolve_schedule(t, self.rounds)
+
+    def fit(self, layout: Layout, values: NumberFormat) -> Self:
+        """Return the settings for a model of this layout whose values travel in this number format; by default these.
+
+        Raises:
+            ConfigError: the settings fit no message of this model.
+        """
+        return self
 
     def needs(self) -> Needs:
         """Return what these settings need of the other parts of a run.

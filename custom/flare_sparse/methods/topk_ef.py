@@ -10,17 +10,21 @@ a variance below 0.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Self, final
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..compute.structure.nodes import clip_variances
+from ..core.errors import ConfigError
 from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask, find_top_k, floor_fraction
 from ..core.needs import Need, Needs
+from ..core.params import Layout
 from ..training import Site
+from ..wire.encoding_choice import count_entries_within
+from ..wire.number_format import NumberFormat
 from .aggregation.robust import AggregationRule
 from .aggregation.server_step import (
     ModelAverage,
@@ -48,6 +52,13 @@ class TopKEFConfig(MethodConfig):
         description="share of all entries that the server sends in a round after the first, running statistics not "
         "included; it keeps the rest for later rounds; null: all that the round changed",
     )
+    budget: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="in place of fraction and down: bytes of a message, up and down, as a share of those of the dense "
+        "model in float32",
+    )
     decay: float = Field(
         1.0,
         ge=0,
@@ -63,6 +74,27 @@ class TopKEFConfig(MethodConfig):
         default_factory=ModelAverage,
         description="average of the models of several rounds, the result of the run in place of the last model",
     )
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        if self.budget is not None and (given := {"fraction", "down"} & self.model_fields_set):
+            raise ValueError(
+                f"budget gives the shares of both directions; remove it, or {' and '.join(sorted(given))}"
+            )
+        return self
+
+    def fit(self, layout: Layout, values: NumberFormat) -> Self:
+        if self.budget is None:
+            return self
+        allowed = self.budget * 4 * layout.size
+        if not (count := count_entries_within(allowed, layout, values)):
+            raise ConfigError(
+                f"method.budget is {self.budget:g}, {allowed:.0f} bytes a message of this model, which its header, its "
+                "buffers and one entry exceed; raise it, or send FedAvg's model, which is small"
+            )
+        # As shares of all entries, of which the counts are the floor.
+        share = min(1.0, (count + 0.5) / layout.size)
+        return self.model_copy(update={"fraction": share, "down": share})
 
     def needs(self) -> Needs:
         own = Need.OWN_ENTRIES.because("each site sends its largest changes")

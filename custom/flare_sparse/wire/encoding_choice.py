@@ -1,10 +1,14 @@
 """Choose the encoding that needs the fewest bytes for a selection, and compute the fewest possible."""
 
 import math
+from bisect import bisect_right
 
 from ..core.mask import Mask
 from ..core.params import Layout
+from ..inputs.scaling import build_statistics_mask
 from .encodings import ENCODINGS, Encoding
+from .envelope import HEADER_BYTES
+from .number_format import NumberFormat
 
 
 def choose_encoding(mask: Mask, base_mask: Mask | None, layout: Layout) -> tuple[Encoding, bytes]:
@@ -48,3 +52,23 @@ def compute_selection_entropy(mask: Mask, base_mask: Mask | None) -> int:
     nats = math.lgamma(candidates + 1) - math.lgamma(mask.count + 1) - math.lgamma(candidates - mask.count + 1)
     # lgamma can end up a few ulps below 0 or above a whole number of bytes; neither may change the result.
     return math.ceil(max(nats, 0.0) / math.log(2) / 8 - 1e-9)
+
+
+def count_entries_within(allowed: float, layout: Layout, values: NumberFormat) -> int:
+    """Return how many parameters a message of at most ``allowed`` bytes carries, selected at random; 0: none.
+
+    Buffers that training changes travel beside them. A selection is counted at 1.04 times its entropy, the bound of
+    the encoding ``gaps``.
+    """
+    size, statistics = layout.num_parameters, build_statistics_mask(layout).count
+    buffers = layout.size - size - statistics
+
+    def compute_bytes(count: int) -> float:
+        choices = math.lgamma(size + 1) - math.lgamma(count + 1) - math.lgamma(size - count + 1)
+        selection = 0.0 if count == size else 16 + 1.04 * choices / math.log(2) / 8
+        return HEADER_BYTES + selection + values.compute_min_bytes(count) + 4 * buffers
+
+    if compute_bytes(size) <= allowed:
+        return size
+    # Above a half, the entropy falls again, and a selection could be longer than that of more entries.
+    return max(bisect_right(range(1, size // 2 + 1), allowed, key=compute_bytes), 0)
