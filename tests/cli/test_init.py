@@ -90,9 +90,17 @@ def test_columns_kinds_labels_and_sites_of_a_table_are_filled_in(separator: str,
     task = written["task"]
     assert task["features"] == ["age", "sex", "marker"]
     assert task.get("decimal", ".") == mark
+    # 0.3 times four inputs, age, marker and two labels of sex, through the 21 of the 30 rows that train.
+    assert written["method"]["training"]["weight_decay"] == 0.057
     assert (task["categories"], task["classes"], task["id"]) == ({"sex": ["F", "M"]}, ["healthy", "died"], "patient")
     assert written["simulator"]["data"]["partition"] == {"kind": "natural", "column": "hospital"}
     assert Study.load(tmp_path / "study" / "study.yaml").config.name == "study"
+
+
+def test_scale_of_a_number_is_filled_in(tmp_path: Path) -> None:
+    (tmp_path / "ages.csv").write_text("x,age\n" + "".join(f"{n},{20 + n % 3}\n" for n in range(300)))
+    assert call("init", "table", "--data", tmp_path / "ages.csv", "--out", tmp_path / "study").exit_code == 0
+    assert Study.load(tmp_path / "study" / "study.yaml").config.task.config.target_scale == (21, 0.816)
 
 
 def test_shapes_labels_and_sites_of_images_are_filled_in(tmp_path: Path) -> None:

@@ -27,6 +27,11 @@ TARGET_NAMES = ("target", "outcome", "label", "died", "death", "event", "readmit
 ID_NAMES = ("id", "patient", "patient_id", "subject", "subject_id", "participant_id", "case")
 NEGATIVES = ("no", "nein", "non", "n", "false", "negative", "neg", "none", "control", "healthy", "alive", "absent")
 """Labels of the absence of what is predicted: of two labels, the other one is class 1."""
+STEP = {"rounds": 100, "server": {"optimizer": "adam", "lr": 0.02}, "model_average": {"kind": "ema"}}
+"""One step a round on all examples of a site, so that the mean of the steps is that on all sites' examples."""
+DECAY, TRAINED = 0.3, 0.7
+"""Weight decay of a table with as many inputs as training rows, and the share of the rows that train
+(docs/results/tables.md)."""
 MOST_LABELS = 12
 """A column of text with more different values is no category: it is left out, and named."""
 
@@ -60,15 +65,18 @@ def describe_table(path: Path) -> tuple[str, list[str]]:
     if identifier:
         ids = table.get_names(identifier)
         task["id" if len(set(ids)) == len(ids) else "group"] = identifier
-    task |= {"missing": "impute", "scaling": "site", "model": {"name": "resnet_mlp"}, "split": {"validation": 0.1}}
-    task |= {"target_scaling": "site"} if kind == "regression" else {}
+    task |= {"missing": "impute", "scaling": "federated", "clip": 5, "model": {"name": "resnet_mlp"}}
+    task |= {"split": {"validation": 0.1}}
+    task |= {"target_scale": _describe_scale(table, target)} if kind == "regression" else {}
     sites = {"kind": "natural", "column": site} if site else {"kind": "iid"}
     simulator: dict[str, Any] = {} if site else {"sites": 3}
-    training = {"optimizer": "sgd", "lr": 0.1, "epochs": 1, "batch_size": 64}
+    inputs = sum(len(categories.get(name, [name])) for name in features)
+    decay = float(f"{DECAY * inputs / (TRAINED * table.rows):.2g}")
+    training = {"optimizer": "sgd", "lr": 0.1, "epochs": 1, "batch_size": 4096, "weight_decay": decay}
     study = {
         "name": "study",
         "seed": 1,
-        "method": {"name": "neurosfl", "sparsity": 0.9, "rounds": 20, "training": training},
+        "method": {"name": "neurosfl", "sparsity": 0.9, **STEP, "training": training},
         "task": task,
         "simulator": simulator | {"data": {"path": str(path.resolve()), "partition": sites}},
     }
@@ -121,6 +129,12 @@ def _describe_target(table: Table, name: str) -> tuple[str, list[str]]:
         labels.sort(key=lambda label: label.lower() not in NEGATIVES)
         return ("binary" if len(labels) == 2 else "classes"), labels
     return ("binary" if set(table.get_numbers(name).tolist()) <= {0.0, 1.0} else "regression"), []
+
+
+def _describe_scale(table: Table, name: str) -> list[float]:
+    """Return mean and standard deviation of a column, to three digits."""
+    numbers = table.get_numbers(name)
+    return [float(f"{value:.3g}") for value in (np.nanmean(numbers), np.nanstd(numbers) or 1.0)]
 
 
 def _sort_features(table: Table, names: list[str]) -> tuple[set[str], dict[str, list[str]], list[str]]:
