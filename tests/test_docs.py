@@ -484,7 +484,7 @@ def test_study_of_the_page_on_tables_finds_the_risk(tmp_path: Path, monkeypatch:
     Path("study.yaml").write_text(find_fenced_blocks("table-task.md", "yaml")[0])
     for line in find_fenced_blocks("table-task.md", "bash")[0].splitlines():
         words = shlex.split(line, comments=True)[1:]
-        words += ["--env", "local", "--set", "method.evaluate_every=60"] if words[0] == "run" else []
+        words += ["--env", "local", "--set", "method.evaluate_every=100"] if words[0] == "run" else []
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
     assert json.loads(Path("runs/study/summary.json").read_text())["final"]["metrics"]["c_index"] > 0.6

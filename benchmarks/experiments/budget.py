@@ -1,0 +1,426 @@
+"""A run at 1/30, 1/100 and 1/300 of FedAvg's bytes, by one setting: eight cohorts, and settings chosen by the others.
+
+    python benchmarks/experiments/budget.py ../shared/data [--only openneuro] [--seeds 11] [--out runs/budget]
+    python benchmarks/experiments/budget.py --report [--docs] [--picture FILE] [--out runs/budget]
+
+An arm is FedAvg's configuration of a cohort with another method section: ``topk_ef`` with ``budget``, whose other
+settings are an arm's own, or FedAvg in few bits with as many rounds as the bytes pay for. Each seed tests another fifth
+of the subjects of every site, and 15 % of the others are for validation. A cohort's top-k is the arm with the smallest
+mean ratio to FedAvg's error at 1/100 on the validation subjects of the *other* cohorts and of the first seed. Metrics
+are those of the model as the sites hold it after the last message; every message counts.
+
+Each run writes one file; finished runs are not repeated, and several processes may share the work. ``--report`` prints
+the tables, ``--docs`` writes them to docs/results/bytes.md and ``--picture`` draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from page_tables import write_section
+from runs import claim
+
+from flare_sparse.config.assemble import assemble, open_site
+from flare_sparse.config.loading import load_config
+from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.results.report.figures import render_png
+from flare_sparse.results.runs.bootstrap import AUC, Difference, compare_predictors, compare_scores
+from flare_sparse.results.runs.local import run_assembly
+from flare_sparse.tasks.task import Examples
+from flare_sparse.training import LocalTask, build_site
+
+SHARES = (30, 100, 300)
+CHOSEN_AT = 100
+FEDAVG, TOP_K = "FedAvg", "top-k, chosen by the others"
+WORDS = 1000
+"""Most frequent words of a text, of which each is an input."""
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """A cohort with the settings of FedAvg.
+
+    Attributes:
+        title: name on the page.
+        file: the data below the folder; empty: texts as counts of words.
+        task, partition, training: as in a configuration.
+        sites: number of sites, where they are drawn.
+        rounds: of FedAvg.
+        unit: of the mean error; ``AUC``: the error is 1 - AUC; empty: the share of wrong classes.
+    """
+
+    title: str
+    file: str
+    task: dict[str, Any]
+    partition: dict[str, Any]
+    training: dict[str, Any]
+    sites: int | None = None
+    rounds: int = 30
+    unit: str = ""
+
+
+def _describe_age(title: str, file: str, center: float, spread: float) -> Cohort:
+    task = {
+        "name": "table", "kind": "regression", "target": "age", "target_scale": [center, spread],
+        "features": ["destrieux", "sex"], "id": "subject", "scaling": "federated", "clip": 3, "missing": "impute",
+        "model": {"name": "mlp", "hidden": [256]},
+    }  # fmt: skip
+    training = {"epochs": 2, "batch_size": 64, "optimizer": "adamw", "lr": 3e-3, "weight_decay": 3}
+    training["schedule"] = {"kind": "cosine"}
+    return Cohort(title, f"brain_morphometry/{file}", task, SCANNERS, training, unit="years")
+
+
+SCANNERS = {"kind": "natural", "column": "site"}
+DRAWN = {"kind": "dirichlet", "column": "label", "alpha": 0.5}
+ADAM = {"epochs": 1, "batch_size": 32, "optimizer": "adam", "lr": 1e-3}
+IMAGES = {"name": "image_classification", "model": {"name": "image_mlp", "hidden": [100]}}
+COHORTS = {
+    "openneuro": _describe_age("OpenNeuro, 6 sites", "destrieux_openneuro.csv.gz", 26, 13),
+    "abide1": _describe_age("ABIDE I, 20 sites", "destrieux_abide1.csv.gz", 17, 8),
+    "fcon1000": _describe_age("1000 FCP, 23 sites", "destrieux_fcon1000.csv.gz", 28, 13),
+    "brain_t1": Cohort(
+        "T1w volumes, 5 sites",
+        "brain_t1",
+        {
+            "name": "brain_age", "model": {"name": "voxel_mlp", "hidden": [64]}, "downsample": 3,
+            "normalization": "brain_first",
+        },
+        {"kind": "natural", "split": {"IXI-HH": 4}},
+        {
+            "epochs": 1, "batch_size": 16, "optimizer": "adamw", "lr": 1e-3, "weight_decay": 1.0,
+            "schedule": {"kind": "cosine"},
+        },
+        unit="years",
+    ),
+    "eicu": Cohort(
+        "eICU, 5 regions",
+        "eicu_demo/mortality.npz",
+        {
+            "name": "table", "kind": "binary", "target": "died_in_hospital", "features": ["meds_24h_{0..419}"],
+            "id": "stay", "group": "patient", "rows": {"has_medications": 1}, "skip_bad_subjects": True,
+            "missing_codes": {"died_in_hospital": -1}, "scaling": "none", "model": {"name": "mlp", "hidden": [64, 32]},
+        },
+        {"kind": "natural", "column": "region", "missing": "unknown"},
+        {"epochs": 1, "batch_size": 32, "optimizer": "sgd", "lr": 0.3},
+        unit="AUC",
+    ),
+    "pneumonia": Cohort(
+        "PneumoniaMNIST, 4 drawn sites", "pneumoniamnist/pneumoniamnist.npz", {**IMAGES, "images_per_split": 2500},
+        DRAWN, ADAM, 4,
+    ),
+    "mnist": Cohort(
+        "MNIST, 10 drawn sites", "mnist/mnist_small.npz", {**IMAGES, "classes": 10, "images_per_split": 3000},
+        DRAWN, ADAM, 10,
+    ),
+    "banking77": Cohort(
+        "BANKING77's words, 10 drawn sites",
+        "",
+        {
+            "name": "table", "kind": "classes", "target": "label", "classes": [str(number) for number in range(77)],
+            "features": [f"word_{{0..{WORDS - 1}}}"], "scaling": "none", "model": {"name": "mlp", "hidden": [64]},
+        },
+        DRAWN,
+        {**ADAM, "lr": 3e-3},
+        10,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What replaces FedAvg.
+
+    Attributes:
+        bits: of a value with its part of a scale; 32: float32.
+        values: number format.
+        method: settings of ``topk_ef``, beside ``budget``; None: FedAvg.
+        rounds: rounds for each of FedAvg's; 0: as many as the bytes pay for.
+    """
+
+    bits: float = 2.25
+    values: str = "int2"
+    method: Mapping[str, Any] | None = field(default_factory=dict)
+    rounds: float = 1.0
+
+
+ARMS = {
+    FEDAVG: Arm(32, "float32", None),
+    "decay 1": Arm(),
+    "decay 0.9": Arm(method={"decay": 0.9}),
+    "4 bits": Arm(4.25, "int4"),
+    "half the rounds": Arm(rounds=0.5),
+    "FedAvg in 4 bits, fewer rounds": Arm(4.25, "int4", None, 0),
+    "FedAvg in 2 bits, fewer rounds": Arm(2.25, "int2", None, 0),
+}
+TOP_KS = [label for label, arm in ARMS.items() if arm.method is not None]
+RIVALS = [label for label, arm in ARMS.items() if arm.method is None and label != FEDAVG]
+_Key = tuple[str, str, int, int]
+"""Cohort, arm, share and seed of a run."""
+
+
+def write_words(data: Path, file: Path) -> None:
+    """Write every third text of BANKING77 as the words that it has, each by its inverse document frequency."""
+    with gzip.open(data / "banking77" / "banking77.csv.gz", "rt", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))[::3]
+    texts = [set(re.findall(r"[a-z']+", row["text"].lower())) for row in rows]
+    counts = Counter(word for text in texts for word in text)
+    words = sorted(counts, key=lambda word: (-counts[word], word))[:WORDS]
+    weights = np.array([math.log(len(texts) / counts[word]) / 2 for word in words], np.float32)
+    bags = np.array([[word in text for word in words] for text in texts]) * weights
+    np.savez(file, word=bags, label=np.array([int(row["label"]) for row in rows]))
+
+
+def write_configuration(name: str, arm: Arm, share: int, seed: int, data: Path, out: Path) -> dict[str, Any]:
+    """Return the content of a run's configuration."""
+    cohort = COHORTS[name]
+    path = data / cohort.file if cohort.file else out / "words.npz"
+    if not path.exists():
+        write_words(data, path)
+    rounds = max(1, round(cohort.rounds * (arm.rounds or 32 / arm.bits / share)))
+    method: dict[str, Any] = {"name": "fedavg", "rounds": rounds, "training": cohort.training, "evaluate_every": 1000}
+    if arm.method is not None:
+        method |= {"name": "topk_ef", "budget": cohort.rounds / rounds / share, **arm.method}
+    wire = {"values": arm.values, "initial_model": "sent" if arm == ARMS[FEDAVG] else "built"}
+    split = {"folds": 5, "fold": seed - 10, "validation": 0.15}
+    simulator = {"data": {"path": str(path.resolve()), "partition": cohort.partition}}
+    return {
+        "name": "budget", "seed": seed, "method": method, "wire": wire, "task": {**cohort.task, "split": split},
+        "simulator": simulator | ({"sites": cohort.sites} if cohort.sites else {}), "federation": {"threads": 1},
+    }  # fmt: skip
+
+
+_Loaded = dict[tuple[str, int], dict[str, Examples]]
+
+
+def run(key: _Key, data: Path, out: Path, loaded: _Loaded) -> dict[str, Any]:
+    """Return bytes, seconds and the errors of every validation and test subject of a run."""
+    name, label, share, seed = key
+    file = out / f"{name}.{label}.{share}.{seed}.yaml".replace(" ", "_")
+    file.write_text(yaml.safe_dump(write_configuration(name, ARMS[label], share, seed, data, out)), encoding="utf-8")
+    config = load_config(file)
+    assembly = assemble(config)
+    if (name, seed) not in loaded:
+        located = prepare_site_data(config, assembly.task, Path())
+        loaded[name, seed] = {site: open_site(assembly, own).trainer.examples for site, own in located.items()}
+    opened = {
+        site: LocalTask.open(site, assembly.task, examples, assembly.layout, seed)
+        for site, examples in loaded[name, seed].items()
+    }
+    sites = {site: build_site(task) for site, task in opened.items()}
+    start = time.monotonic()
+    _, ledger = run_assembly(config, assembly, sites)
+    row: dict[str, Any] = {"seconds": time.monotonic() - start, "size": assembly.layout.size}
+    row |= {"bytes": sum(line.payload_bytes for line in ledger.lines), "validation": {}, "test": {}}
+    for (site, own), part in product(sites.items(), ("validation", "test")):
+        examples = getattr(own.trainer.examples, part)
+        if examples is None or not len(examples):
+            continue
+        assert own.evaluated is not None, "every site has evaluated its final model"
+        layout, weights = own.evaluated
+        model = assembly.task.model()
+        model.load_state_dict(layout.unflatten(weights), strict=False)
+        predictions, targets = assembly.task.measure_all(model, examples)
+        targets = targets.reshape(len(predictions), -1)[:, 0]
+        ids = list(getattr(own.trainer.examples, f"{part}_ids"))
+        row[part][site] = {"ids": ids, **_score(COHORTS[name], predictions, targets)}
+    return row
+
+
+def _score(cohort: Cohort, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, list[float]]:
+    if cohort.unit == "AUC":
+        return {"score": predictions[:, -1].tolist(), "label": targets.tolist()}
+    if cohort.unit:
+        return {"error": (predictions[:, 0] - targets).abs().tolist()}
+    return {"error": (predictions.argmax(1) != targets.long()).float().tolist()}
+
+
+def list_keys(cohorts: list[str], arms: list[str], shares: list[int], seeds: list[int]) -> Iterator[_Key]:
+    """Yield all runs; those that choose come first."""
+    first = [(label, 1) for label in arms if label == FEDAVG]
+    chosen = [(label, share) for label in arms for share in shares if label != FEDAVG]
+    order = sorted(chosen, key=lambda pair: (pair[1] != CHOSEN_AT, pair[0] in RIVALS))
+    for seed, (label, share), name in product(seeds, (*first, *order), cohorts):
+        if ARMS[label].rounds or COHORTS[name].rounds * 32 / ARMS[label].bits / share >= 0.9:
+            yield name, label, share, seed
+
+
+def compare(name: str, rows: Mapping[_Key, Any], label: str, share: int, part: str, seeds: list[int]) -> Difference:
+    """Return the error of an arm minus FedAvg's over the subjects of all seeds, with its 95 % interval."""
+    pairs = [(rows[name, label, share, seed][part], rows[name, FEDAVG, 1, seed][part]) for seed in seeds]
+    sites = np.array([site for _, other in pairs for site, own in other.items() for _ in own["ids"]])
+
+    def collect(which: int, column: str) -> np.ndarray:
+        return np.concatenate([pair[which][site][column] for pair in pairs for site in pair[1]])
+
+    if COHORTS[name].unit != "AUC":
+        return compare_scores(collect(0, "error"), collect(1, "error"), sites, is_lower_better=True)
+    subjects = np.arange(len(sites))
+    scores, labels = (collect(which, "score")[:, None] for which in (0, 1)), collect(1, "label")[:, None]
+    own, other = (column[:, 0] for column in scores)
+    found = compare_predictors(AUC, own, other, labels, sites, subjects, resamples=2000)
+    assert found is not None, "both classes occur"
+    return Difference(1 - found.first, 1 - found.second, -found.value, -found.high, -found.low, found.verdict)
+
+
+def choose(name: str, rows: Mapping[_Key, Any], seed: int) -> str:
+    """Return the arm of top-k that the other cohorts choose."""
+
+    def measure(label: str) -> float:
+        found = [compare(c, rows, label, CHOSEN_AT, "validation", [seed]) for c in COHORTS if c != name]
+        return float(np.mean([difference.first / difference.second for difference in found]))
+
+    known = [label for label in TOP_KS if all((c, label, CHOSEN_AT, seed) in rows for c in COHORTS)]
+    return min(known, key=measure)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A line of the table: an arm at a share on a cohort, against FedAvg with the same seeds."""
+
+    cohort: str
+    arm: str
+    label: str
+    share: int
+    seeds: int
+    fewer: float
+    difference: Difference
+
+    @property
+    def percent(self) -> tuple[float, float, float]:
+        """Difference and its interval in percent of FedAvg's error."""
+        found = self.difference
+        return tuple(100 * value / found.second for value in (found.value, found.low, found.high))  # type: ignore[return-value]
+
+
+def collect_results(rows: Mapping[_Key, Any]) -> list[Result]:
+    """Return all lines of the table that have runs."""
+    first = min(seed for *_, seed in rows)
+    results = []
+    for name in COHORTS:
+        chosen = choose(name, rows, first)
+        for (arm, label), share in product([(TOP_K, chosen), *((rival, rival) for rival in RIVALS)], SHARES):
+            seeds = sorted(seed for c, a, s, seed in rows if (c, a, s) == (name, label, share))
+            if seeds := [seed for seed in seeds if (name, FEDAVG, 1, seed) in rows]:
+                sent = [
+                    sum(rows[name, a, s, seed]["bytes"] for seed in seeds) for a, s in ((FEDAVG, 1), (label, share))
+                ]
+                difference = compare(name, rows, label, share, "test", seeds)
+                results.append(Result(name, arm, label, share, len(seeds), sent[0] / sent[1], difference))
+    return results
+
+
+def format_tables(rows: Mapping[_Key, Any]) -> str:
+    """Return the table of differences, and that of the choice."""
+    results = collect_results(rows)
+    lines = [
+        "| minus FedAvg, in % of its error | FedAvg's error | seeds | " + " | ".join(f"1/{s}" for s in SHARES) + " |"
+    ]
+    lines.append("| --- " * (len(SHARES) + 3) + "|")
+    for arm, name in product((TOP_K, *RIVALS), COHORTS):
+        own = {result.share: result for result in results if (result.arm, result.cohort) == (arm, name)}
+        if not own:
+            continue
+        cells = ["" if s not in own else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*own[s].percent) for s in SHARES]
+        one, unit = next(iter(own.values())), COHORTS[name].unit
+        error = f"{one.difference.second:.3g} {unit}" if unit != "AUC" else f"{one.difference.second:.3f} (1 - AUC)"
+        title = f"{arm}: {COHORTS[name].title}" + (f" ({one.label})" if arm == TOP_K else "")
+        lines.append(f"| {title} | {error.strip()} | {one.seeds} | {' | '.join(cells)} |")
+    first = min(seed for *_, seed in rows)
+    lines += ["", "| validation, 1/100, in % of FedAvg's error | " + " | ".join(TOP_KS) + " |"]
+    lines.append("| --- " * (len(TOP_KS) + 1) + "|")
+    for name, cohort in COHORTS.items():
+        cells = []
+        for label in TOP_KS:
+            if (name, label, CHOSEN_AT, first) in rows:
+                found = compare(name, rows, label, CHOSEN_AT, "validation", [first])
+                cells.append(f"{100 * found.value / found.second:+.1f}")
+            else:
+                cells.append("")
+        lines.append(f"| {cohort.title} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_results(results: list[Result]) -> Figure:
+    """Draw the error difference of top-k from FedAvg with its interval, one point a cohort, by bytes."""
+    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    for number, (name, cohort) in enumerate(COHORTS.items()):
+        own = [result for result in results if (result.cohort, result.arm) == (name, TOP_K)]
+        places = [SHARES.index(result.share) + (number - (len(COHORTS) - 1) / 2) * 0.09 for result in own]
+        values, lows, highs = np.array([result.percent for result in own]).T
+        bars = np.abs(np.array([lows, highs]) - values)
+        axis.errorbar(places, values, bars, fmt="o", markersize=5, color=f"C{number}", label=cohort.title)
+    axis.axhline(0, color="0.3", linewidth=0.8)
+    axis.axhspan(-3, 3, color="0.9", zorder=0)
+    axis.set_yscale("symlog", linthresh=10)
+    axis.set_yticks([-10, -3, 0, 3, 10, 30, 100], ["-10", "-3", "0", "3", "10", "30", "100"])
+    axis.set_xticks(range(len(SHARES)), [f"1/{share} of FedAvg's bytes" for share in SHARES])
+    axis.set_ylabel("error minus FedAvg's, % of it")
+    axis.grid(axis="x", visible=False)
+    figure.legend(loc="outside right upper", fontsize=8)
+    return figure
+
+
+def read_rows(folder: Path) -> dict[_Key, Any]:
+    """Return the finished runs."""
+    rows = {}
+    for file in folder.glob("*/*.json"):
+        label, share, seed = file.stem.rsplit("_", 2)
+        rows[file.parent.name, label.replace("_", " "), int(share), int(seed)] = json.loads(file.read_text())
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, nargs="?", help="folder with the cohorts")
+    parser.add_argument("--only", choices=COHORTS, nargs="+", default=list(COHORTS))
+    parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS))
+    parser.add_argument("--shares", type=int, choices=SHARES, nargs="+", default=list(SHARES))
+    parser.add_argument("--seeds", type=int, choices=range(11, 16), nargs="+", default=[11, 12, 13])
+    parser.add_argument("--out", type=Path, default=Path("runs/budget"))
+    parser.add_argument("--report", action="store_true", help="print the tables of the files in --out")
+    parser.add_argument("--docs", action="store_true", help="write them to docs/results/bytes.md")
+    parser.add_argument("--picture", type=Path, help="PNG of the differences")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    loaded = _Loaded()
+    keys = list_keys(arguments.only, arguments.arms, arguments.shares, arguments.seeds) if arguments.data else ()
+    for key in keys:
+        name, label, share, seed = key
+        file = arguments.out / name / f"{label}_{share}_{seed}.json".replace(" ", "_")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with claim(file) as is_claimed:
+            if is_claimed:
+                row = run(key, arguments.data, arguments.out, loaded)
+                write_json(file, row)
+                print(*key, f"{row['bytes'] / 1e3:.0f} kB, {row['seconds']:.0f} s", flush=True)
+    rows = read_rows(arguments.out)
+    if arguments.report:
+        print(format_tables(rows))
+    if arguments.docs:
+        write_section("bytes", "budget", format_tables(rows))
+    if arguments.picture:
+        arguments.picture.write_bytes(render_png(draw_results, collect_results(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
