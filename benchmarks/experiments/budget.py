@@ -152,7 +152,7 @@ class Arm:
     Attributes:
         bits: of a value with its part of a scale; 32: float32.
         values: number format.
-        method: settings of ``topk_ef``, beside ``budget``; None: FedAvg.
+        method: settings of ``topk_ef`` beside ``budget``, or of the method that they name; None: FedAvg.
         rounds: rounds for each of FedAvg's; 0: as many as the bytes pay for.
     """
 
@@ -162,16 +162,22 @@ class Arm:
     rounds: float = 1.0
 
 
+NEUROSFL = {"name": "neurosfl", "scores": "weighted_snip"}
 ARMS = {
     FEDAVG: Arm(32, "float32", None),
     "decay 1": Arm(),
     "decay 0.9": Arm(method={"decay": 0.9}),
     "4 bits": Arm(4.25, "int4"),
     "half the rounds": Arm(rounds=0.5),
+    "NeuroSFL 90 %": Arm(32, "float32", NEUROSFL | {"sparsity": 0.9}),
+    "NeuroSFL 90 % in 4 bits": Arm(4.25, "int4", NEUROSFL | {"sparsity": 0.9}),
+    "NeuroSFL 97 % in 4 bits": Arm(4.25, "int4", NEUROSFL | {"sparsity": 0.97}),
     "FedAvg in 4 bits, fewer rounds": Arm(4.25, "int4", None, 0),
     "FedAvg in 2 bits, fewer rounds": Arm(2.25, "int2", None, 0),
 }
-TOP_KS = [label for label, arm in ARMS.items() if arm.method is not None]
+FIXED = (FEDAVG, *(label for label in ARMS if label.startswith("NeuroSFL")))
+"""Arms whose bytes no setting chooses."""
+TOP_KS = [label for label, arm in ARMS.items() if arm.method is not None and label not in FIXED]
 RIVALS = [label for label, arm in ARMS.items() if arm.method is None and label != FEDAVG]
 _Key = tuple[str, str, int, int]
 """Cohort, arm, share and seed of a run."""
@@ -198,7 +204,8 @@ def write_configuration(name: str, arm: Arm, share: int, seed: int, data: Path, 
     rounds = max(1, round(cohort.rounds * (arm.rounds or 32 / arm.bits / share)))
     method: dict[str, Any] = {"name": "fedavg", "rounds": rounds, "training": cohort.training, "evaluate_every": 1000}
     if arm.method is not None:
-        method |= {"name": "topk_ef", "budget": cohort.rounds / rounds / share, **arm.method}
+        method |= {} if "name" in arm.method else {"name": "topk_ef", "budget": cohort.rounds / rounds / share}
+        method |= arm.method
     wire = {"values": arm.values, "initial_model": "sent" if arm == ARMS[FEDAVG] else "built"}
     split = {"folds": 5, "fold": seed - 10, "validation": 0.15}
     simulator = {"data": {"path": str(path.resolve()), "partition": cohort.partition}}
@@ -255,8 +262,8 @@ def _score(cohort: Cohort, predictions: torch.Tensor, targets: torch.Tensor) -> 
 
 def list_keys(cohorts: list[str], arms: list[str], shares: list[int], seeds: list[int]) -> Iterator[_Key]:
     """Yield all runs; those that choose come first."""
-    first = [(label, 1) for label in arms if label == FEDAVG]
-    chosen = [(label, share) for label in arms for share in shares if label != FEDAVG]
+    first = [(label, 1) for label in arms if label in FIXED]
+    chosen = [(label, share) for label in arms for share in shares if label not in FIXED]
     order = sorted(chosen, key=lambda pair: (pair[1] != CHOSEN_AT, pair[0] in RIVALS))
     for seed, (label, share), name in product(seeds, (*first, *order), cohorts):
         if ARMS[label].rounds or COHORTS[name].rounds * 32 / ARMS[label].bits / share >= 0.9:
@@ -274,9 +281,8 @@ def compare(name: str, rows: Mapping[_Key, Any], label: str, share: int, part: s
     if COHORTS[name].unit != "AUC":
         return compare_scores(collect(0, "error"), collect(1, "error"), sites, is_lower_better=True)
     subjects = np.arange(len(sites))
-    scores, labels = (collect(which, "score")[:, None] for which in (0, 1)), collect(1, "label")[:, None]
-    own, other = (column[:, 0] for column in scores)
-    found = compare_predictors(AUC, own, other, labels, sites, subjects, resamples=2000)
+    own, other = (collect(which, "score") for which in (0, 1))
+    found = compare_predictors(AUC, own, other, collect(1, "label")[:, None], sites, subjects, resamples=2000)
     assert found is not None, "both classes occur"
     return Difference(1 - found.first, 1 - found.second, -found.value, -found.high, -found.low, found.verdict)
 
@@ -317,7 +323,8 @@ def collect_results(rows: Mapping[_Key, Any]) -> list[Result]:
     results = []
     for name in COHORTS:
         chosen = choose(name, rows, first)
-        for (arm, label), share in product([(TOP_K, chosen), *((rival, rival) for rival in RIVALS)], SHARES):
+        arms = [(TOP_K, chosen), *((label, label) for label in (*RIVALS, *FIXED[1:]))]
+        for (arm, label), share in product(arms, (1, *SHARES)):
             seeds = sorted(seed for c, a, s, seed in rows if (c, a, s) == (name, label, share))
             if seeds := [seed for seed in seeds if (name, FEDAVG, 1, seed) in rows]:
                 sent = [
@@ -344,6 +351,14 @@ def format_tables(rows: Mapping[_Key, Any]) -> str:
         error = f"{one.difference.second:.3g} {unit}" if unit != "AUC" else f"{one.difference.second:.3f} (1 - AUC)"
         title = f"{arm}: {COHORTS[name].title}" + (f" ({one.label})" if arm == TOP_K else "")
         lines.append(f"| {title} | {error.strip()} | {one.seeds} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| NeuroSFL minus FedAvg, in % of its error | times fewer bytes | difference |",
+        "| --- | --- | --- |",
+    ]
+    for result in (result for result in results if result.arm in FIXED):
+        cell = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*result.percent)
+        lines.append(f"| {result.arm}: {COHORTS[result.cohort].title} | {result.fewer:.0f} | {cell} |")
     first = min(seed for *_, seed in rows)
     lines += ["", "| validation, 1/100, in % of FedAvg's error | " + " | ".join(TOP_KS) + " |"]
     lines.append("| --- " * (len(TOP_KS) + 1) + "|")

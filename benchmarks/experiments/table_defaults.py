@@ -210,9 +210,7 @@ def report(folder: Path) -> str:
                 found = compare_scores(*scores, sites, is_lower_better=True)
             else:
                 subjects = np.arange(len(targets))
-                found = compare_predictors(
-                    AUC, predicted[:, None], other[:, None], targets[:, None], sites, subjects, resamples=2000
-                )  # type: ignore[assignment]
+                found = compare_predictors(AUC, predicted, other, targets[:, None], sites, subjects, resamples=2000)  # type: ignore[assignment]
             cells.insert(0, f"{found.value:+.3g} [{found.low:+.3g}, {found.high:+.3g}] {found.verdict}")
         lines.append(f"| {name} | {len(folds)} | {found.first:.4g} | {found.second:.4g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -78,9 +78,7 @@ class TopKEFConfig(MethodConfig):
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
         if self.budget is not None and (given := {"fraction", "down"} & self.model_fields_set):
-            raise ValueError(
-                f"budget gives the shares of both directions; remove it, or {' and '.join(sorted(given))}"
-            )
+            raise ValueError(f"budget gives the shares of both directions; remove it, or {' and '.join(sorted(given))}")
         return self
 
     def fit(self, layout: Layout, values: NumberFormat) -> Self:
