@@ -40,7 +40,7 @@ from runs import claim
 
 from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
-from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.results.report.figures import render_png
 from flare_sparse.results.runs.bootstrap import AUC, Difference, compare_predictors, compare_scores
