@@ -62,12 +62,7 @@ def describe_study(
 
 
 def run_statistics_job(
-    study: Study,
-    recipe: QuestionRecipe,
-    result: str,
-    out: Path,
-    kit: Path | None,
-    observer: Observer,
+    study: Study, recipe: QuestionRecipe, result: str, out: Path, kit: Path | None, observer: Observer
 ) -> Any:
     """Run a job whose answers are statistics, which trains nothing, and return what its server wrote.
 

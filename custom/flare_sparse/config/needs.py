@@ -160,10 +160,7 @@ _FEATURES = (
         "leave early_stopping out",
         takes=frozenset({Need.LAST_ROUND, Need.SAMPLED_SITES}),
         needs=_require(Need.VALIDATION.because("models are compared on validation examples")),
-        example={
-            "federation": {"early_stopping": {"patience": 3}},
-            "task": {"split": {"validation": 0.2}},
-        },
+        example={"federation": {"early_stopping": {"patience": 3}}, "task": {"split": {"validation": 0.2}}},
     ),
     Feature(
         "task.split.validation: 0",

@@ -25,14 +25,7 @@ from ..config.policy.policy import POLICY_FILE, read_policy
 from ..config.yaml_files import read_yaml
 from ..core.errors import FlareSparseError, get_failure_code
 from ..rounds.endpoints.egress import EGRESS_FOLDER, EgressLog, Outgoing, describe_message
-from .payload import (
-    extract_hello,
-    extract_sum,
-    get_refusal_code,
-    is_statistics,
-    shareable_to_message,
-    strip_to_codes,
-)
+from .payload import extract_hello, extract_sum, get_refusal_code, is_statistics, shareable_to_message, strip_to_codes
 from .workspace import find_job_file, get_workspace, write_site_error
 
 _CONTROL = {value for name, value in vars(ReservedTopic).items() if name.isupper()} - {ReservedTopic.DO_TASK}

@@ -108,11 +108,7 @@ class ScriptCalls:
 
 _THREAD = "client_api_in_process_trainer"
 """Name that FLARE gives to the thread of a script."""
-_TASKS = {
-    "train": AppConstants.TASK_TRAIN,
-    "score": AppConstants.TASK_TRAIN,
-    "evaluate": AppConstants.TASK_VALIDATION,
-}
+_TASKS = {"train": AppConstants.TASK_TRAIN, "score": AppConstants.TASK_TRAIN, "evaluate": AppConstants.TASK_VALIDATION}
 
 
 class FlareScript:

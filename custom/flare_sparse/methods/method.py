@@ -33,16 +33,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from ..core.exchange import (
-    EVALUATE,
-    Assignment,
-    Content,
-    Contribution,
-    Patch,
-    Request,
-    Update,
-    UpdateSpec,
-)
+from ..core.exchange import EVALUATE, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask
 from ..core.needs import Need, Needs, find_need
 from ..core.params import Layout

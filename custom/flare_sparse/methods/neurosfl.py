@@ -249,12 +249,7 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
             scores = compute_private_saliency(site, site.weights, scored, training, lots, factors=factors)
         else:
             scores = compute_saliency(
-                site,
-                site.weights,
-                batch_size=training.batch_size,
-                batches=lots,
-                t=request.round,
-                factors=factors,
+                site, site.weights, batch_size=training.batch_size, batches=lots, t=request.round, factors=factors
             )
         if self.config.score_share < 1:
             scored = self._select_live(scores.abs(), self._num_sent_scores, scored, site.weights)

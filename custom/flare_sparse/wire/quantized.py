@@ -109,12 +109,7 @@ def find_exact_values(mask: Mask, layout: Layout) -> Tensor:
 
 
 def write_quantized(
-    exact_values: Tensor,
-    target: Tensor,
-    reference: Tensor,
-    is_exact: Tensor,
-    bits: int,
-    generator: torch.Generator,
+    exact_values: Tensor, target: Tensor, reference: Tensor, is_exact: Tensor, bits: int, generator: torch.Generator
 ) -> tuple[np.ndarray, Tensor]:
     """Return the section of values whose differences from ``reference`` are rounded, and what its receiver reads.
 

@@ -11,13 +11,7 @@ from ...training.site import Site
 
 
 def compute_saliency(
-    site: Site,
-    weights: Tensor,
-    *,
-    batch_size: int,
-    batches: int | None,
-    t: int,
-    factors: Tensor | None = None,
+    site: Site, weights: Tensor, *, batch_size: int, batches: int | None, t: int, factors: Tensor | None = None
 ) -> Tensor:
     """Compute the mean of ``|w * g|`` over minibatches, each weighted by its number of examples, ``(P,)``.
 

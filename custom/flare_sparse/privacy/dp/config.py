@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from ...core.settings import Settings
 from .accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA

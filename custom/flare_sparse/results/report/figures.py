@@ -93,11 +93,7 @@ def draw_traffic(runs: list[RunResult]) -> Figure:
     left.legend(loc="upper center", ncols=min(len(groups), 3 if max(map(len, labels)) < 14 else 2))
     positions = range(len(groups))
     for offset, (key, label, colour) in enumerate(
-        (
-            ("dense_bytes", "dense FedAvg", "#bbbbbb"),
-            ("payload_bytes", "sent", "C0"),
-            ("floor_bytes", "floor", "C2"),
-        )
+        (("dense_bytes", "dense FedAvg", "#bbbbbb"), ("payload_bytes", "sent", "C0"), ("floor_bytes", "floor", "C2"))
     ):
         heights = [mean(run.sum_directions(key) for run in group) / 1e6 for group in groups]
         bars = right.bar([p + 0.27 * (offset - 1) for p in positions], heights, 0.25, label=label, color=colour)

@@ -77,12 +77,7 @@ def list_run_models(run: Path, assembly: Assembly) -> list[str]:
 
 
 def load_model(
-    run: str | Path,
-    name: str = "final",
-    *,
-    compute: Compute = "dense",
-    compact: bool = False,
-    trust_code: bool = False,
+    run: str | Path, name: str = "final", *, compute: Compute = "dense", compact: bool = False, trust_code: bool = False
 ) -> nn.Module:
     """Load the network of a run with its trained weights, in evaluation mode; masked entries are zero.
 

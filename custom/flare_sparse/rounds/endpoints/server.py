@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import RejectedMessage
-from ...core.exchange import (
-    EVALUATE,
-    Assignment,
-    Contribution,
-    Patch,
-    Request,
-    RequestId,
-    UpdateSpec,
-)
+from ...core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, RequestId, UpdateSpec
 from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...wire.capabilities import Capabilities

@@ -16,14 +16,7 @@ from ...core.exchange import EVALUATE, Contribution, SealedValues
 from ...methods.method import Method
 from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
-from .events import (
-    ENDED_EARLY,
-    METRICS_CONSTANT,
-    TENSORS_CUT_OFF,
-    UPDATE_DISCARDED,
-    UPDATE_OPPOSED,
-    EventLog,
-)
+from .events import ENDED_EARLY, METRICS_CONSTANT, TENSORS_CUT_OFF, UPDATE_DISCARDED, UPDATE_OPPOSED, EventLog
 from .learning import OPPOSED, HasQuorum, LearnResult, find_opposed, learn_from
 from .progress import ModelComparison, Progress, Snapshot, describe_constant_metrics, describe_cut_tensors
 from .records import BestModel, Evaluation, Outcome, RoundRecord

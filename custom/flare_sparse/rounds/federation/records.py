@@ -256,7 +256,7 @@ class RoundRecord:
     def is_balanced(self) -> bool:
         """Whether every site asked has exactly one outcome."""
         return sorted(self.sites_asked) == sorted(
-            [*self.sites_contributed, *self.rejected, *self.abstained, *self.timed_out],
+            [*self.sites_contributed, *self.rejected, *self.abstained, *self.timed_out]
         )
 
 

@@ -120,10 +120,7 @@ def _draw_step(layout: Layout, generator: torch.Generator) -> Tensor:
 
 
 def dry_run(
-    method: Method[Any, Any],
-    weights: Tensor,
-    dry_sites: Mapping[str, Site],
-    transport: Transport = PLAIN,
+    method: Method[Any, Any], weights: Tensor, dry_sites: Mapping[str, Site], transport: Transport = PLAIN
 ) -> tuple[Outcome, Ledger]:
     """Count the messages of a whole run over given sites, whose :class:`DryTrainer` then holds the usage per update.
 

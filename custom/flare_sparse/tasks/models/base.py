@@ -18,10 +18,7 @@ from typing import Annotated, Any
 
 import safetensors.torch
 import torch
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError, list_first, suggest

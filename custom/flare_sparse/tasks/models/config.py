@@ -2,11 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    model_validator,
-)
+from pydantic import AfterValidator, ConfigDict, model_validator
 from torch import nn
 
 from ...compute.structure.nodes import replace_batch_norms
@@ -38,10 +34,7 @@ class ModelConfig(Settings):
         """Validate the settings against the network's builder, fill in defaults, and convert them to JSON values."""
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return value
-        name, network_settings = (
-            value["name"],
-            {key: setting for key, setting in value.items() if key not in OWN},
-        )
+        name, network_settings = (value["name"], {key: setting for key, setting in value.items() if key not in OWN})
         if reserved := sorted(set(network_settings) & set(FROM_TASK)):
             raise ValueError(f"{reserved[0]!r} of a model is set by the task; remove it")
         # The number of features has no default and comes with the data; any value passes the check of the others.
