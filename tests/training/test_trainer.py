@@ -11,6 +11,7 @@ from toy import ToyBench
 
 import flare_sparse.training
 from flare_sparse.core.errors import FlareSparseError
+from flare_sparse.core.settings import Settings
 from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.training.sample_usage import SampleUsage
 from flare_sparse.training.trainer import Trainer, Wrapper
@@ -27,7 +28,7 @@ CLASSES = {
 def test_no_class_inherits_from_a_concrete_one() -> None:
     bases = {base for member in CLASSES | {DryTrainer} for base in member.__bases__}
     own = {base for base in bases if base.__module__.startswith("flare_sparse")}
-    assert own == {Trainer, Wrapper, FlareSparseError}
+    assert own == {Trainer, Wrapper, FlareSparseError, Settings}
     assert {member.__name__ for member in CLASSES if issubclass(member, Wrapper)} == {
         "Wrapper", "SparseComputeTrainer", "PrivateTrainer", "PrivateMetricsTrainer", "SilentTrainer",
         "PersonalTrainer", "NarrowedTrainer",
