@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def test_contributions_name_every_site_with_rounds_and_reasons(tmp_path: Path) -
     )
     assert "trained without site-2: " in warning
     assert "site_error.txt and the log at the site give the reason" in warning
-    assert find_idle_sites(summary, {}) == ["site-2"]
+    assert find_idle_sites(summary) == ["site-2"]
 
 
 @pytest.mark.parametrize("name", ["site_errors/site-2.txt", "workspace/brains/site-2/simulate_job/site_error.txt"])
@@ -64,23 +63,6 @@ def test_events_are_shown_before_the_warning(tmp_path: Path) -> None:
         build_summary({"site-1": ROUNDS}, {"site-1": {"mae": 1.0}}, events=[event]), tmp_path
     )
     assert lines == ["contributed: site-1 3/3", "note: round 2, site-1: checkpoint 2 is damaged"]
-
-
-def test_site_is_idle_by_the_last_round_where_the_method_has_no_other(tmp_path: Path) -> None:
-    never = {"asked": 0, "contributed": 0, "missed": {}}
-    names = ["site-1", "site-2", "site-3"]
-    summary = build_summary(dict.fromkeys(names, never), {"site-1": {"mae": 1.0}})
-    last = {
-        "sites_asked": names, "sites_contributed": ["site-1", "site-3"], "rejected": {"site-2": "E_DATA"},
-        "timed_out": [], "abstained": [],
-    }  # fmt: skip
-    # site-3 trained its model and has no test examples.
-    assert find_idle_sites(summary, last) == ["site-2"]
-    (tmp_path / "rounds.jsonl").write_text(json.dumps(last) + "\n")
-    assert (
-        describe_contributions(summary, tmp_path)[0] == "contributed: site-1 1/1, site-2 0/1 (1 x E_DATA), site-3 1/1"
-    )
-    assert find_idle_sites(build_summary({}, {}), {}) == [], "a record without counts"
 
 
 def test_sites_without_a_figure_of_the_final_model_keep_their_row_and_its_reason(tmp_path: Path) -> None:

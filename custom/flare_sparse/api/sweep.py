@@ -267,8 +267,8 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
     copy_user_code(winner.user_code, folder)
     (folder / WINNER).write_text("\n".join(lines) + "\n" + dump_config(winner.config), encoding="utf-8")
     try:
-        from ..results.report.figures import write_sweep_figure
+        from ..results.report.figures import draw_sweep, render_png
     except ImportError:
         return
     label = f"{metric['name']} ({unit})" if unit else metric["name"]
-    write_sweep_figure(list(ranked), sweep.methods, label, folder / FIGURE)
+    (folder / FIGURE).write_bytes(render_png(draw_sweep, (list(ranked), sweep.methods, label)))

@@ -105,7 +105,7 @@ def run(options: RunOptions) -> None:
     from ..config.study import Study
     from ..results.runs.folder import RunFolder
     from .outcome import RunCommand, explain_outcome
-    from .summary import PARTIAL, find_idle_sites, read_final_evaluation, show_result
+    from .summary import PARTIAL, find_idle_sites, show_result
 
     _check_options(options)
     _check_step_back(options)
@@ -142,7 +142,7 @@ def run(options: RunOptions) -> None:
                 console.print(json.dumps({"folder": str(folder.path), **finished.summary}), markup=False)
             else:
                 show_result(console, finished.summary, folder.path)
-    if find_idle_sites(finished.summary, read_final_evaluation(folder.path)):
+    if find_idle_sites(finished.summary):
         raise typer.Exit(PARTIAL)
 
 

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..results.report.tables import NO_TESTS, describe_tests
-from ..results.runs.contributions import Contributions, describe_missed, read_contributions
 from ..results.runs.progress import compare_with_dense, format_bytes
+from ..results.runs.results import read_contributions
+from ..rounds.federation import Participation
 from ..tasks.task import VALIDATION
 from .console import build_table
 
@@ -60,15 +61,13 @@ def describe_contributions(summary: Mapping[str, Any], out: Path) -> list[str]:
         summary: summary of the run.
         out: result folder, with the reports of the sites that failed where they are on this machine.
     """
-    last = read_final_evaluation(out)
-    counts = _count_contributions(summary, last)
-    lines = []
+    counts, lines = read_contributions(summary), []
     if any(count.expected for count in counts.values()):
         lines.append("contributed: " + ", ".join(_describe_site(site, count) for site, count in counts.items()))
     lines += [
         f"note: round {event['round']}, {event['site']}: {event['detail']}" for event in summary.get("events", ())
     ]
-    if idle := find_idle_sites(summary, last):
+    if idle := find_idle_sites(summary):
         lines.append(
             f"warning: the model was trained without {', '.join(idle)}: no contribution in any round (exit code "
             f"{PARTIAL}). {_locate_reports(out, idle)}; docs/troubleshooting.md lists the codes"
@@ -76,21 +75,12 @@ def describe_contributions(summary: Mapping[str, Any], out: Path) -> list[str]:
     return lines
 
 
-def find_idle_sites(summary: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
+def find_idle_sites(summary: Mapping[str, Any]) -> list[str]:
     """Return the sites that were to contribute and did so in no round.
 
     A site that the method itself never asks, such as one that only adapts the final model, is not among them.
-
-    Args:
-        summary: summary of the run.
-        last: the record of the final evaluation.
     """
-    return [site for site, count in _count_contributions(summary, last).items() if count.is_idle]
-
-
-def _count_contributions(summary: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Contributions]:
-    """Return how often each site was asked and contributed, the final evaluation included."""
-    return read_contributions(summary, [last] if last else [])
+    return [site for site, count in read_contributions(summary).items() if count.is_idle]
 
 
 def _locate_reports(out: Path, sites: list[str]) -> str:
@@ -103,10 +93,10 @@ def _locate_reports(out: Path, sites: list[str]) -> str:
     return "site_error.txt and the log at the site give the reason"
 
 
-def _describe_site(site: str, count: Contributions) -> str:
+def _describe_site(site: str, count: Participation) -> str:
     if not count.expected:
         return f"{site} (never asked)"
-    return f"{site} {count.contributed}/{count.expected}" + (f" ({describe_missed(count)})" if count.missed else "")
+    return f"{site} {count.contributed}/{count.expected}" + (f" ({count.describe_missed()})" if count.missed else "")
 
 
 def read_final_evaluation(out: Path) -> dict[str, Any]:
@@ -140,7 +130,7 @@ def find_absent_sites(summary: Mapping[str, Any], last: Mapping[str, Any]) -> di
         last: the record of the final evaluation.
     """
     reasons = {
-        **dict.fromkeys(find_idle_sites(summary, last), "not evaluated"),
+        **dict.fromkeys(find_idle_sites(summary), "not evaluated"),
         **dict.fromkeys(last.get("quarantined", ()), "quarantined"),
         **{site: str(reason).partition(":")[0] for site, reason in last.get("excluded", {}).items()},
         **dict.fromkeys(last.get("timed_out", ()), "did not reply"),

@@ -293,7 +293,7 @@ def test_card_and_page_say_which_sites_contributed_and_which_have_no_test_exampl
     ]
 
 
-def test_contributions_come_from_the_rounds_where_the_summary_lacks_them(finished: dict[str, Path]) -> None:
+def test_contributions_are_those_of_training_also_where_the_only_request_trains(finished: dict[str, Path]) -> None:
     run = RunResult.read(finished["neurosfl"])
     assert {site: (part.asked, part.contributed) for site, part in run.contributions.items()} == {
         "site-1": (len(run.rounds) - 1, len(run.rounds) - 1),

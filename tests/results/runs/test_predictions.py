@@ -12,7 +12,7 @@ from flare_sparse.api.report import ensure_predictions
 from flare_sparse.config.study import Study
 from flare_sparse.results.report.findings import build_comparisons
 from flare_sparse.results.report.page import write_report
-from flare_sparse.results.runs.bootstrap import _stretch
+from flare_sparse.results.runs.bootstrap import compute_t_quantile
 from flare_sparse.results.runs.comparison import describe_groups, describe_runs
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.predictions import RUN, Predictions
@@ -94,7 +94,9 @@ def test_rows_of_one_subject_have_its_rank_and_count_once(visits: Path) -> None:
     for difference in (group["differences"]["ridge_pooled"], predictions.differences["ridge_pooled"]):
         bounds = difference["mae"]["low"], difference["mae"]["high"]
         quantiles = np.array([change.min(axis=1).mean(), change.max(axis=1).mean()])
-        assert bounds == pytest.approx(change.mean() + _stretch(2) * (quantiles - change.mean()))
+        assert bounds == pytest.approx(
+            change.mean() + compute_t_quantile(1.959964, 2) / 1.959964 * (quantiles - change.mean())
+        )
 
 
 @pytest.mark.slow

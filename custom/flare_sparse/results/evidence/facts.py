@@ -13,7 +13,6 @@ from ...config.withdrawals import Withdrawals
 from ...core.errors import ConfigError
 from ...core.params import compute_digest
 from ...rounds.endpoints.egress import LOG_FILE, find_logs, read_chain, sum_lines
-from ..runs.contributions import describe_missed
 from ..runs.load import load_study
 from ..runs.model_files import read_model
 from ..runs.received import parse_record
@@ -223,7 +222,7 @@ def _list_cohorts(run: RunResult) -> dict[str, dict[str, Any]]:
             **counts,
             "rounds_contributed": part.contributed if part else 0,
             "rounds_expected": part.expected if part else 0,
-            "missed": describe_missed(part) if part else "",
+            "missed": part.describe_missed() if part else "",
         }
     return cohorts
 

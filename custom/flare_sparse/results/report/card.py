@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 
 from ...config.withdrawals import Withdrawals
+from ...rounds.federation import Participation
 from ...tasks.task import TEST_EXAMPLES
-from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult
 from .attacks import describe_attacks
-from .findings import describe_data, describe_weight
+from .findings import describe_data, describe_sites, describe_weight, list_absent
 from .tables import (
     build_evaluations,
     build_events,
@@ -48,7 +48,7 @@ def format_card(run: RunResult) -> str:
 
 # {s["name"]}
 
-A model trained by federated learning with `{s["method"]}` on the data of {_count_contributors(run)} for {s["rounds"]}
+A model trained by federated learning with `{s["method"]}` on the data of {describe_sites(run)} for {s["rounds"]}
 rounds, which ended on {run.times[1]:%Y-%m-%d} (seed {s["seed"]}); {sparsity}.
 {describe_data(run)}{_describe_permit(run)}{_describe_absent(run)}
 {_describe_withdrawn(run)}
@@ -115,24 +115,14 @@ def build_metadata(run: RunResult) -> dict[str, Any]:
     return metadata
 
 
-def _count_contributors(run: RunResult) -> str:
-    """Return how many sites contributed; a site that contributed to no round is not counted."""
-    parts = run.contributions
-    count = sum(part.contributed > 0 for part in parts.values())
-    return f"{count} sites" if count == len(parts) else f"{count} of {len(parts)} sites"
-
-
 def _describe_permit(run: RunResult) -> str:
     permit = run.config.get("permit")
     return f" Permit: {permit}." if permit else ""
 
 
 def _describe_absent(run: RunResult) -> str:
-    absent = {site: part for site, part in run.contributions.items() if not part.contributed}
-    if not absent:
-        return ""
-    listed = ", ".join(f"{site} ({describe_missed(part) or 'never asked'})" for site, part in absent.items())
-    return f"\n\nThe model learned nothing from these sites, which contributed to no round: {listed}."
+    listed = list_absent(run)
+    return f"\n\nThe model learned nothing from these sites, which contributed to no round: {listed}." if listed else ""
 
 
 def _describe_withdrawn(run: RunResult) -> str:
@@ -142,7 +132,7 @@ def _describe_withdrawn(run: RunResult) -> str:
 
 def _format_site(run: RunResult, site: str) -> str:
     """Return the row of a site, also of one without contributions or test examples."""
-    metrics, part = run.summary["final"]["sites"].get(site, {}), run.contributions.get(site, Contributions())
+    metrics, part = run.summary["final"]["sites"].get(site, {}), run.contributions.get(site, Participation())
     rounds = f"{part.contributed} of {part.expected}" if part.expected else "never asked"
     cells = [site, rounds, describe_tests(metrics)]
     return "| " + " | ".join([*cells, *(format_metric(metrics.get(name)) for name in run.metric_names)]) + " |"

@@ -7,7 +7,6 @@ from statistics import mean, median
 from typing import Any
 
 from ..runs.comparison import describe_groups, explain_missing_metrics
-from ..runs.contributions import describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed, label_groups
 from .tables import ReportTable, describe_gap, format_metric
@@ -66,12 +65,14 @@ def describe_sites(run: RunResult) -> str:
 
 def _describe_absent(run: RunResult) -> str:
     """Return the sites that contributed to no round; empty if there are none."""
-    absent = [site for site, part in run.contributions.items() if not part.contributed]
-    if not absent:
-        return ""
-    reasons = {site: describe_missed(run.contributions[site]) for site in absent}
-    listed = ", ".join(f"{site} ({reason})" if reason else site for site, reason in reasons.items())
-    return f"{run.label} learned nothing from {listed}, which contributed to no round."
+    listed = list_absent(run)
+    return f"{run.label} learned nothing from {listed}, which contributed to no round." if listed else ""
+
+
+def list_absent(run: RunResult) -> str:
+    """Return the sites that contributed to no round, with the reasons; empty if there are none."""
+    absent = {site: part for site, part in run.contributions.items() if not part.contributed}
+    return ", ".join(f"{site} ({part.describe_missed() or 'never asked'})" for site, part in absent.items())
 
 
 def _compare_with_baselines(run: RunResult) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ...rounds.federation import Participation
 from ...tasks.task import TEST_EXAMPLES
-from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import compare_with_dense, format_bytes
 from ..runs.results import RunResult, group_by_seed, label_groups
 from ..runs.subgroups import Gap, Subgroup, find_largest_gap, pool_subgroups
@@ -86,12 +86,12 @@ def build_contributions(runs: Sequence[RunResult]) -> ReportTable:
     return ReportTable("Contributions", ["site", *(run.label for run in runs)], rows, note)
 
 
-def _format_part(part: Contributions | None) -> str:
+def _format_part(part: Participation | None) -> str:
     if part is None:
         return "-"
     if not part.expected:
         return "never asked"
-    missed = f" ({describe_missed(part)})" if part.missed else ""
+    missed = f" ({part.describe_missed()})" if part.missed else ""
     return f"{part.contributed or 'none'} of {part.expected}{missed}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -14,8 +15,8 @@ import yaml
 
 from ...cohorts.subgroups import split_metric
 from ...core.errors import ConfigError
+from ...rounds.federation import Participation
 from ...tasks.task import TEST_EXAMPLES, VALIDATION, VALIDATION_EXAMPLES
-from .contributions import Contributions, read_contributions
 from .predictions import PICTURES_FILE, PREDICTIONS_FILE, CasePicture, Predictions, read_pictures
 from .received import name_damage, neutralize, parse_record
 from .record import CONFIG
@@ -169,9 +170,9 @@ class RunResult:
         return sorted(names - {TEST_EXAMPLES} | {self.metric}, key=lambda name: (name != self.metric, name))
 
     @cached_property
-    def contributions(self) -> dict[str, Contributions]:
+    def contributions(self) -> dict[str, Participation]:
         """In how many rounds each site was asked and contributed, in name order; no evaluation counts."""
-        return read_contributions(self.summary, self.rounds)
+        return read_contributions(self.summary)
 
     @property
     def cohorts(self) -> dict[str, dict[str, int | None]]:
@@ -261,6 +262,11 @@ class RunResult:
         """Share of live entries of every tensor with two or more dimensions."""
         layers = self.summary["model"]["layers"]
         return {name: live / max(size, 1) for name, (live, size) in layers.items()}
+
+
+def read_contributions(summary: Mapping[str, Any]) -> dict[str, Participation]:
+    """Return each site's part in the rounds of a run, evaluations aside, in name order."""
+    return {site: Participation(**part) for site, part in sorted(summary["contributions"].items())}
 
 
 def group_by_seed(runs: list[RunResult]) -> list[list[RunResult]]:

@@ -9,6 +9,7 @@ from statistics import NormalDist
 from typing import Any
 
 from ...cohorts.subgroups import ERROR, EVERYONE, SUBJECTS, make_plain, parse_subgroup, split_metric
+from .bootstrap import compute_t_quantile
 from .results import RunResult
 
 LEVEL = 0.95
@@ -89,17 +90,6 @@ class Gap:
     value: float
     low: float
     high: float
-
-
-def compute_t_quantile(z: float, freedom: int) -> float:
-    """Return the quantile of Student's t at which the normal one is ``z`` (Abramowitz and Stegun 1964, 26.7.5).
-
-    >>> [round(compute_t_quantile(1.959964, n), 2) for n in (5, 9, 100)]
-    [2.57, 2.26, 1.98]
-    """
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def pool_subgroups(run: RunResult) -> list[Subgroup]:

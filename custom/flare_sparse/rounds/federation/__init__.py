@@ -3,7 +3,7 @@
 from .events import Event
 from .loop import Federation, OnUpdates
 from .progress import Snapshot
-from .records import BestModel, Evaluation, Outcome, RoundRecord
+from .records import BestModel, Evaluation, Outcome, Participation, RoundRecord
 from .roster import Connections, Handshake, Reply, SumQuestions, SumReply, SumTransport, Transport
 from .rules import RoundRules
 
@@ -16,6 +16,7 @@ __all__ = [
     "Handshake",
     "OnUpdates",
     "Outcome",
+    "Participation",
     "Reply",
     "RoundRecord",
     "RoundRules",

@@ -295,8 +295,8 @@ class Outcome:
 
     def count_contributions(self) -> dict[str, Participation]:
         """Return how each site took part in the rounds that changed the model, in name order."""
-        # The record after the last round only evaluates.
-        rounds = [record for record in self.rounds[:-1] if record.kind != EVALUATE]
+        # The record after the last round only evaluates; where it is the only one, the sites train in answer to it.
+        rounds = [record for record in self.rounds[:-1] if record.kind != EVALUATE] or self.rounds[-1:]
         names = {*self.sites, *(site for record in rounds for site in record.outcomes)}
         return {site: Participation.from_records(site, rounds) for site in sorted(names)}
 
@@ -312,9 +312,28 @@ class Participation:
             ``"excluded"`` or ``"quarantined"``.
     """
 
-    asked: int
-    contributed: int
-    missed: dict[str, int]
+    asked: int = 0
+    contributed: int = 0
+    missed: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> int:
+        """Number of rounds that the site was to contribute to; 0 for a site that the method only evaluates."""
+        return self.contributed + sum(self.missed.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the site was to contribute and did so in no round."""
+        return self.expected > 0 and not self.contributed
+
+    def describe_missed(self) -> str:
+        """Return why the site did not contribute.
+
+        >>> Participation(4, 1, {"timed_out": 1, "E_DATA": 2}).describe_missed()
+        '2 x E_DATA, 1 x timed out'
+        """
+        words = {reason: reason if reason.startswith("E_") else reason.replace("_", " ") for reason in self.missed}
+        return ", ".join(f"{count} x {words[reason]}" for reason, count in sorted(self.missed.items()))
 
     @classmethod
     def from_records(cls, site: str, records: Sequence[RoundRecord]) -> Participation:
