@@ -134,104 +134,70 @@ def match_columns(pattern: str, columns: Sequence[str]) -> list[str]:
 class TableConfig(TaskConfig):
     """Columns of the table and what is predicted; the same at every site."""
 
-    kind: Kind = Field(
-        description="what the target is: a number (regression), one of two labels (binary), one of several (classes), "
-        "or the time of an event (survival)"
-    )
-    target: str = Field(description="column to predict; for survival, the time of the event or of the last visit")
-    features: Annotated[tuple[str, ...], BeforeValidator(_expand_names)] = Field(
-        min_length=1,
-        description="columns of the inputs, in order: names and patterns such as thick_*, or {all_but: [id, site]}; "
-        "code_{0..419} stands for 420 columns, destrieux and desikan for those of these FreeSurfer atlases",
-    )
-    rows: dict[str, Codes] = Field(
-        default_factory=dict,
-        description="rows that are examples: those whose columns have one of these values, {has_medications: 1}; "
-        "empty: all",
-    )
-    header: str | None = Field(
-        None,
-        description="file whose first line names the columns that patterns select from; read where the job is started, "
-        "by default the table of the simulator. The job names the columns",
-    )
-    categories: dict[str, LabelList] = Field(
-        default_factory=dict,
-        description="labels of the input columns that are categories, {sex: [F, M]}; groups of labels: {stage: {early: "
-        "[1, 2], late: [3, 4]}}",
-    )
-    event: str | None = Field(None, description="survival: column with 1 for an event, 0 for the end of observation")
-    loss: Loss = Field(
-        "cox",
-        description="survival: Cox's partial likelihood, which ranks subjects; hazards of the intervals that end at "
-        "times (discrete); or a Weibull distribution. The last two predict probabilities at times",
-    )
-    times: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (), description="survival, discrete and weibull: ascending times at which survival is predicted, [12, 24, 60]"
-    )
-    classes: LabelList = Field(
-        (),
-        description="labels of the target for binary and classes, or groups of labels, {none: 0, disease: [1, 2, 3]}; "
-        "default for binary: 0, 1",
-    )
-    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (),
-        description="weight of an example in the loss, by label of classes; empty: 1. Constants of the job, as [1, 4]",
-    )
-    missing: Literal["refuse", "impute"] = Field(
-        "refuse",
-        description="missing inputs: refuse the example, or impute the center of the column and add an input per "
-        "column that marks it",
-    )
-    missing_codes: dict[str, Codes] = Field(
-        default_factory=dict,
-        description="values that stand for a missing one, by column or pattern: {chol: 0, 'lab_*': [-9, '?']}",
-    )
-    scaling: Scaling = Field(
-        "site",
-        description="scaling of numbers: by mean and standard deviation of the site's own training rows (site), of "
-        "those of all sites (federated), of those of all sites without shift and scale of each site (combat, with "
-        "method.personal: site), none, or by constants, {age: [50, 15]}: center and spread of a column; freesurfer: "
-        "constants of anatomy for columns *_thickness in mm, ICV and other volumes in mm3",
-    )
-    covariates: tuple[str, ...] = Field(
-        (), description="scaling combat: features whose effects on the others are kept, such as sex"
-    )
-    target_scale: tuple[float, Annotated[float, Field(gt=0)]] = Field(
-        (0.0, 1.0), description="regression: value for the network's output 0, and the change per unit of the output"
-    )
-    target_transform: Literal["none", "log", "log1p"] = Field(
-        "none",
-        description="regression: what the network learns: the target, its logarithm, or that of 1 + target; "
-        "target_scale is that of the logarithm, and metrics are in the target's own unit",
-    )
-    target_scaling: Literal["none", "site"] = Field(
-        "none",
-        description="regression: site: the network predicts differences from the mean of the site's own training "
-        "targets, in units of their standard deviation; both stay at the site, with method.personal: site",
-    )
-    clip: float | None = Field(
-        None, gt=0, description="largest absolute value of a scaled number, against outliers; null: no bound"
-    )
-    decimal: Literal[".", ","] = Field(
-        ".",
-        description="decimal mark of numbers; with ',' a column may have commas or points, but not both",
-    )
-    censored: Censored = Field(
-        "refuse",
-        description="numbers such as <90 and >200: refuse them, use the limit, or half of a lower limit and an upper "
-        "limit (half)",
-    )
-    unit: str = Field("", description="regression: unit of the target in tables and plots")
-    id: str | None = Field(None, description="column of unique identifiers; null: row numbers, from 1")
-    group: str | None = Field(
-        None, description="column of subjects with several rows; a subject's rows are in one part of the split"
-    )
-    skip_bad_subjects: bool = Field(
-        False, description="skip and count unusable rows; false: refuse to train if there are any"
-    )
-    model: Annotated[ModelConfig, require_input("features")] = Field(
-        ModelConfig(name="mlp"), description="network and its settings"
-    )
+    kind: Kind
+    """what the target is: a number (regression), one of two labels (binary), one of several (classes), or the time of
+    an event (survival)"""
+    target: str
+    """column to predict; for survival, the time of the event or of the last visit"""
+    features: Annotated[tuple[str, ...], BeforeValidator(_expand_names)] = Field(min_length=1)
+    """columns of the inputs, in order: names and patterns such as thick_*, or {all_but: [id, site]}; code_{0..419}
+    stands for 420 columns, destrieux and desikan for those of these FreeSurfer atlases"""
+    rows: dict[str, Codes] = Field(default_factory=dict)
+    """rows that are examples: those whose columns have one of these values, {has_medications: 1}; empty: all"""
+    header: str | None = None
+    """file whose first line names the columns that patterns select from; read where the job is started, by default the
+    table of the simulator. The job names the columns"""
+    categories: dict[str, LabelList] = Field(default_factory=dict)
+    """labels of the input columns that are categories, {sex: [F, M]}; groups of labels: {stage: {early: [1, 2], late:
+    [3, 4]}}"""
+    event: str | None = None
+    """survival: column with 1 for an event, 0 for the end of observation"""
+    loss: Loss = "cox"
+    """survival: Cox's partial likelihood, which ranks subjects; hazards of the intervals that end at times (discrete);
+    or a Weibull distribution. The last two predict probabilities at times"""
+    times: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """survival, discrete and weibull: ascending times at which survival is predicted, [12, 24, 60]"""
+    classes: LabelList = ()
+    """labels of the target for binary and classes, or groups of labels, {none: 0, disease: [1, 2, 3]}; default for
+    binary: 0, 1"""
+    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """weight of an example in the loss, by label of classes; empty: 1. Constants of the job, as [1, 4]"""
+    missing: Literal["refuse", "impute"] = "refuse"
+    """missing inputs: refuse the example, or impute the center of the column and add an input per column that marks it
+   """
+    missing_codes: dict[str, Codes] = Field(default_factory=dict)
+    """values that stand for a missing one, by column or pattern: {chol: 0, 'lab_*': [-9, '?']}"""
+    scaling: Scaling = "site"
+    """scaling of numbers: by mean and standard deviation of the site's own training rows (site), of those of all sites
+    (federated), of those of all sites without shift and scale of each site (combat, with method.personal: site), none,
+    or by constants, {age: [50, 15]}: center and spread of a column; freesurfer: constants of anatomy for columns
+    *_thickness in mm, ICV and other volumes in mm3"""
+    covariates: tuple[str, ...] = ()
+    """scaling combat: features whose effects on the others are kept, such as sex"""
+    target_scale: tuple[float, Annotated[float, Field(gt=0)]] = (0.0, 1.0)
+    """regression: value for the network's output 0, and the change per unit of the output"""
+    target_transform: Literal["none", "log", "log1p"] = "none"
+    """regression: what the network learns: the target, its logarithm, or that of 1 + target; target_scale is that of
+    the logarithm, and metrics are in the target's own unit"""
+    target_scaling: Literal["none", "site"] = "none"
+    """regression: site: the network predicts differences from the mean of the site's own training targets, in units of
+    their standard deviation; both stay at the site, with method.personal: site"""
+    clip: float | None = Field(None, gt=0)
+    """largest absolute value of a scaled number, against outliers; null: no bound"""
+    decimal: Literal[".", ","] = "."
+    """decimal mark of numbers; with ',' a column may have commas or points, but not both"""
+    censored: Censored = "refuse"
+    """numbers such as <90 and >200: refuse them, use the limit, or half of a lower limit and an upper limit (half)"""
+    unit: str = ""
+    """regression: unit of the target in tables and plots"""
+    id: str | None = None
+    """column of unique identifiers; null: row numbers, from 1"""
+    group: str | None = None
+    """column of subjects with several rows; a subject's rows are in one part of the split"""
+    skip_bad_subjects: bool = False
+    """skip and count unusable rows; false: refuse to train if there are any"""
+    model: Annotated[ModelConfig, require_input("features")] = ModelConfig(name="mlp")
+    """network and its settings"""
 
     @classmethod
     def read_files(cls, settings: dict[str, Any], data: str | None) -> dict[str, Any]:

@@ -26,8 +26,10 @@ class Versions(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    version: str = Field(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}[0-9A-Za-z.+-]{0,24}$", description="version of this package")
-    wire: int = Field(ge=0, lt=2**16, description="version of the wire format")
+    version: str = Field(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}[0-9A-Za-z.+-]{0,24}$")
+    """version of this package"""
+    wire: int = Field(ge=0, lt=2**16)
+    """version of the wire format"""
 
     @property
     def series(self) -> str:
@@ -45,14 +47,14 @@ class Versions(BaseModel):
 class Capabilities(Versions):
     """What a site can take part in; a limit that is None does not apply."""
 
-    max_upload_bytes: int | None = Field(None, ge=0, lt=2**53, description="largest message that leaves the site")
-    max_upload_share: float | None = Field(
-        None, gt=0, le=1, allow_inf_nan=False, description="largest share of the model's entries in a message"
-    )
-    rank: int | None = Field(None, ge=1, le=4096, description="rank budget of adapters")
-    initial_model: str | None = Field(
-        None, pattern=r"^[0-9a-f]{64}$", description="digest of the initial model that the site has built from the seed"
-    )
+    max_upload_bytes: int | None = Field(None, ge=0, lt=2**53)
+    """largest message that leaves the site"""
+    max_upload_share: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    """largest share of the model's entries in a message"""
+    rank: int | None = Field(None, ge=1, le=4096)
+    """rank budget of adapters"""
+    initial_model: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
+    """digest of the initial model that the site has built from the seed"""
 
     def to_message(self) -> dict[str, str | int | float]:
         """Return the hello that declares these capabilities."""
