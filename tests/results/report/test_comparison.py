@@ -152,6 +152,7 @@ def build_run(
         "method": method, "seed": seed, "rounds": 1, "sites": ["a"], "best": {"round": -1, "metrics": {}},
         "metric": {"name": "mae", "unit": "", "mode": "min"},
         "final": {"metrics": {"mae": 1.0, "test_examples": 2.0}, "sites": {"a": {"mae": 1.0, "test_examples": 2.0}}},
+        "contributions": {"a": {"asked": 1, "contributed": 1, "missed": {}}},
         "traffic": {way: {"payload_bytes": 1, "dense_bytes": 1} for way in ("up", "down")},
     }  # fmt: skip
     run = RunResult(label, Path(label), summary, [], [])
