@@ -124,7 +124,10 @@ def _show(record: dict[str, Any]) -> None:
         bounds = attack["interval"]
         interval = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"
         figures = [format_metric(attack[name]) for name in ("auc", "tpr_at_1_percent_fpr")]
-        rows.append([attack["attacker"], attack["attack"], figures[0], interval, figures[1], describe_result(attack)])
+        size = f", batch of {attack['batch_size']}" if attack.get("batch_size") else ""
+        rows.append(
+            [attack["attacker"], attack["attack"] + size, figures[0], interval, figures[1], describe_result(attack)]
+        )
     columns = ("attacker", "attack", "AUC", "95 % interval", "TPR at 1 % FPR", "result")
     title = f"{record['run']}: attacks; {counts}"
     console.print(build_table(title, columns, rows, left=("attacker", "attack", "result")))
