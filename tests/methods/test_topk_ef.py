@@ -223,7 +223,7 @@ def test_budget_gives_the_shares_of_both_directions() -> None:
     """Each message has at most its share of the dense model's bytes, and most of it."""
     layout = Layout((TensorSpec("w", (100_000,), "weight"),))
     config = TopKEFConfig(budget=0.01).fit(layout, FORMATS["int2"])
-    count = count_entries_within(4_000, layout, FORMATS["int2"])
+    count = count_entries_within(4_000, layout.num_parameters, layout.size - layout.num_parameters, FORMATS["int2"])
     assert config.down == config.fraction
     assert TopKEF(config, layout).upload_size == count == 3_520
 

@@ -62,13 +62,13 @@ def test_entries_within_a_number_of_bytes_fill_it(share: float, values: str) -> 
         mask = Mask.from_positions(order[:count].sort().values, SIZE)
         return HEADER_BYTES + len(choose_encoding(mask, None, LAYOUT)[1]) + FORMATS[values].compute_min_bytes(count)
 
-    count = count_entries_within(allowed, LAYOUT, FORMATS[values])
+    count = count_entries_within(allowed, SIZE, 0, FORMATS[values])
     assert measure(count) <= allowed < measure(round(1.05 * count))
 
 
 def test_entries_within_too_few_and_enough_bytes() -> None:
     dense = HEADER_BYTES + 4 * SIZE
-    assert [count_entries_within(n, LAYOUT, FORMATS["float32"]) for n in (HEADER_BYTES, dense)] == [0, SIZE]
+    assert [count_entries_within(n, SIZE, 0, FORMATS["float32"]) for n in (HEADER_BYTES, dense)] == [0, SIZE]
 
 
 @pytest.mark.slow

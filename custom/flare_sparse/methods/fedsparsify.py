@@ -3,13 +3,11 @@
 "Towards Sparsified Federated Neuroimaging Models via Weight Pruning", arXiv 2208.11669; docs/algorithms.md, section 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import final
+from typing import Self, final
 
 import torch
 from pydantic import Field, model_validator
@@ -42,7 +40,7 @@ class FedSparsifyConfig(AveragingConfig):
     """which parameters may be pruned"""
 
     @model_validator(mode="after")
-    def _check_order(self) -> FedSparsifyConfig:
+    def _check_order(self) -> Self:
         if self.initial_sparsity > self.sparsity:
             raise ValueError(f"initial_sparsity {self.initial_sparsity} is above sparsity {self.sparsity}")
         return self

@@ -4,12 +4,10 @@ Front. Neuroinform. 18:1430987; docs/algorithms.md, sections 5.1 to 5.7. SNIP: L
 Network Pruning based on Connection Sensitivity", arXiv 1810.02340.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal, final
+from typing import Literal, Self, final
 
 import numpy as np
 import torch
@@ -62,7 +60,7 @@ class NeuroSFLConfig(AveragingConfig):
     """which parameters may be masked"""
 
     @model_validator(mode="after")
-    def _check_scores(self) -> NeuroSFLConfig:
+    def _check_scores(self) -> Self:
         if self.random_site and self.scores != "individual_snip":
             raise ValueError(f"random_site: true needs scores: individual_snip, not {self.scores}")
         if self.score_share < 1 and self.aggregation.needs_single_updates:

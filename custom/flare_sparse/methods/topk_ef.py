@@ -22,6 +22,7 @@ from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, 
 from ..core.mask import Mask, find_top_k, floor_fraction
 from ..core.needs import Need, Needs
 from ..core.params import Layout
+from ..inputs.scaling import build_statistics_mask
 from ..training import Site
 from ..wire.encoding_choice import count_entries_within
 from ..wire.number_format import NumberFormat
@@ -85,7 +86,8 @@ class TopKEFConfig(MethodConfig):
         if self.budget is None:
             return self
         allowed = self.budget * 4 * layout.size
-        if not (count := count_entries_within(allowed, layout, values)):
+        buffers = layout.size - layout.num_parameters - build_statistics_mask(layout).count
+        if not (count := count_entries_within(allowed, layout.num_parameters, buffers, values)):
             raise ConfigError(
                 f"method.budget is {self.budget:g}, {allowed:.0f} bytes a message of this model, which its header, its "
                 "buffers and one entry exceed; raise it, or send FedAvg's model, which is small"

@@ -5,7 +5,6 @@ from bisect import bisect_right
 
 from ..core.mask import Mask
 from ..core.params import Layout
-from ..inputs.scaling import build_statistics_mask
 from .encodings import ENCODINGS, Encoding
 from .envelope import HEADER_BYTES
 from .number_format import NumberFormat
@@ -54,14 +53,12 @@ def compute_selection_entropy(mask: Mask, base_mask: Mask | None) -> int:
     return math.ceil(max(nats, 0.0) / math.log(2) / 8 - 1e-9)
 
 
-def count_entries_within(allowed: float, layout: Layout, values: NumberFormat) -> int:
-    """Return how many parameters a message of at most ``allowed`` bytes carries, selected at random; 0: none.
+def count_entries_within(allowed: float, size: int, buffers: int, values: NumberFormat) -> int:
+    """Return how many of ``size`` parameters a message of at most ``allowed`` bytes carries; 0: none.
 
-    Buffers that training changes travel beside them. A selection is counted at 1.04 times its entropy, the bound of
-    the encoding ``gaps``.
+    The parameters are selected at random; all ``buffers`` that training changes travel beside them. A selection is counted at 1.04 times its entropy, the
+    bound of the encoding ``gaps``.
     """
-    size, statistics = layout.num_parameters, build_statistics_mask(layout).count
-    buffers = layout.size - size - statistics
 
     def compute_bytes(count: int) -> float:
         choices = math.lgamma(size + 1) - math.lgamma(count + 1) - math.lgamma(size - count + 1)

@@ -3,11 +3,9 @@
 Both act on the live entries alone, so that entries which a mask switched off stay zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -41,7 +39,7 @@ class ServerOptimizer(Settings):
     """adam, yogi: smallest divisor of a step; smaller adapts more"""
 
     @model_validator(mode="after")
-    def _check_lr(self) -> ServerOptimizer:
+    def _check_lr(self) -> Self:
         # A default of 1 would move every entry by about 1 a round, which no network survives.
         if self.is_adaptive and "lr" not in self.model_fields_set:
             raise ValueError(

@@ -6,14 +6,12 @@ Cheng et al. 2021, "Fine-tuning is Fine in Federated Learning", arXiv 2108.07313
 2021, arXiv 2012.04221); docs/algorithms.md, section 7.2.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -177,7 +175,7 @@ class AveragingConfig(MethodConfig):
     """training at each site after the last round, whose model stays there; null: none"""
 
     @model_validator(mode="after")
-    def _check_rule(self) -> AveragingConfig:
+    def _check_rule(self) -> Self:
         if not self.server.is_average and self.aggregation.rule != "mean":
             raise ValueError(
                 f"server.optimizer {self.server.optimizer} with server.lr {self.server.lr} is a step towards the mean; "
