@@ -1,11 +1,9 @@
 """Split of a site's examples into training, validation and test: a function of seed and identifiers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -48,7 +46,7 @@ class SplitConfig(Settings):
     """fold for testing, 1 to folds; fold 1 of 5 tests the subjects of one split"""
 
     @model_validator(mode="after")
-    def _check_shares(self) -> SplitConfig:
+    def _check_shares(self) -> Self:
         if self.folds is None and self.fold != 1:
             raise ValueError(f"fold is {self.fold}, but folds is not set; set folds, such as 5")
         if self.folds is not None and self.fold > self.folds:

@@ -1,12 +1,10 @@
 """Brain age and sex from T1-weighted volumes in BIDS data sets."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -51,7 +49,7 @@ class BrainConfig(AdaptedTaskConfig):
     """skip and count unusable subjects; false: refuse to train if there are any"""
 
     @model_validator(mode="after")
-    def _check_downsample(self) -> BrainConfig:
+    def _check_downsample(self) -> Self:
         if min(self.shape) < self.downsample:
             raise ValueError(f"downsample {self.downsample} is larger than a side of shape {list(self.shape)}")
         return self

@@ -1,11 +1,9 @@
 """Classification of small images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -40,7 +38,7 @@ class ImageConfig(TaskConfig):
     """use only the first images of each split in the file; null: all"""
 
     @model_validator(mode="after")
-    def _check_class_weights(self) -> ImageConfig:
+    def _check_class_weights(self) -> Self:
         check_class_weights(self.class_weights, self.classes)
         return self
 

@@ -3,14 +3,12 @@
 Dice and the 95 % Hausdorff distance are defined for every case, so that their means are comparable.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -146,7 +144,7 @@ class SegmentationConfig(AdaptedTaskConfig):
         return window
 
     @model_validator(mode="after")
-    def _check_labels(self) -> SegmentationConfig:
+    def _check_labels(self) -> Self:
         labels = [label for labels in self.labels for label in labels]
         if repeated := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(f"classes: label {repeated[0]} belongs to two classes; each label belongs to one")

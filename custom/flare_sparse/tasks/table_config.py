@@ -1,12 +1,10 @@
 """Settings of the generic table task: columns, target, scaling and network."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
@@ -226,7 +224,7 @@ class TableConfig(TaskConfig):
         return clean_names(settings)
 
     @model_validator(mode="after")
-    def _check_columns(self) -> TableConfig:
+    def _check_columns(self) -> Self:
         if len(set(self.features)) < len(self.features):
             raise ValueError("features: a column occurs twice")
         if self.target in self.features or (self.event is not None and self.event in self.features):
@@ -239,7 +237,7 @@ class TableConfig(TaskConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_target(self) -> TableConfig:
+    def _check_target(self) -> Self:
         if self.kind == "survival" and self.event is None:
             raise ValueError("event is missing; set the column with 1 for an event, 0 for the end of observation")
         if self.kind != "survival" and self.event is not None:
@@ -262,7 +260,7 @@ class TableConfig(TaskConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_codes(self) -> TableConfig:
+    def _check_codes(self) -> Self:
         for column, codes in self.codes_by_column.items():
             declared = self.classes if column == self.target else self.categories.get(column, ())
             if both := codes & set(number_labels(declared)):
@@ -272,7 +270,7 @@ class TableConfig(TaskConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_scaling(self) -> TableConfig:
+    def _check_scaling(self) -> Self:
         if extra := set(self.covariates) - set(self.features):
             raise ValueError(f"covariates: {min(extra)!r} is not among the features; add it there or remove it")
         if self.covariates and self.scaling != "combat":

@@ -1,11 +1,9 @@
 """Classification of short texts, such as the 77 intents of BANKING77, with a pre-trained encoder."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
@@ -52,7 +50,7 @@ class TextConfig(AdaptedTaskConfig):
         return base
 
     @model_validator(mode="after")
-    def _check_class_weights(self) -> TextConfig:
+    def _check_class_weights(self) -> Self:
         check_class_weights(self.class_weights, self.classes)
         return self
 

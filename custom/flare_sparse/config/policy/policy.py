@@ -1,12 +1,10 @@
 """A site's policy: the terms under which values may leave the site, read from a file of the site's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import yaml
@@ -121,7 +119,7 @@ class Policy(Settings):
         return value
 
     @model_validator(mode="after")
-    def _require_clip_norm_for_noise(self) -> Policy:
+    def _require_clip_norm_for_noise(self) -> Self:
         if self.noise and self.clip_norm is None:
             raise ValueError("noise is a share of clip_norm; give clip_norm, too")
         return self

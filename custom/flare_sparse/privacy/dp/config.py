@@ -1,9 +1,7 @@
 """Settings of differential privacy, the same at every site of a job."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -37,7 +35,7 @@ class PrivacyConfig(Settings):
     larger one is clipped. Only means over subjects: a mean of AUCs of single subjects is none"""
 
     @model_validator(mode="after")
-    def _check_noise(self) -> PrivacyConfig:
+    def _check_noise(self) -> Self:
         if (self.epsilon is None) == (self.noise_multiplier is None):
             raise ValueError("set either epsilon, from which the noise is computed, or noise_multiplier")
         if (self.metrics == "noised") != bool(self.metric_bounds):

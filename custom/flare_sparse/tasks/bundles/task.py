@@ -1,14 +1,12 @@
 """The task of a MONAI bundle: its network, loss, transforms, inferer and key metric on a site's own cases."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from pydantic import Field, model_validator
@@ -52,7 +50,7 @@ class BundleConfig(AdaptedTaskConfig):
     """skip and count unusable cases; false: refuse to train if there are any"""
 
     @model_validator(mode="after")
-    def _check_declaration(self) -> BundleConfig:
+    def _check_declaration(self) -> Self:
         # A site reads it, too: it comes with a job.
         try:
             size = len(json.dumps(self.declaration, allow_nan=False))

@@ -6,8 +6,6 @@ every site (as the relative-error sketch of Masson et al. 2019): percentiles dif
 :data:`RELATIVE_ERROR`; whole numbers below 8,192, such as Hounsfield units, are exact.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -65,7 +63,7 @@ class Intensities(Settings):
         return sum(self.counts)
 
     @model_validator(mode="after")
-    def _check_statistics(self) -> Intensities:
+    def _check_statistics(self) -> Self:
         if len(self.values) != len(self.counts):
             raise ValueError(f"{len(self.values)} values and {len(self.counts)} counts")
         if any(below >= above for below, above in pairwise(self.values)):
@@ -99,7 +97,7 @@ class Fingerprint(Settings):
     """one entry for each channel"""
 
     @model_validator(mode="after")
-    def _check_numbers(self) -> Fingerprint:
+    def _check_numbers(self) -> Self:
         if unknown := set(self.dataset) - set(SHARED):
             raise ValueError(f"dataset has {len(unknown)} entries that sites do not share")
         check_shared(self.dataset)

@@ -1,14 +1,12 @@
 """The task of an nnU-Net plan: nnU-Net's pipeline on a site's cases, trained by any method."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import model_validator
@@ -70,7 +68,7 @@ class NnunetConfig(TaskConfig):
             ) from error
 
     @model_validator(mode="after")
-    def _check_plan(self) -> NnunetConfig:
+    def _check_plan(self) -> Self:
         if self.plan is None:
             return self
         try:
