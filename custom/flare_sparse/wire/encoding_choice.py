@@ -56,8 +56,8 @@ def compute_selection_entropy(mask: Mask, base_mask: Mask | None) -> int:
 def count_entries_within(allowed: float, size: int, buffers: int, values: NumberFormat) -> int:
     """Return how many of ``size`` parameters a message of at most ``allowed`` bytes carries; 0: none.
 
-    The parameters are selected at random; all ``buffers`` that training changes travel beside them. A selection is counted at 1.04 times its entropy, the
-    bound of the encoding ``gaps``.
+    The parameters are selected at random; all ``buffers`` that training changes travel beside them. A selection is
+    counted at 1.04 times its entropy, the bound of the encoding ``gaps``.
     """
 
     def compute_bytes(count: int) -> float:
