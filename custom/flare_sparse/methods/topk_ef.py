@@ -40,41 +40,21 @@ from .support.masks import unite_masks
 
 
 class TopKEFConfig(MethodConfig):
-    fraction: float = Field(
-        0.1,
-        gt=0,
-        le=1,
-        description="share of all entries that a site uploads in a round, running statistics not included",
-    )
-    down: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="share of all entries that the server sends in a round after the first, running statistics not "
-        "included; it keeps the rest for later rounds; null: all that the round changed",
-    )
-    budget: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="in place of fraction and down: bytes of a message, up and down, as a share of those of the dense "
-        "model in float32",
-    )
-    decay: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="factor of what a site, and with down the server, has kept, before it is added",
-    )
-    server: ServerOptimizer = Field(
-        default_factory=ServerOptimizer,
-        description="the server's step along the mean of the deltas; with a memory of its own it changes every entry, "
-        "of which down sends the largest changes",
-    )
-    model_average: ModelAverage = Field(
-        default_factory=ModelAverage,
-        description="average of the models of several rounds, the result of the run in place of the last model",
-    )
+    fraction: float = Field(0.1, gt=0, le=1)
+    """share of all entries that a site uploads in a round, running statistics not included"""
+    down: float | None = Field(None, gt=0, le=1)
+    """share of all entries that the server sends in a round after the first, running statistics not included; it keeps
+    the rest for later rounds; null: all that the round changed"""
+    budget: float | None = Field(None, gt=0, le=1)
+    """in place of fraction and down: bytes of a message, up and down, as a share of those of the dense model in float32
+   """
+    decay: float = Field(1.0, ge=0, le=1)
+    """factor of what a site, and with down the server, has kept, before it is added"""
+    server: ServerOptimizer = Field(default_factory=ServerOptimizer)
+    """the server's step along the mean of the deltas; with a memory of its own it changes every entry, of which down
+    sends the largest changes"""
+    model_average: ModelAverage = Field(default_factory=ModelAverage)
+    """average of the models of several rounds, the result of the run in place of the last model"""
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
