@@ -41,16 +41,3 @@ def write_section(page: str, section: str, text: str, names: Mapping[int, str] |
     before, _, rest = path.read_text(encoding="utf-8").partition(start)
     text = re.sub(r"^(#+ )", r"#\1", TABLE.sub(move_table, text), flags=re.MULTILINE)
     path.write_text(f"{before}{start}\n\n{text.strip()}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
-
-
-def read_table(page: str, column: str) -> list[dict[str, str]]:
-    """Return the rows of the first table of a page that has a column of this name.
-
-    Raises:
-        LookupError: the page has none.
-    """
-    for match in TABLE.finditer((RESULTS / f"{page}.md").read_text(encoding="utf-8")):
-        head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in match[0].splitlines())
-        if column in head:
-            return [dict(zip(head, row, strict=True)) for row in rows]
-    raise LookupError(f"{page}.md has no table with a column {column}")

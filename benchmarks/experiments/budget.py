@@ -168,7 +168,6 @@ ARMS = {
     "decay 1": Arm(),
     "decay 0.9": Arm(method={"decay": 0.9}),
     "4 bits": Arm(4.25, "int4"),
-    "half the rounds": Arm(rounds=0.5),
     "NeuroSFL 90 %": Arm(32, "float32", NEUROSFL | {"sparsity": 0.9}),
     "NeuroSFL 90 % in 4 bits": Arm(4.25, "int4", NEUROSFL | {"sparsity": 0.9}),
     "NeuroSFL 97 % in 4 bits": Arm(4.25, "int4", NEUROSFL | {"sparsity": 0.97}),
@@ -350,7 +349,8 @@ def format_tables(rows: Mapping[_Key, Any]) -> str:
         one, unit = next(iter(own.values())), COHORTS[name].unit
         error = f"{one.difference.second:.3g} {unit}" if unit != "AUC" else f"{one.difference.second:.3f} (1 - AUC)"
         title = f"{arm}: {COHORTS[name].title}" + (f" ({one.label})" if arm == TOP_K else "")
-        lines.append(f"| {title} | {error.strip()} | {one.seeds} | {' | '.join(cells)} |")
+        seeds = ", ".join(str(own[share].seeds) for share in SHARES if share in own)
+        lines.append(f"| {title} | {error.strip()} | {seeds} | {' | '.join(cells)} |")
     lines += [
         "",
         "| NeuroSFL minus FedAvg, in % of its error | times fewer bytes | difference |",
@@ -387,7 +387,8 @@ def draw_results(results: list[Result]) -> Figure:
     axis.axhspan(-3, 3, color="0.9", zorder=0)
     axis.set_yscale("symlog", linthresh=10)
     axis.set_yticks([-10, -3, 0, 3, 10, 30, 100], ["-10", "-3", "0", "3", "10", "30", "100"])
-    axis.set_xticks(range(len(SHARES)), [f"1/{share} of FedAvg's bytes" for share in SHARES])
+    axis.set_xticks(range(len(SHARES)), [f"1/{share}" for share in SHARES])
+    axis.set_xlabel("bytes, of FedAvg's")
     axis.set_ylabel("error minus FedAvg's, % of it")
     axis.grid(axis="x", visible=False)
     figure.legend(loc="outside right upper", fontsize=8)
