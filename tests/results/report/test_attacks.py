@@ -50,7 +50,7 @@ def test_attribution_stands_beside_a_guess() -> None:
 def test_pictures_of_inverted_messages_are_on_the_page(finished: dict[str, Path], tmp_path: Path) -> None:
     run = shutil.copytree(finished["fedavg"], tmp_path / "run")
     # The phantoms of the first run lie beside it.
-    done = CliRunner().invoke(app, ["audit", str(run), "--attackers", "server", "--set", "steps=1", "--json"])
+    done = CliRunner().invoke(app, ["audit", str(run), "--set", "attackers=server", "--set", "steps=1", "--json"])
     assert done.exit_code == 0, done.output
     attacks = json.loads(done.stdout)["attacks"]
     assert [(a["message"], a["batch_size"]) for a in attacks] == [
