@@ -22,8 +22,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "app_configs"
 AGE, SEGMENTATION = "neurosfl_brain_age", "neurosfl_segmentation"
 NETWORKS = {
     "brain_age_cnn_3mm": (AGE, ()),
-    "resnet3d": (AGE, ("task.model={name: resnet3d}",)),
-    "vit3d": (AGE, ("task.model={name: vit3d}",)),
+    "resnet3d": (AGE, ("task.downsample=1", "task.model={name: resnet3d}")),
+    "vit3d": (AGE, ("task.downsample=1", "task.model={name: vit3d, width: 384, hidden: 1536, heads: 6}")),
     "basic_unet": (SEGMENTATION, ()),
     "dyn_unet": (SEGMENTATION, ("task.model={name: dyn_unet}",)),
 }
