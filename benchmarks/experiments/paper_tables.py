@@ -259,6 +259,21 @@ def list_neurosfl_clients() -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def list_cifar() -> tuple[Row, ...]:
+    """Return a dense network, NeuroSFL's and a random mask at 50 % (SSFL's table of CIFAR-10)."""
+    rounds = "rounds: 50, participation: 0.1, evaluate_every: 50"
+    training = "training: {epochs: 1, batch_size: 16, optimizer: sgd, lr: 0.1, lr_decay: 0.998}"
+    arms = {
+        "FedAvg": ("name: fedavg", "86.04"),
+        "NeuroSFL, 50 %": ("name: neurosfl, sparsity: 0.5", "88.29"),
+        "random mask, 50 %": ("name: neurosfl, sparsity: 0.5, scores: random", ""),
+    }
+    return tuple(
+        Row(label, (f"method={{{method}, {rounds}, {training}}}",), {"accuracy, %": paper} if paper else {})
+        for label, (method, paper) in arms.items()
+    )
+
+
 def list_sparsities(settings: str) -> tuple[Row, ...]:
     """Return FedSparsify with some settings at each sparsity, after the dense model of 20 rounds."""
     training = "training: {epochs: 4, batch_size: 8, optimizer: adam, lr: 1e-3}"
@@ -378,6 +393,14 @@ TABLES: dict[str, Table] = {
         ),
         list_neurosfl_clients(),
         choose("F1", "accuracy, %", "MB sent"),
+    ),
+    "neurosfl_cifar": Table(
+        "neurosfl",
+        "fedavg_one_step_cifar10",
+        "cifar10/cifar10_jpeg.npz",
+        ("simulator.sites=100", "simulator.data.partition={kind: dirichlet, column: label, alpha: 0.3}"),
+        list_cifar(),
+        choose("accuracy, %", "MB sent"),
     ),
     "fedsparsify_table": Table(
         "fedsparsify",
