@@ -152,6 +152,9 @@ def test_page_is_served_to_this_machine_under_its_own_names(tmp_path: Path) -> N
         assert get("attacker.example") == (404, b"")
         with pytest.raises(ConfigError, match=f"--serve {port}: .*choose another port"), serve_page(page, int(port)):
             pass
+    # An error of the block ends the server, and does not wait for it.
+    with pytest.raises(KeyError), serve_page(page, 0):
+        raise KeyError
 
 
 def test_sites_within_a_round_are_shown_in_table_and_page(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def watch(
         ),
     ] = None,
     serve: Annotated[
-        int | None, typer.Option(metavar="PORT", max=65535, help="Also serve this page at http://127.0.0.1:PORT")
+        int | None, typer.Option(metavar="PORT", min=0, max=65535, help="Also serve this page at http://127.0.0.1:PORT")
     ] = None,
 ) -> None:
     """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
@@ -141,8 +141,10 @@ def serve_page(file: Path, port: int) -> Iterator[str]:
     except OSError as error:
         raise ConfigError(f"--serve {port}: {error.strerror}; choose another port") from error
     with server, run_beside(lambda _: server.serve_forever()):
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def _find_nothing(_lines: Sequence[Mapping[str, Any]]) -> list[str]:
