@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import yaml
@@ -179,12 +180,15 @@ def measure(config: Path, preset: str | None, terms: dict[str, Any], overrides: 
 
         globals()["KITS"] = Kits()
         SITES.clear()
-        local.open_site = open_recorded
-        if preset is not None:
-            rounds.LocalSites, rounds.SiteEndpoint = GuardedSites, CountedEndpoint
+        plain = rounds.LocalSites, rounds.SiteEndpoint
+        sites, endpoint = plain if preset is None else (GuardedSites, CountedEndpoint)
         start = time.perf_counter()
         try:
-            done = run(config, overrides=overrides, out=Path(folder) / "run", observer=SILENT)
+            with (
+                patch.object(local, "open_site", open_recorded),
+                patch.multiple(rounds, LocalSites=sites, SiteEndpoint=endpoint),
+            ):
+                done = run(config, overrides=overrides, out=Path(folder) / "run", observer=SILENT)
         except FlareSparseError as error:
             reasons = sorted(file.read_text().splitlines()[0] for file in Path(folder).rglob("site_error.txt"))
             raise Refused((reasons or [str(error)])[0]) from error

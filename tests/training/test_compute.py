@@ -65,14 +65,19 @@ def list_sparse_layers(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text.partition(": ")[2] for text in caplog.messages if text.startswith("sparse kernels computed")]
 
 
+def draw_masked_model(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bits of 30 % of the entries, and weights that are 0 elsewhere."""
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.rand(layout.size, generator=generator) < 0.3
+    return bits, torch.randn(layout.size, generator=generator) * 0.2 * bits
+
+
 def test_sparse_training_ends_near_dense_training_and_keeps_entries_off(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: True).__code__)
-    generator = torch.Generator().manual_seed(1)
-    bits = torch.rand(site.layout.size, generator=generator) < 0.3
-    start = torch.randn(site.layout.size, generator=generator) * 0.2 * bits
+    bits, start = draw_masked_model(site.layout)
     trained = {
         compute: site.train(
             start, Mask(bits), TrainingConfig(epochs=3, optimizer="sgd", lr=1e-2, batch_size=4, compute=compute), 1
@@ -94,14 +99,13 @@ def test_compiled_network_trains_as_the_dense_one_and_never_by_kernels(
     require_compiler()
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: True).__code__)
-    generator = torch.Generator().manual_seed(1)
-    bits = torch.rand(site.layout.size, generator=generator) < 0.3
-    start = torch.randn(site.layout.size, generator=generator) * 0.2 * bits
+    bits, start = draw_masked_model(site.layout)
     config = TrainingConfig(epochs=3, optimizer="sgd", lr=1e-2, batch_size=4, compute="dense")
     dense = site.train(start, Mask(bits), config, 1)
     compiled = TrainingConfig.model_validate(config.model_dump() | {"compute": "auto", "compile": True})
     task, examples = VolumeTask(), site.trainer.examples
-    local = LocalTask.open("site-1", task, examples, site.layout, 3, compiled.select_hardware("cpu"))  # type: ignore[arg-type]
+    hardware = compiled.select_hardware("cpu")
+    local = LocalTask.open("site-1", task, examples, site.layout, 3, hardware)  # type: ignore[arg-type]
     torch.compiler.reset()
     counters.clear()
     trained = build_site(local).train(start, Mask(bits), compiled, 1)

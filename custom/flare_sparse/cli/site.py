@@ -100,9 +100,8 @@ def withdraw(
     """Leave subjects who have withdrawn out of all later jobs, and delete what the jobs before hold of them.
 
     Adds them to local/flare_sparse_withdrawn.txt, which a job cannot undo. Refuses an identifier that matches nothing
-    in the site's data. While a job runs, it deletes
-    nothing: wait, or give --end-after. Deletes their folders and checkpoints and the site's own
-    models, and names the jobs that this site has answered. Tell their leads to run them again.
+    in the site's data. Deletes the folders and checkpoints of earlier jobs and the site's own models, nothing while a
+    job runs: wait, or give --end-after. Names the jobs that this site has answered: tell their leads to run them again.
 
     [dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt --end-after 600[/]
     """

@@ -46,8 +46,8 @@ class TopKEFConfig(MethodConfig):
     """share of all entries that the server sends in a round after the first, running statistics not included; it keeps
     the rest for later rounds; null: all that the round changed"""
     budget: float | None = Field(None, gt=0, le=1)
-    """in place of fraction and down: bytes of a message, up and down, as a share of those of the dense model in float32
-   """
+    """in place of fraction and down: bytes of a message, up and down, as a share of those of the dense model in
+    float32"""
     decay: float = Field(1.0, ge=0, le=1)
     """factor of what a site, and with down the server, has kept, before it is added"""
     server: ServerOptimizer = Field(default_factory=ServerOptimizer)

@@ -17,8 +17,8 @@ class AdaptedTaskConfig(TaskConfig):
     """Base model and adapters of a task."""
 
     base: Base | None = None
-    """folder of the base model in $FLARE_SPARSE_MODELS, or its folder, file and new tensors; null: randomly initialised
-   """
+    """folder of the base model in $FLARE_SPARSE_MODELS, or its folder, file and new tensors; null: randomly
+    initialised"""
     base_seed: int = Field(0, ge=0)
     """seed of the randomly initialised frozen weights; independent of the run's seed, because server and sites must
     hold the same base model"""

@@ -161,8 +161,8 @@ class TableConfig(TaskConfig):
     class_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """weight of an example in the loss, by label of classes; empty: 1. Constants of the job, as [1, 4]"""
     missing: Literal["refuse", "impute"] = "refuse"
-    """missing inputs: refuse the example, or impute the center of the column and add an input per column that marks it
-   """
+    """missing inputs: refuse the example, or impute the center of the column and add an input per column that marks
+    it"""
     missing_codes: dict[str, Codes] = Field(default_factory=dict)
     """values that stand for a missing one, by column or pattern: {chol: 0, 'lab_*': [-9, '?']}"""
     scaling: Scaling = "site"

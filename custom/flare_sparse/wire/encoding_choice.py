@@ -68,4 +68,4 @@ def count_entries_within(allowed: float, size: int, buffers: int, values: Number
     if compute_bytes(size) <= allowed:
         return size
     # Above a half, the entropy falls again, and a selection could be longer than that of more entries.
-    return max(bisect_right(range(1, size // 2 + 1), allowed, key=compute_bytes), 0)
+    return bisect_right(range(1, size // 2 + 1), allowed, key=compute_bytes)

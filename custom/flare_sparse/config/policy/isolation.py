@@ -108,7 +108,6 @@ def _find_isolated_pairs(weight: Tensor, bias: Tensor, examples: Tensor, squares
         bases = lengths - 2 * bias[rows, None] * bias * gram[rows]
         # The quotients of equal units lie on no line: the direction would be rounding.
         is_line = bases > _ROUNDING * lengths
-        is_line[:, rows].fill_diagonal_(False)
         is_close |= _is_revealed(areas, LINE_CLOSENESS**2 * bases[..., None] * spread) & is_line
         is_isolated[rows] |= is_close.any(1)
         is_isolated |= is_close.any(0)

@@ -98,8 +98,8 @@ class Policy(Settings):
     delta: float = Field(1e-5, ge=MIN_DELTA, le=MAX_DELTA)
     """probability that epsilon does not bound"""
     masked: bool = False
-    """refuse weights, deltas and scores that are not masked (wire.aggregation), so that the server reads their sum only
-   """
+    """refuse weights, deltas and scores that are not masked (wire.aggregation), so that the server reads their sum
+    only"""
     min_sum_sites: int = Field(3, ge=3)
     """fewest sites of a masked sum, and of a combination of several"""
     permit: str | None = Field(None, min_length=1, max_length=200)
