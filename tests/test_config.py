@@ -354,9 +354,9 @@ def test_bound_above_that_of_the_ring_is_refused(file: Path) -> None:
 )
 def test_methods_that_multiply_rounding_errors_are_refused_with_few_bits(file: Path, method: str, cause: str) -> None:
     assert load_config(file, [f"method={method}", "wire.values=bfloat16_zstd"]).wire.values == "bfloat16_zstd"
-    for values in ("int8", "int4", "int2"):
+    for values in ("int8", "int4", "int2", "int1"):
         problem = load_problems(file, f"method={method}", f"wire.values={values}")[0]
-        assert problem.startswith("wire.values: int8, int4, int2: ")
+        assert problem.startswith("wire.values: int8, int4, int2, int1: ")
         assert f"but {cause}" in problem
 
 

@@ -156,8 +156,8 @@ class Arm:
         rounds: rounds for each of FedAvg's; 0: as many as the bytes pay for.
     """
 
-    bits: float = 2.25
-    values: str = "int2"
+    bits: float = 1.25
+    values: str = "int1"
     method: Mapping[str, Any] | None = field(default_factory=dict)
     rounds: float = 1.0
 
@@ -165,19 +165,22 @@ class Arm:
 NEUROSFL = {"name": "neurosfl", "scores": "weighted_snip"}
 ARMS = {
     FEDAVG: Arm(32, "float32", None),
-    "decay 1": Arm(),
-    "decay 0.9": Arm(method={"decay": 0.9}),
-    "4 bits": Arm(4.25, "int4"),
+    "2 bits, no decay": Arm(2.25, "int2", {"decay": 1.0}),
+    "1 bit, no decay": Arm(method={"decay": 1.0}),
+    "1 bit": Arm(),
+    "1 bit, 2 x rounds": Arm(rounds=2),
+    "1 bit, 3 x rounds": Arm(rounds=3),
+    "FedAvg, 2 x rounds": Arm(32, "float32", None, 2),
     "NeuroSFL 90 %": Arm(32, "float32", NEUROSFL | {"sparsity": 0.9}),
-    "NeuroSFL 90 % in 4 bits": Arm(4.25, "int4", NEUROSFL | {"sparsity": 0.9}),
     "NeuroSFL 97 % in 4 bits": Arm(4.25, "int4", NEUROSFL | {"sparsity": 0.97}),
-    "FedAvg in 4 bits, fewer rounds": Arm(4.25, "int4", None, 0),
     "FedAvg in 2 bits, fewer rounds": Arm(2.25, "int2", None, 0),
+    "FedAvg in 1 bit, fewer rounds": Arm(1.25, "int1", None, 0),
 }
-FIXED = (FEDAVG, *(label for label in ARMS if label.startswith("NeuroSFL")))
+MORE = "FedAvg, 2 x rounds"
+FIXED = (FEDAVG, MORE, *(label for label in ARMS if label.startswith("NeuroSFL")))
 """Arms whose bytes no setting chooses."""
 TOP_KS = [label for label, arm in ARMS.items() if arm.method is not None and label not in FIXED]
-RIVALS = [label for label, arm in ARMS.items() if arm.method is None and label != FEDAVG]
+RIVALS = [label for label, arm in ARMS.items() if arm.method is None and label not in FIXED]
 _Key = tuple[str, str, int, int]
 """Cohort, arm, share and seed of a run."""
 

@@ -12,7 +12,7 @@ import zstandard
 
 from flare_sparse.wire.envelope import read_header, write_header
 
-QUANTIZED = pytest.mark.parametrize("values", ["int8", "int4", "int2"])
+QUANTIZED = pytest.mark.parametrize("values", ["int8", "int4", "int2", "int1"])
 COUNT = 8
 """Bytes before the scales: the number of exact values, of which the toy network has none."""
 
@@ -68,7 +68,7 @@ def test_codes_that_mean_nothing_and_wrong_counts_are_rejected(catalogue: Any, v
 def claim_exact(sent: Any) -> Any:
     """Return an upload of zeros, one of them as a float32 that the receiver's layout does not have."""
     header = read_header(sent.message)
-    bits, rounded = {5: 8, 6: 4, 7: 2}[header.values], header.scalars - 1
+    bits, rounded = {5: 8, 6: 4, 7: 2, 10: 1}[header.values], header.scalars - 1
     size = 8 + 4 + 2 * -(-rounded // 64) + -(-rounded * bits // 8)
 
     def change(section: bytearray) -> None:

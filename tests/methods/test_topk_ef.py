@@ -28,10 +28,11 @@ LAYOUT = ToyBench(Toy()).layout
 PARAMETERS, BUFFERS = slice(LAYOUT.num_parameters), slice(LAYOUT.num_parameters, None)
 VARIANCES = LAYOUT.select(lambda spec: spec.name.endswith("running_var"))
 TRAINING = {"optimizer": "sgd", "lr": 0.01, "epochs": 3}
+DECAYING = {"optimizer": "sgd", "lr": 0.01, "epochs": 1, "lr_decay": 0.5}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", ["float32", "bfloat16", "int8", "int4", "int2"])
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int8", "int4", "int2", "int1"])
 def test_running_variances_of_small_activations_stay_positive(values: Any) -> None:
     """A sum of their deltas over rounds led below 0, and every metric was NaN."""
     bench = ToyBench(Toy())
@@ -226,6 +227,47 @@ def test_budget_gives_the_shares_of_both_directions() -> None:
     count = count_entries_within(4_000, layout.num_parameters, layout.size - layout.num_parameters, FORMATS["int2"])
     assert config.down == config.fraction
     assert TopKEF(config, layout).upload_size == count == 3_520
+
+
+def test_what_is_kept_shrinks_with_the_learning_rate() -> None:
+    """Also over rounds in which a site was not asked; a warm-up does not make it larger."""
+    schedule = {"kind": "cosine", "warmup": 0.2}
+    config = TopKEFConfig(decay="rate", rounds=10, training={"lr": 0.1, "schedule": schedule})
+    rates = [config.get_training(t).lr for t in range(1, 11)]
+    assert config.compute_decay(6, 5) == pytest.approx(rates[5] / rates[4])
+    assert config.compute_decay(9, 4) == pytest.approx(rates[8] / rates[3])
+    assert config.compute_decay(2, 1) == 1.0
+    assert TopKEFConfig(decay="rate", training={"lr_decay": 0.5}).compute_decay(4, 2) == pytest.approx(0.25)
+    layout = Layout((TensorSpec("w", (100_000,), "weight"),))
+    fitted = [TopKEFConfig(budget=0.01, **own).fit(layout, FORMATS["int1"]).decay for own in ({}, {"decay": 1.0})]
+    assert fitted == ["rate", 1.0]
+
+
+def test_a_site_and_the_server_decay_what_they_kept_by_the_rates_of_its_rounds(bench: Any) -> None:
+    method = bench.method("topk_ef", fraction=0.1, down=0.1, decay="rate", rounds=8, training=DECAYING)
+    state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
+    site_kept = server_kept = torch.zeros(bench.layout.size)
+    last = 1
+    for t in range(1, 7):
+        assert state.round == t
+        if t in (2, 3):
+            update = Contribution(
+                "site-1", Patch.from_vector(torch.ones(bench.layout.size), Mask.full(bench.layout.size)), "delta", 1
+            )
+        else:
+            request = method.ask(state, ["site-1"])["site-1"].request
+            site.weights = state.weights.clone()
+            delta = site.train(site.weights, request.trainable, method.config.get_training(t), t) - site.weights
+            update = Contribution.from_update("site-1", method.answer(request, site))
+            expected = delta[PARAMETERS] + 0.5 ** (t - last) * site_kept[PARAMETERS]
+            found = (update.patch.to_vector() + site.memory["residual"])[PARAMETERS]
+            assert torch.allclose(found, expected, atol=1e-7)
+            site_kept, last = site.memory["residual"], t
+        before, state = state, method.learn(state, [update])
+        step = (state.weights - before.weights + state.residual)[PARAMETERS]
+        total = update.patch.to_vector()[PARAMETERS] + (0.5 * server_kept[PARAMETERS] if t > 1 else 0)
+        assert torch.allclose(step, total, atol=1e-6)
+        server_kept = state.residual
 
 
 @pytest.mark.parametrize(

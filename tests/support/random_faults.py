@@ -350,7 +350,7 @@ class RandomAbsences(RandomFaults):
     participation = 1.0
     round_rules: ClassVar = RoundRules(min_sites=1, retries=1, quarantine_after=0)
 
-    @initialize(data=st.data(), values=st.sampled_from(["float32", "bfloat16", "int8", "int4", "int2"]))
+    @initialize(data=st.data(), values=st.sampled_from(["float32", "bfloat16", "int8", "int4", "int2", "int1"]))
     def start(self, data: st.DataObject, values: str) -> None:
         self.participation = data.draw(st.sampled_from([1.0, 0.67]))
         self.begin(data.draw(st.sampled_from(self.methods)), values)

@@ -59,6 +59,6 @@ def test_every_encoding_has_a_golden_message_in_every_number_format() -> None:
 def test_value_formats_keep_their_codes() -> None:
     assert FORMAT_CODES == {
         "float32": 1, "float16": 2, "bfloat16": 3, "ckks": 4, "int8": 5, "int4": 6, "int2": 7, "float32_zstd": 8,
-        "bfloat16_zstd": 9,
+        "bfloat16_zstd": 9, "int1": 10,
     }  # fmt: skip
     assert {*FORMATS, "ckks"} == FORMAT_CODES.keys()

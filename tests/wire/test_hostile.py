@@ -100,7 +100,7 @@ CASES: dict[str, tuple[str, np.ndarray]] = {
     "trailing zero words": ("E_LEN", np.concatenate([build_message(), np.zeros(8, np.uint8)])),
     "unknown encoding": ("E_VERSION", change_header(encoding=99)),
     "unknown trainable encoding": ("E_VERSION", change_header(trainable=99)),
-    "unknown value type": ("E_DTYPE", change_header(values=10)),
+    "unknown value type": ("E_DTYPE", change_header(values=99)),
     "unknown content": ("E_VERSION", change_header(content=9)),
     "unknown base": ("E_VERSION", change_header(patch_base=9)),
     "another run": ("E_RUN", change_header(run=bytes(8))),

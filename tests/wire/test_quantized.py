@@ -21,13 +21,14 @@ from flare_sparse.wire.formats import FORMATS, ValueType
 from flare_sparse.wire.plan import Plan
 from flare_sparse.wire.quantized import BLOCK
 
-QUANTIZED: list[ValueType] = ["int8", "int4", "int2"]
+QUANTIZED: list[ValueType] = ["int8", "int4", "int2", "int1"]
+AT_RANDOM = QUANTIZED[:3]
 LAYOUT = Layout((TensorSpec("w", (20, 10), "weight"), TensorSpec("running_var", (6,), "buffer")))
 SIZE = LAYOUT.size
 VECTOR = torch.randn(SIZE, generator=torch.Generator().manual_seed(4))
 FULL = Mask.full(SIZE)
 WEIGHTS = slice(0, 200)
-BITS = {"int8": 8, "int4": 4, "int2": 2}
+BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
 NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
@@ -86,7 +87,7 @@ def test_error_is_below_one_step_and_becomes_the_residual(values: ValueType, dat
     assert (back.values, back.is_difference) == (values, False)
 
 
-@pytest.mark.parametrize(("values", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
+@pytest.mark.parametrize(("values", "bits"), BITS.items())
 @given(rounded=st.integers(0, 300), exact=st.integers(0, 20), selection=st.integers(0, 200))
 @settings(max_examples=count_cases(40), deadline=None)
 def test_length_is_that_of_the_format_page(
@@ -100,7 +101,7 @@ def test_length_is_that_of_the_format_page(
     assert compute_min_message_bytes(layout.size, values) <= message.payload_bytes
 
 
-@pytest.mark.parametrize("values", QUANTIZED)
+@pytest.mark.parametrize("values", AT_RANDOM)
 def test_rounding_is_right_on_average(values: ValueType) -> None:
     """The mean over 4,000 seeds is within 5 standard errors of every value."""
     repeats, vector = 4000, VECTOR[:BLOCK]
@@ -113,7 +114,7 @@ def test_rounding_is_right_on_average(values: ValueType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", QUANTIZED)
+@pytest.mark.parametrize("values", AT_RANDOM)
 def test_error_feedback_sends_every_value_in_the_end(values: ValueType) -> None:
     """The residual stays below its bound, so the mean of what arrives approaches the truth as 1 / rounds."""
     truth, residual, total = VECTOR.clone(), None, torch.zeros(SIZE)
@@ -125,6 +126,41 @@ def test_error_feedback_sends_every_value_in_the_end(values: ValueType) -> None:
         bound = 2 / (2 ** BITS[values] - 3) * truth.abs().max() * 1.02
         assert residual.abs().max() < bound
     assert ((total / 200 - truth).abs() <= bound / 200 + 1e-5).all()
+
+
+@settings(max_examples=count_cases(60), deadline=None)
+@given(data=st.data(), size=st.integers(1, 150))
+def test_one_bit_is_the_sign_and_the_mean_magnitude_of_a_block(data: st.DataObject, size: int) -> None:
+    layout = Layout((TensorSpec("w", (size,), "weight"),))
+    vector = torch.tensor(data.draw(st.lists(NUMBERS, min_size=size, max_size=size)))
+    message = send(vector, "int1", build_plan(layout))
+    received = decode(message.data, build_plan(layout)).patch.values
+    for start in range(0, size, BLOCK):
+        own, arrived = vector[start : start + BLOCK], received[start : start + BLOCK]
+        mean = float(own.double().abs().mean())
+        if mean < 2.0**-101:
+            assert not arrived.any()
+        elif mean > 2.0**-99:
+            assert arrived.abs().unique().numel() == 1
+            # bfloat16 has 8 significant bits.
+            assert float(arrived[0].abs()) == pytest.approx(mean, rel=2.0**-8)
+            assert torch.equal(arrived > 0, own >= 0)
+
+
+@pytest.mark.slow
+def test_error_feedback_of_one_bit_sends_every_value_in_the_end() -> None:
+    """The residual stays bounded, so the mean of what arrives approaches the truth as 1 / rounds."""
+    truth, residual, total, sizes = VECTOR[WEIGHTS].clone(), None, torch.zeros(200), []
+    layout = Layout((TensorSpec("w", (200,), "weight"),))
+    for _ in range(1000):
+        message = send(truth, "int1", build_plan(layout), residual=residual)
+        assert message.received is not None
+        residual, total = message.residual, total + message.received
+        assert residual is not None
+        sizes.append(float(residual.norm()))
+    # A message leaves at most 63 of 64 of the energy, so that the norm is below 127 times that of a delta.
+    assert max(sizes) < 20 * float(truth.norm())
+    assert torch.allclose(total / 1000 - truth, -residual / 1000, atol=1e-4)
 
 
 def test_buffers_are_exact_and_have_no_residual() -> None:
@@ -139,7 +175,7 @@ def test_buffers_are_exact_and_have_no_residual() -> None:
     assert torch.equal(back.to_vector()[200:], few.put(few.take(VECTOR), torch.zeros(SIZE))[200:])
 
 
-@pytest.mark.parametrize("values", QUANTIZED)
+@pytest.mark.parametrize("values", AT_RANDOM)
 def test_same_seed_gives_the_same_bytes_and_another_seed_others(values: ValueType) -> None:
     first, again, other = (send(VECTOR, values, seed=seed).data.tobytes() for seed in (1, 1, 2))
     assert first == again != other

@@ -33,7 +33,7 @@ class WireConfig(Section):
 
     values: ValueType = Field("float32", examples=list(FORMATS))
     """number format of values in messages; the rounding residual of a short format is added to the next message; int8,
-    int4 and int2 round the difference to what the receiver holds; _zstd is lossless compression"""
+    int4, int2 and int1 (signs) round the difference to what the receiver holds; _zstd is lossless compression"""
     encryption: Literal["none", "ckks"] = "none"
     """ckks: the server aggregates encrypted weights; the keys are part of the startup kits"""
     aggregation: Literal["plain", "masked"] = "plain"
@@ -44,8 +44,8 @@ class WireConfig(Section):
     exact to 2^-20 of it or better"""
     initial_model: Literal["sent", "built"] = "sent"
     """built: each site builds the initial model from the job's seed, and the first request has the statistics of inputs
-    alone, with int8, int4 and int2 compressed and to 24 bits; a site whose model has another digest than the server's
-    receives all of it"""
+    alone, with formats of 8 bits and fewer compressed and to 24 bits; a site whose model has another digest than the
+    server's receives all of it"""
 
     @field_validator("values")
     @classmethod

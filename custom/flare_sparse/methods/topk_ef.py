@@ -1,7 +1,8 @@
 """Top-k with error feedback (Stich et al. 2018), Algorithm 1 (Mem-SGD): large entries are sent, the rest is kept.
 
 "Sparsified SGD with Memory", arXiv 1809.07599; docs/algorithms.md, section 7.4. With ``down`` the server selects and
-keeps, too, and ``decay`` shrinks what is kept, as in SparseLoCo (arXiv 2508.15706).
+keeps, too, and ``decay`` shrinks what is kept, by a factor as in SparseLoCo (arXiv 2508.15706), or with the learning
+rate: what a large step of an early round left would undo the small ones at the end.
 
 Buffers are exchanged whole. Memory is for gradients, whose sum over rounds is a long step in the right direction. A
 running statistic moves to the site's own value in every round, so that the sum of its deltas leads past that value, and
@@ -10,7 +11,7 @@ a variance below 0.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, final
+from typing import Annotated, Literal, Self, final
 
 import torch
 from pydantic import Field, model_validator
@@ -48,8 +49,9 @@ class TopKEFConfig(MethodConfig):
     budget: float | None = Field(None, gt=0, le=1)
     """in place of fraction and down: bytes of a message, up and down, as a share of those of the dense model in
     float32"""
-    decay: float = Field(1.0, ge=0, le=1)
-    """factor of what a site, and with down the server, has kept, before it is added"""
+    decay: Annotated[float, Field(ge=0, le=1)] | Literal["rate"] = 1.0
+    """factor of what a site, and with down the server, has kept, before it is added; rate, the default with budget: the
+    learning rate of this round over that of the round in which it was kept"""
     server: ServerOptimizer = Field(default_factory=ServerOptimizer)
     """the server's step along the mean of the deltas; with a memory of its own it changes every entry, of which down
     sends the largest changes"""
@@ -74,7 +76,16 @@ class TopKEFConfig(MethodConfig):
             )
         # As shares of all entries, of which the counts are the floor.
         share = min(1.0, (count + 0.5) / layout.size)
-        return self.model_copy(update={"fraction": share, "down": share})
+        own = {"fraction": share, "down": share}
+        return self.model_copy(update=own if "decay" in self.model_fields_set else own | {"decay": "rate"})
+
+    def compute_decay(self, t: int, last: int) -> float:
+        """Return the factor in round ``t`` of what was kept in round ``last``."""
+        if self.decay != "rate":
+            return self.decay
+        rate, last_rate = (self.get_training(number).compute_learning_rate(number) for number in (t, last))
+        # A rate that rises, as in a warm-up, makes nothing of what was kept larger.
+        return min(rate / last_rate, 1.0)
 
     def needs(self) -> Needs:
         own = Need.OWN_ENTRIES.because("each site sends its largest changes")
@@ -135,7 +146,12 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
         training = self.config.get_training(request.round)
         start = site.start
         delta = site.train(start, request.trainable, training, request.round) - start
-        mask, site.memory["residual"] = self._split(delta, site.memory.get("residual"), self.config.fraction)
+        kept = site.memory.get("residual")
+        if kept is not None:
+            # The server need not ask a site in every round.
+            kept = kept * self.config.compute_decay(request.round, int(site.memory["last_round"]))
+        mask, site.memory["residual"] = self._split(delta, kept, self.config.fraction)
+        site.memory["last_round"] = torch.tensor(request.round)
         return Update(Patch.from_vector(delta, mask), self.update_content, site.num_examples)
 
     def learn(self, state: TopKEFState, contributions: Sequence[Contribution]) -> TopKEFState:
@@ -145,7 +161,10 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
             sent = unite_masks(contribution.patch.mask for contribution in contributions)
             changed = sent if self.config.server.is_average else sent | Mask(step != 0)
         else:
-            changed, residual = self._split(step, state.residual, self.config.down)
+            kept = state.residual
+            if kept is not None:
+                kept = kept * self.config.compute_decay(state.round, state.round - 1)
+            changed, residual = self._split(step, kept, self.config.down)
             step = step * changed.bits
         # A mean of variances, unless a short number format has rounded the deltas, or a site makes them up.
         weights = clip_variances(state.weights + step, Mask.full(self.layout.size), self.layout)
@@ -182,7 +201,7 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
         """Add what was kept to a delta ``(P,)``, in place; return the entries to send, and what is kept ``(P,)``."""
         parameters = slice(self.layout.num_parameters)
         if kept is not None:
-            delta[parameters] += self.config.decay * kept[parameters].to(delta.device)
+            delta[parameters] += kept[parameters].to(delta.device)
         size = self.layout.num_parameters
         largest = find_top_k(delta[parameters].abs(), self._count(fraction))
         # Of the buffers those that training has changed: statistics of inputs stay as they are.

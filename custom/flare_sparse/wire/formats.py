@@ -29,6 +29,7 @@ FORMATS: dict[str, NumberFormat] = {
     "int2": Quantized(code=7, bits=2, rounding=1.0),
     "float32_zstd": Compressed(code=8, dtype=torch.float32),
     "bfloat16_zstd": Compressed(code=9, dtype=torch.bfloat16, rounding=2.0**-7, takes=Need.EXACT_STATISTICS),
+    "int1": Quantized(code=10, bits=1, rounding=1.0),
 }
 """Every number format. A new one is a row here, and its golden messages."""
 FORMAT_CODES: dict[str, int] = {**{name: row.code for name, row in FORMATS.items()}, "ckks": 4}

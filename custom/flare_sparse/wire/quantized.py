@@ -1,4 +1,4 @@
-"""Values of 8, 4 or 2 bits: blocks with one scale each, rounded at random without bias.
+"""Values of 8, 4, 2 or 1 bit: blocks with one scale each, rounded at random without bias; 1 bit is the sign.
 
 A section holds: number of exact values (uint64) | exact values (float32) | scale of each block (bfloat16 bits, uint16)
 | codes, packed from the lowest bit of each byte. Buffers are the exact values: a running variance that rounding made
@@ -9,6 +9,11 @@ unused, as in SparseLoCo (arXiv:2508.15706), whose 2-bit values these are with s
 that value rounded up to bfloat16, at most ``1 + 2^-7`` times as large. The rounding error of a value is below
 ``2s / M``, about two thirds of the block's largest value at 2 bits. So a residual cannot grow without bound: with
 ``r = 2 (1 + 2^-7) / M`` it stays below ``r / (1 - r)`` times the largest value that was ever added to it.
+
+With one bit, where such rounding would only add noise, the code is the sign and the scale the mean magnitude of the
+block, rounded to bfloat16, as in EF-SignSGD (arXiv:1901.09847, Algorithm 1) with a block in place of a layer. It is
+biased, so the residual is what makes it right: of the block's energy a message carries the square of its mean magnitude
+over its mean square, 64 % of normal values and at least 1 of 64, and the residual's norm cannot grow without bound.
 
 A sender rounds where the values are, with the same bits on every device: each operation is one of IEEE 754 on tensors.
 """
@@ -141,8 +146,12 @@ def write_quantized(
         largest = blocks.abs().amax(1)
         if not (largest <= LARGEST).all():
             raise _refuse_values(bits)
-        drawn = torch.from_numpy(_draw_noise(noise, sums[part.values].numel())).to(rounded.device)
-        part_scales, codes = _round_blocks(blocks, largest, bits, drawn)
+        number = sums[part.values].numel()
+        if bits == 1:
+            part_scales, codes = _take_signs(blocks, number)
+        else:
+            drawn = torch.from_numpy(_draw_noise(noise, number)).to(rounded.device)
+            part_scales, codes = _round_blocks(blocks, largest, bits, drawn)
         scales[part.blocks] = part_scales.to(torch.int16)
         codes_out = packed[part.bytes(bits)]
         codes_out.copy_(_pack_codes(codes, bits)[: codes_out.numel()])
@@ -282,6 +291,29 @@ def _round_blocks(position: Tensor, largest: Tensor, bits: int, noise: Tensor) -
     return scales, codes
 
 
+def _take_signs(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the scales, the mean magnitude of a block's values, and the codes as :func:`_round_blocks` does.
+
+    Args:
+        position: float32 ``(blocks, BLOCK)``, finite, padded with zeros; kept.
+        size: number of values without the padding.
+    """
+    # A sum in halves has the same bits on every device, and halved values cannot overflow.
+    means = position.abs()
+    while means.shape[1] > 1:
+        half = means.shape[1] // 2
+        means = means[:, :half] / 2 + means[:, half:] / 2
+    means = means[:, 0]
+    if rest := size % BLOCK:
+        means[-1] *= BLOCK / rest
+    scales = (means.contiguous().view(torch.int32) + 0x8000) >> 16
+    is_zero = _widen(scales) < _SMALLEST_SCALE
+    scales.masked_fill_(is_zero, 0)
+    codes = ((position >= 0) & ~is_zero[:, None]).to(torch.uint8)
+    codes.view(-1)[size:] = 0
+    return scales, codes
+
+
 def _add_blocks(sums: Tensor, scales: Tensor, codes: Tensor, bits: int) -> None:
     """Add the values of codes ``(blocks, BLOCK)``, without the padding, to float32 ``(n,)`` in place.
 
@@ -300,7 +332,7 @@ def _widen(scales: Tensor) -> Tensor:
     return (scales << 16).view(torch.float32)
 
 
-_WORDS = {8: torch.uint8, 4: torch.int16, 2: torch.int32}
+_WORDS = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}
 """Type that holds the codes of a byte, each in a byte of its own, by the bits of a code."""
 
 

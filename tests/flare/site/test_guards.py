@@ -173,7 +173,7 @@ def test_unchanged_update_leaves_with_the_bits_of_the_trained_weights(tmp_path: 
     assert torch.equal(update.patch.values, trained.endpoint.answer(request).patch.values)
 
 
-QUANTIZED = pytest.mark.parametrize("values", ["int8", "int4", "int2"])
+QUANTIZED = pytest.mark.parametrize("values", ["int8", "int4", "int2", "int1"])
 
 
 @QUANTIZED
@@ -190,7 +190,7 @@ def test_quantized_update_leaves_with_the_values_that_the_seed_rounds_to(values:
     )
 
 
-@QUANTIZED
+@pytest.mark.parametrize("values", ["int8", "int4", "int2"])
 def test_job_filter_that_rounds_otherwise_sends_nothing(values: Any, tmp_path: Path) -> None:
     """Each value could be rounded to another number within the tolerance of few bits: a channel for anything."""
     hospital = Hospital(tmp_path, values=values)

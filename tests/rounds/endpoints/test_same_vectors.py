@@ -19,7 +19,7 @@ from flare_sparse.rounds.link import KEPT_VECTORS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("values", ["int8", "int4", "int2", "int1"])
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("fedavg", {}), ("fedsparsify", {"sparsity": 0.5}), ("neurosfl", {"sparsity": 0.5}), ("topk_ef", {})],

@@ -42,7 +42,9 @@ def send(sender: ModelSender, receiver: ModelReceiver, arrays: Arrays, round_: i
 @pytest.mark.slow
 @settings(max_examples=count_cases(20))
 @given(
-    st.floats(0.05, 1), st.sampled_from(["float32", "bfloat16", "int4", "int2", "bfloat16_zstd"]), st.integers(0, 99)
+    st.floats(0.05, 1),
+    st.sampled_from(["float32", "bfloat16", "int4", "int2", "int1", "bfloat16_zstd"]),
+    st.integers(0, 99),
 )
 def test_both_ends_hold_the_same_bits_and_the_model_arrives_in_the_end(keep: Any, values: Any, seed: Any) -> None:
     sender, receiver, target = ModelSender(RUN, "model"), ModelReceiver(RUN, "model"), build_arrays(seed)
