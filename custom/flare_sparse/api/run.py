@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,6 @@ from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
 from ..results.audit.attacks import Attacker, AuditOptions
 from ..results.audit.record import audit_run
-from ..results.evidence import NO_LICENSE
 from ..results.report.card import write_card
 from ..results.runs.continuation import EXPIRED, expire_checkpoints
 from ..results.runs.evaluation import choose_evaluation_file, evaluate_cohort, evaluate_matrix
@@ -221,78 +219,29 @@ class Run:
         policies: Mapping[str, str] | None = None,
         egress: Mapping[str, Path] | None = None,
         kit: Path | None = None,
-        license_: str = NO_LICENSE,
-        overwrite: bool = False,
-    ) -> tuple[Path, dict[str, Any]]:
-        """Pack what proves the run into an RO-Crate.
-
-        Args:
-            out: archive that ends with .zip, or a folder; None: ``evidence.zip`` in the result folder.
-            policies: policy in force at a site, its file or a preset's name, by site.
-            egress: folder of a site's egress log, as the site hands it out, by site.
-            kit: startup kit of a participant, to check who signed the job; None: that of the run's POC federation.
-            license_: license of the crate and its model: a URL or an SPDX identifier.
-            overwrite: replace an earlier crate.
-
-        Returns:
-            The crate, and the facts in it.
-
-        Raises:
-            ConfigError: the extra evidence is not installed, ``out`` exists, or the folder was changed after the run.
-            EgressError: an egress log was changed.
-        """
-        try:
-            from ..results.evidence.crate import write_crate
-        except ImportError as error:
-            raise ConfigError(
-                f"evidence needs rocrate and cyclonedx-python-lib: pip install 'flare-sparse[evidence]' ({error.name})"
-            ) from error
-        target = out or self.path / "evidence.zip"
-        _make_room(target, overwrite=overwrite)
-        files = {site: find_policy_file(Path(given)) for site, given in (policies or {}).items()}
-        # Written again: evaluations and audits after the run belong to the card.
-        self.write_card()
-        result, facts = self._collect_facts(files, kit, egress)
-        write_crate(result, facts, files, target, license_)
-        return target, facts
-
-    @explain_damage
-    def write_dpia(
-        self,
-        out: Path | None = None,
-        *,
-        policies: Mapping[str, str] | None = None,
-        egress: Mapping[str, Path] | None = None,
-        kit: Path | None = None,
     ) -> Path:
         """Write an annex for an impact assessment, which a person completes; return the file.
 
         Args:
             out: file that ends with .md, .docx or .pdf; None: ``dpia.md`` in the result folder.
-            policies: as in :meth:`evidence`.
-            egress: as in :meth:`evidence`.
-            kit: as in :meth:`evidence`.
+            policies: policy in force at a site, its file or a preset's name, by site.
+            egress: folder of a site's egress log, as the site hands it out, by site.
+            kit: startup kit of a participant, to check who signed the job; None: that of the run's POC federation.
 
         Raises:
             ConfigError: the folder was changed after the run, the file has another ending, or there is no log.
             EgressError: an egress log was changed.
         """
-        from ..results.evidence.dpia import FILE, write_dpia
-
-        files = {site: find_policy_file(Path(given)) for site, given in (policies or {}).items()}
-        file = out or self.path / FILE
-        write_dpia(*self._collect_facts(files, kit, egress), file)
-        return file
-
-    def _collect_facts(
-        self, policies: Mapping[str, Path], kit: Path | None, egress: Mapping[str, Path] | None = None
-    ) -> tuple[RunResult, dict[str, Any]]:
         from ..flare.launch.approval import read_approval
+        from ..results.evidence.dpia import FILE, write_dpia
         from ..results.evidence.facts import collect_facts
 
-        terms = {site: read_policy(file) for site, file in policies.items()}
-        result = RunResult.read(self.path)
-        return result, collect_facts(result, read_approval(self.path, kit), terms, egress)
+        terms = {site: read_policy(find_policy_file(Path(given))) for site, given in (policies or {}).items()}
+        # Written again: evaluations and audits after the run belong to the card, whose digest the annex states.
+        self.write_card()
+        result, file = RunResult.read(self.path), out or self.path / FILE
+        write_dpia(result, collect_facts(result, read_approval(self.path, kit), terms, egress), file)
+        return file
 
     @explain_damage
     def write_card(self) -> Path:
@@ -308,19 +257,3 @@ def complete_run(study: Study, folder: RunFolder) -> Run:
     # Last: until here a run that was cut short can be resumed; a finished run cannot.
     folder.complete(study.config.federation)
     return run
-
-
-def _make_room(target: Path, *, overwrite: bool) -> None:
-    """Refuse a target that exists, or remove it where it may be replaced.
-
-    Raises:
-        ConfigError: the target exists, and it is not replaced.
-    """
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return
-    is_crate = target.suffix == ".zip" or (target / "ro-crate-metadata.json").is_file()
-    if not overwrite or not is_crate:
-        raise ConfigError(f"--out {target}: exists; choose another name, or remove it")
-    if target.is_dir():
-        shutil.rmtree(target)

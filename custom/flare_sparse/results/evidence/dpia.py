@@ -7,11 +7,13 @@ from typing import Any
 
 from ...config.policy.policy import Policy
 from ...config.withdrawals import WITHDRAWN, Withdrawals
+from ...core.checkpoint.store import compute_file_digest
 from ...core.errors import ConfigError
 from ..report.attacks import describe_attacks
 from ..report.tables import build_subgroups, describe_gap, format_markdown
 from ..runs.load import load_study
-from ..runs.results import RunResult
+from ..runs.results import AUDIT_FILE, RunResult
+from .facts import list_files
 
 FILE = "dpia.md"
 ATTACKS = {
@@ -49,10 +51,6 @@ _ABOUT = (
     "was not; it assesses no risk and claims no compliance. Research use only: the model is no medical device. Sources "
     "are files of the result folder, or what a site has handed out; method means that it follows from how the software "
     "works, which its documentation describes."
-)
-_CRATE = (
-    "`evidence.json` has this page for machines, `sbom.cdx.json` every installed distribution, and "
-    "`ro-crate-metadata.json` describes every file."
 )
 _AGAIN = """The configuration ends in the digest above with the same data, versions and kind of processor:
 
@@ -111,7 +109,7 @@ def write_dpia(run: RunResult, facts: dict[str, Any], file: Path) -> None:
     Raises:
         ConfigError: the file has another ending, or the extra evidence is not installed.
     """
-    title, sections = f"Annex to a data protection impact assessment: {facts['name']}", build_dpia(run, facts)
+    title, sections = f"Annex to a data protection impact assessment: {run.summary['name']}", build_dpia(run, facts)
     if (write := WRITERS.get(file.suffix)) is None:
         raise ConfigError(f"{file}: an annex is a file that ends with {', '.join(WRITERS)}")
     try:
@@ -130,30 +128,25 @@ def build_dpia(run: RunResult, facts: dict[str, Any]) -> list[Section]:
         facts: what :func:`~flare_sparse.results.evidence.facts.collect_facts` returns.
     """
     return [
-        Section("About this annex", [_ABOUT.format(run=facts["run"])]),
+        Section("About this annex", [_ABOUT.format(run=run.summary["run"])]),
         Section("To be completed by the controller", (), ("what", "statement"), [(what, "") for what in _CONTROLLER]),
         *list_sections(run, facts),
     ]
-
-
-def format_readme(run: RunResult, facts: dict[str, Any]) -> str:
-    """Return the page of a crate, Markdown: the record of the run, and how to repeat it."""
-    about = Section("About this crate", [_CRATE])
-    return format_dpia(f"Evidence of {facts['name']}", [about, *list_sections(run, facts), Section("Again", [_AGAIN])])
 
 
 def list_sections(run: RunResult, facts: dict[str, Any]) -> list[Section]:
     """Return the record of a run in words: who took part, what left, under which terms, what was tried."""
     made = {str(attack["attack"]) for attack in run.audit.get("attacks", [])}
     not_made = "; ".join(f"{name} ({what})" for name, what in ATTACKS.items() if name not in made)
-    tried = describe_attacks(run) or ["No attack was tried."]
+    unread = f"`{AUDIT_FILE}` is damaged or of another model: repeat the audit."
+    tried = describe_attacks(run) or [unread if (run.path / AUDIT_FILE).is_file() else "No attack was tried."]
     recorded = "recorded", "source"
     site = "site", "training examples", "validation", "test", "rounds answered"
     log = "site", "lines", "sha256 of the last line", "compared with the server's ledger", "source"
     deviations = _list_deviations(facts)
     return [
         Section("Processing and parties", (), ("what", *recorded), _list_processing(run, facts)),
-        Section("Cohorts", [_COHORTS], (*site, "source"), _list_cohorts(facts)),
+        Section("Cohorts", [_COHORTS], (*site, "source"), _list_cohorts(run)),
         Section(
             "What left each site",
             [_LEFT],
@@ -162,13 +155,14 @@ def list_sections(run: RunResult, facts: dict[str, Any]) -> list[Section]:
         ),
         Section("Egress logs", [_LOGS], log, _list_logs(facts["egress"])),
         Section("Measures and their limits", (), ("measure", *recorded), _list_measures(run, facts)),
-        Section("Privacy budget, in the terms of NIST SP 800-226", (), ("term", *recorded), _list_budget(facts)),
+        Section("Privacy budget, in the terms of NIST SP 800-226", (), ("term", *recorded), _list_budget(run)),
         *_build_subgroups(run),
         Section("Retention and withdrawal", (), ("what", *recorded), _list_retention(run, facts)),
         Section("Attacks", [_ATTACKS, *tried, f"Not tried: {not_made or 'none of those known'}."]),
         Section("Deviations", (), ("round", "site", "deviation", "source"), deviations)
         if deviations
         else Section("Deviations", ["None recorded: every site contributed to every round (`rounds.jsonl`)."]),
+        Section("Files, and how to repeat the run", [_AGAIN], ("file", "bytes", "sha256"), _list_files(run)),
     ]
 
 
@@ -288,6 +282,11 @@ def _strip_marks(text: str) -> str:
     return text.replace("`", "")
 
 
+def _list_files(run: RunResult) -> list[tuple[Any, ...]]:
+    files = [(name, run.path / name) for name in list_files(run.path)]
+    return [(f"`{name}`", f"{path.stat().st_size:,}", compute_file_digest(path)) for name, path in files]
+
+
 def _list_logs(egress: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Return rows of the sites' logs: their length and head, and whether their messages are those of the server."""
     return [
@@ -309,24 +308,23 @@ def _list_egress(egress: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 def _list_processing(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, ...]]:
     approval, task = facts["approval"], run.config.get("task", {})
-    submitter = approval["submitter"] or {}
+    submitter, final = approval.submitter or {}, run.summary["final"]["metrics"]
     who = ", ".join(submitter[part] for part in ("name", "org", "role") if part in submitter) or "none"
     columns = {name: task[name] for name in ("features", "target", "targets", "group") if task.get(name)}
-    metrics = ", ".join(f"{name} {facts['metrics'][name]:.4g}" for name in run.metric_names if name in facts["metrics"])
-    versions = facts["versions"] if isinstance(facts["versions"], dict) else {}
+    metrics = ", ".join(f"{name} {final[name]:.4g}" for name in run.metric_names if name in final)
     return [
-        ("permit", facts["permit"] or "none named", "`config.yaml`"),
+        ("permit", run.config.get("permit") or "none named", "`config.yaml`"),
         ("task", task.get("name", "of the user"), "`config.yaml`"),
         ("data that it reads", _format_terms(columns) or _describe_reads(run), "`config.yaml`"),
-        ("method", f"{facts['method']}, {facts['rounds']} rounds", "`summary.json`"),
+        ("method", f"{run.summary['method']}, {run.summary['rounds']} rounds", "`summary.json`"),
         ("sites", ", ".join(run.sites), "`summary.json`"),
-        ("submitter", f"{who}. Signature {approval['signature']}: {approval['note']}", "the job's signatures"),
-        ("submitted", approval["submitted_at"] or "not recorded", "the server"),
-        ("accepted by", ", ".join(approval["deployed"]) or "not recorded", "the server"),
+        ("submitter", f"{who}. Signature {approval.signature}: {approval.note}", "the job's signatures"),
+        ("submitted", approval.submitted_at or "not recorded", "the server"),
+        ("accepted by", ", ".join(approval.deployed) or "not recorded", "the server"),
         ("code that came with the job", "none" if not (run.path / "code").is_dir() else "see `code/`", "`code/`"),
         ("model", f"sha256 {facts['model_sha256']}", "`summary.json`, computed again"),
         ("metrics of the last model", metrics or "none", "`summary.json`"),
-        ("software", _format_terms(versions) or "not recorded", "`summary.json`"),
+        ("software", _format_terms(run.summary.get("versions", {})) or "not recorded", "`summary.json`"),
     ]
 
 
@@ -334,16 +332,13 @@ def _describe_reads(run: RunResult) -> str:
     return load_study(run.path).assembly.task.reads or "not described by the settings"
 
 
-def _list_cohorts(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
-    return [
-        (
-            site,
-            *("none reported" if part[name] is None else part[name] for name in ("train", "validation", "test")),
-            f"{part['rounds_contributed']} of {part['rounds_expected']}",
-            "`summary.json`",
-        )
-        for site, part in facts["cohorts"].items()
-    ]
+def _list_cohorts(run: RunResult) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    for site, counts in run.cohorts.items():
+        examples = ["none reported" if counts[n] is None else counts[n] for n in ("train", "validation", "test")]
+        part = run.contributions.get(site)
+        rows.append((site, *examples, f"{part.contributed} of {part.expected}" if part else "none", "`summary.json`"))
+    return rows
 
 
 def _list_measures(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -351,7 +346,7 @@ def _list_measures(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, ...
     return [
         ("sums over sites", _AGGREGATION[wire.get("aggregation", "plain")], "`config.yaml`"),
         ("encryption of weights", _ENCRYPTION[wire.get("encryption", "none")], "`config.yaml`"),
-        ("privacy budget", "see below" if facts["privacy"]["budget"] else "none", "`summary.json`"),
+        ("privacy budget", "see below" if run.summary.get("privacy") else "none", "`summary.json`"),
         ("sparse or coarse messages", "they send less; that is no protection by itself", "method"),
         ("metrics by subgroup", ", ".join(map(str, task.get("subgroups") or ())) or "none computed", "`config.yaml`"),
         *_join_sites("policy", {site: _describe_policy(policy) for site, policy in facts["policies"].items()}),
@@ -363,7 +358,7 @@ def _describe_policy(policy: Mapping[str, Any]) -> tuple[str, str]:
         return policy["note"], "not recorded"
     defaults = Policy().model_dump(mode="json")
     terms = {name: value for name, value in policy["terms"].items() if value != defaults[name]}
-    return _format_terms(terms) or "no term that forbids anything", "given with `--policy`"
+    return _format_terms(terms) or "no term that forbids anything", "given with `--site`"
 
 
 def _join_sites(what: str, by_site: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str]]:
@@ -392,8 +387,8 @@ def _list_deviations(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _list_budget(facts: dict[str, Any]) -> list[tuple[Any, ...]]:
-    budget = facts["privacy"]["budget"]
+def _list_budget(run: RunResult) -> list[tuple[Any, ...]]:
+    budget = run.summary.get("privacy")
     if not budget:
         return [("epsilon", "none computed: what the run tells about a subject has no bound", "`summary.json`")]
     spent = ", ".join(f"{site} {epsilon:.2f}" for site, epsilon in sorted(budget.get("spent", {}).items()))
@@ -442,4 +437,4 @@ def _describe_checkpoints(policy: Mapping[str, Any]) -> tuple[str, str]:
     if not policy["terms"]:
         return f"{policy['note']}; by default a site of a federation keeps them 90 days", "method"
     days = policy["terms"]["checkpoint_days"]
-    return "90 days, the default" if days is None else f"{days} days", "policy given with `--policy`"
+    return "90 days, the default" if days is None else f"{days} days", "policy given with `--site`"

@@ -1,10 +1,10 @@
-"""Facts of a run for its evidence: cohorts, privacy, policies, traffic, versions, deviations, approval, digests.
+"""Facts of a run for its evidence: cohorts, policies, what left the sites, deviations, approval, digests.
 
 What left a site is known from its own egress log where that is at hand, else from the server's ledger.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ from ...core.params import compute_digest
 from ...rounds.endpoints.egress import LOG_FILE, find_logs, read_chain, sum_lines
 from ..runs.load import load_study
 from ..runs.model_files import read_model
-from ..runs.received import parse_record
 from ..runs.record import list_versions
 from ..runs.results import AUDIT_FILE, RunResult
-from ..runs.subgroups import pool_subgroups
 
 
 def list_deviations(run: RunResult) -> list[dict[str, Any]]:
@@ -157,7 +155,7 @@ class Approval:
 def collect_facts(
     run: RunResult, approval: Approval, policies: Mapping[str, Policy], egress: Mapping[str, Path] | None = None
 ) -> dict[str, Any]:
-    """Return the facts of a finished run, the content of ``evidence.json``.
+    """Return what the annex of a finished run states and its summary does not.
 
     Args:
         run: the run.
@@ -172,26 +170,11 @@ def collect_facts(
     """
     if unknown := sorted({*policies, *(egress or {})} - set(run.sites)):
         raise ConfigError(f"--site {unknown[0]}=...: the run has no such site; its sites are {', '.join(run.sites)}")
-    versions = list_versions()
     return {
-        "run": run.summary["run"],
-        "name": run.summary["name"],
-        "method": run.summary["method"],
-        "seed": run.summary["seed"],
-        "rounds": run.summary["rounds"],
         "model_sha256": digest_model(run),
-        "cohorts": _list_cohorts(run),
-        "metrics": run.summary["final"]["metrics"],
-        "subgroups": [cell.to_dict() for cell in pool_subgroups(run)],
-        "privacy": _describe_privacy(run),
-        "permit": run.config.get("permit"),
         "policies": {site: _describe_policy(policies.get(site), approval) for site in run.sites},
-        "audit": _read_audit(run),
-        "traffic": run.summary["traffic"],
         "egress": describe_egress(run, egress or {}),
-        "versions": run.summary.get("versions") or "not recorded by this run",
-        "versions_of_evidence": versions,
-        "approval": asdict(approval),
+        "approval": approval,
         "deviations": list_deviations(run),
     }
 
@@ -214,50 +197,17 @@ def digest_model(run: RunResult) -> str:
     return digest
 
 
-def _list_cohorts(run: RunResult) -> dict[str, dict[str, Any]]:
-    cohorts: dict[str, dict[str, Any]] = {}
-    for site, counts in run.cohorts.items():
-        part = run.contributions.get(site)
-        cohorts[site] = {
-            **counts,
-            "rounds_contributed": part.contributed if part else 0,
-            "rounds_expected": part.expected if part else 0,
-            "missed": part.describe_missed() if part else "",
-        }
-    return cohorts
-
-
-def _describe_privacy(run: RunResult) -> dict[str, Any]:
-    spent = run.summary.get("privacy")
-    return {"budget": spent} if spent else {"budget": None, "note": "no privacy budget was computed for this run"}
-
-
 def _describe_policy(policy: Policy | None, approval: Approval) -> dict[str, Any]:
     if policy is not None:
         return {"terms": policy.model_dump(mode="json")}
     if not approval.job_id:
         return {"terms": None, "note": "none in force: no policy applies to a run without a federation"}
-    return {"terms": None, "note": "not given: a site's policy stays at the site; add it with --policy"}
+    return {"terms": None, "note": "not given: a site's policy stays at the site; add it with --site"}
 
 
-def _read_audit(run: RunResult) -> Any:
-    file = run.path / AUDIT_FILE
-    if not file.is_file():
-        return {"attacks": None, "note": "no attack was tried on this run"}
-    try:
-        return parse_record(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"{file}: cannot be read: {error}; repeat the audit of the run, or delete the file"
-        ) from error
-
-
-def find_crate_files(run: Path) -> list[Path]:
-    """Return the files of a result folder that go into the crate, relative to it; no site's own model, no predictions.
-
-    Models of sites and predictions of subjects are data of the sites, and checkpoints hold the state of every site.
-    """
-    names = ["summary.json", "rounds.jsonl", "ledger.jsonl", "model_card.md", AUDIT_FILE]
+def list_files(run: Path) -> list[Path]:
+    """Return the files of a result folder that prove the run, relative to it; no site's own model, no predictions."""
+    names = ["config.yaml", "summary.json", "rounds.jsonl", "ledger.jsonl", "model_card.md", AUDIT_FILE]
     names += [f"{prefix}{name}.safetensors" for prefix in ("", "best_", "encrypted_", "encrypted_best_")
               for name in ("model", "mask")]  # fmt: skip
     found = [Path(name) for name in names if (run / name).is_file()]

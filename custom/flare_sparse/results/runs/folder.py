@@ -37,7 +37,7 @@ RECORD = (
     "metrics_summary.json",
     "round_metrics.jsonl",
     "job_id.txt",
-    "evidence.zip",
+    "dpia.md",
     AUDIT_FILE,
 )
 """Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""

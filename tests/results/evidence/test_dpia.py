@@ -1,9 +1,10 @@
-"""Facts of a run: cohorts, terms, deviations, and a model that is the one of the record."""
+"""Evidence of a run: cohorts, terms, deviations, digests, and a model that is the one of the record."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 from docx import Document
 from typer.testing import CliRunner
 
+from flare_sparse.api.run import Run
 from flare_sparse.cli import app
 from flare_sparse.config.policy.policy import Policy
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.results.evidence.dpia import build_dpia, format_readme
-from flare_sparse.results.evidence.facts import Approval, collect_facts, find_crate_files, list_deviations
+from flare_sparse.results.evidence.dpia import build_dpia, format_dpia
+from flare_sparse.results.evidence.facts import Approval, collect_facts, list_deviations, list_files
 from flare_sparse.results.report.card import format_card
 from flare_sparse.results.runs.load import load_study
 from flare_sparse.results.runs.model_files import read_model, save_model
@@ -25,6 +27,7 @@ from flare_sparse.results.runs.results import RunResult
 from flare_sparse.rounds.endpoints.egress import find_logs, read_chain, read_log
 
 NO_JOB = Approval("none", "one process")
+PAGE = Path(__file__).parents[3] / "docs" / "evidence.md"
 QUIET: dict[str, Any] = {
     "attempts": 1, "excluded": {}, "quarantined": [], "rejected": {}, "timed_out": [], "abstained": [], "capped": {},
     "clipped": {},
@@ -32,26 +35,22 @@ QUIET: dict[str, Any] = {
 
 
 def test_cohorts_are_the_examples_of_every_part_at_every_site(phantom_run: Path) -> None:
-    facts = collect_facts(RunResult.read(phantom_run), NO_JOB, {})
+    run = RunResult.read(phantom_run)
+    facts = collect_facts(run, NO_JOB, {})
     # 10 subjects a site.
-    assert {site: [c["train"], c["validation"], c["test"]] for site, c in facts["cohorts"].items()} == {
-        "site-1": [6, 2, 2], "site-2": [6, 2, 2]
-    }  # fmt: skip
-    assert facts["privacy"] == {"budget": None, "note": "no privacy budget was computed for this run"}
-    assert facts["audit"]["attacks"] is None
+    (cohorts,) = [part for part in build_dpia(run, facts) if part.title == "Cohorts"]
+    assert [row[:4] for row in cohorts.rows] == [("site-1", 6, 2, 2), ("site-2", 6, 2, 2)]
     assert facts["deviations"] == []
     for site, folder in find_logs(phantom_run).items():
         last = (folder / "egress.jsonl").read_bytes().splitlines()[-1]
         assert facts["egress"][site]["head"] == hashlib.sha256(last).hexdigest()
         assert facts["egress"][site]["lines"] == json.loads(last)["line"]
-    assert facts["versions"]["nvflare"].startswith("2.9")
 
 
 def test_permit_of_a_job_stands_in_evidence_model_card_and_egress_log(phantom_run: Path) -> None:
     run = RunResult.read(phantom_run)
     facts = collect_facts(run, NO_JOB, {})
-    assert facts["permit"] == "EA 12/2026"
-    assert "| permit | EA 12/2026 | `config.yaml` |" in format_readme(run, facts)
+    assert "| permit | EA 12/2026 | `config.yaml` |" in format_dpia("annex", build_dpia(run, facts))
     assert "Permit: EA 12/2026." in format_card(run)
     logs = [read_log(folder) for folder in find_logs(phantom_run).values()]
     assert {line["permit"] for log in logs for line in log} == {"EA 12/2026"}
@@ -122,7 +121,7 @@ def test_budget_and_audit_of_a_run_are_passed_on(phantom_run: Path, tmp_path: Pa
     run = tmp_path / "run"
     shutil.copytree(phantom_run, run)
     summary = json.loads((run / "summary.json").read_text())
-    summary["privacy"] = {"epsilon": {"site-1": 2.5}, "delta": 1e-5}
+    summary["privacy"] = {"epsilon": 3.0, "spent": {"site-1": 2.5}, "delta": 1e-5, "outside_budget": []}
     (run / "summary.json").write_text(json.dumps(summary))
     attack = {
         "attacker": "server", "attack": "inversion of scores", "message": "scores", "batch_size": 1, "policy": "",
@@ -131,15 +130,15 @@ def test_budget_and_audit_of_a_run_are_passed_on(phantom_run: Path, tmp_path: Pa
     audit = {"model_sha256": summary["model_sha256"], "attacks": [attack], "skipped": []}
     (run / "audit.json").write_text(json.dumps(audit))
     facts = collect_facts(RunResult.read(run), NO_JOB, {})
-    assert facts["privacy"]["budget"]["epsilon"] == {"site-1": 2.5}
-    assert facts["audit"] == audit
-    (attacks,) = [part for part in build_dpia(RunResult.read(run), facts) if part.title == "Attacks"]
+    parts = {part.title.split(",")[0]: part for part in build_dpia(RunResult.read(run), facts)}
+    assert parts["Privacy budget"].rows[0][1] == "epsilon 3.0, delta 1e-05"
+    assert parts["Privacy budget"].rows[1][1] == "site-1 2.50"
+    attacks = parts["Attacks"]
     assert "inversion of scores (" not in attacks.paragraphs[-1]
     assert "inversion of an update (" in attacks.paragraphs[-1]
-    assert Path("audit.json") in find_crate_files(run)
+    assert Path("audit.json") in list_files(run)
     (run / "audit.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"audit\.json: cannot be read"):
-        collect_facts(RunResult.read(run), NO_JOB, {})
+    assert "`audit.json` is damaged" in Run(run).evidence().read_text()
 
 
 def test_model_that_was_changed_after_the_run_is_refused(phantom_run: Path, tmp_path: Path) -> None:
@@ -171,3 +170,49 @@ def test_every_deviation_names_its_round_and_site(phantom_run: Path) -> None:
         ("timed_out", 1, "b"), ("excluded", 1, "c"), ("rejected", 2, "b"), ("quarantined", 2, "d"), ("clipped", 2, "a"),
     }  # fmt: skip
     assert next(part for part in found if part["kind"] == "excluded")["detail"] == "not asked: E_VERSION"
+
+
+@pytest.mark.slow
+def test_annex_states_the_digest_of_each_file_but_of_no_prediction_or_model_of_a_site(
+    phantom_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(phantom_run, run)
+    for name in ("evaluations/predictions.json", "site_models/site-1.safetensors"):
+        (run / name).parent.mkdir()
+        (run / name).write_text("ages of subjects")
+    text = Run(run).evidence().read_text()
+    digests = dict(re.findall(r"^\| `(.+)` \| [\d,]+ \| ([0-9a-f]{64}) \|$", text, flags=re.MULTILINE))
+    assert {"config.yaml", "summary.json", "ledger.jsonl", "model.safetensors", "model_card.md"} <= digests.keys()
+    for name, digest in digests.items():
+        assert hashlib.sha256((run / name).read_bytes()).hexdigest() == digest
+    assert "site_models" not in text
+    assert "predictions.json" not in text
+
+
+@pytest.mark.long
+def test_command_of_the_annex_ends_in_the_digest_that_it_states(
+    phantom_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Run(phantom_run).evidence(tmp_path / "annex.md").read_text()
+    (command,) = re.findall(r"^ +(flare-sparse run .+)$", text, flags=re.MULTILINE)
+    shutil.copy(phantom_run / "config.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, command.split()[1:])
+    assert result.exit_code == 0, result.output
+    assert json.loads(Path("again/summary.json").read_text())["model_sha256"] in text
+
+
+@pytest.mark.slow
+def test_commands_of_the_page_run(phantom_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(phantom_run, run)
+    (tmp_path / "kit").mkdir()
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    for line in blocks[0].splitlines():
+        line_here = line.replace("RUN", "run").replace("KIT", "kit").replace("=LOG", "=run/flare_sparse_egress/site-1")
+        result = CliRunner().invoke(app, line_here.split()[1:])
+        assert result.exit_code == 0, result.output
+    assert (run / "dpia.md").is_file()
+    assert Path("annex.docx").is_file()
