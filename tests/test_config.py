@@ -136,7 +136,7 @@ def test_numbers_survive_yaml_and_json_unchanged(sparsity: float, lr: float, see
 
 def test_job_contains_neither_simulator_nor_paths(file: Path) -> None:
     job = serialize_job(load_config(file))
-    assert set(job) == {"name", "seed", "method", "task", "wire", "federation", "privacy", "audit", "permit"}
+    assert set(job) == {"name", "seed", "method", "task", "wire", "federation", "privacy", "permit"}
     assert str(file.parent) not in json.dumps(job)
     assert parse_job(job) == load_config(file).job
 
@@ -245,7 +245,6 @@ def find_refusal(path: Path, feature: str, *overrides: str) -> str:
         ("method={name: neurosfl, scores: individual_snip}", "method neurosfl: scores: individual_snip"),
         ("wire.values=bfloat16", "wire.values: values are bfloat16"),
         ("federation.clip_norm=1.0", "federation.clip_norm"),
-        ("audit.record_updates=true", "audit.record_updates"),
     ],
 )
 def test_settings_that_need_readable_updates_are_refused_with_encryption(file: Path, override: str, cause: str) -> None:
@@ -327,7 +326,6 @@ def test_section_on_privacy_is_sent_with_a_job(file: Path) -> None:
         ("wire.values=bfloat16", "wire.values: values are bfloat16"),
         ("wire.values=int8", "wire.values: values are int8"),
         ("wire.encryption=ckks", "wire.encryption: ckks"),
-        ("audit.record_updates=true", "audit.record_updates"),
         ("federation.clip_norm=1.0", "federation.clip_norm"),
         ("federation.max_share=0.5", "federation.max_share"),
     ],

@@ -76,13 +76,12 @@ def test_simulated_site_saves_its_network_beside_those_of_the_others(
     assert not (tmp_path / "kit").exists()
 
 
-@pytest.mark.parametrize("records", [True, False])
-def test_job_whose_server_keeps_updates_reads_no_data_where_the_policy_forbids_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool
+@pytest.mark.parametrize("permit", [None, "EA 12/2026"])
+def test_job_without_the_permit_of_the_site_reads_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, permit: str | None
 ) -> None:
-    (tmp_path / "flare_sparse_policy.yaml").write_text("record_updates: false\n")
-    audit = SimpleNamespace(record_updates=records)
-    job = SimpleNamespace(audit=audit, permit=None, builds_initial=False)
+    (tmp_path / "flare_sparse_policy.yaml").write_text("permit: EA 12/2026\n")
+    job = SimpleNamespace(permit=permit, builds_initial=False)
     bench = ToyBench()
     monkeypatch.setattr(session_module, "_assemble", lambda fl_ctx: (job, SimpleNamespace(weights=bench.weights)))
 
@@ -95,7 +94,7 @@ def test_job_whose_server_keeps_updates_reads_no_data_where_the_policy_forbids_i
     fl_ctx: Any = SimpleNamespace(
         get_engine=lambda: engine, get_identity_name=lambda: "site-1", get_job_id=lambda: "job"
     )
-    error, text = (PolicyRefusal, "record_updates") if records else (AssertionError, "data was read")
+    error, text = (AssertionError, "data was read") if permit else (PolicyRefusal, "the job has none")
     with pytest.raises(error, match=text):
         SiteSession().get_endpoint(fl_ctx)
 

@@ -91,7 +91,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
                     folder.path / EGRESS_FOLDER / site, config.name, permit=config.permit, is_durable=False
                 ),
             ),
-            watcher=Watcher(commit, record.record_updates, errors.report),
+            watcher=Watcher(commit, errors.report),
             contexts=contexts,
             ledger=ledger,
         )

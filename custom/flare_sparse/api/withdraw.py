@@ -25,7 +25,6 @@ from ..results.runs.folder import CHECKPOINTS, ERRORS, RunFolder
 from ..results.runs.model_files import delete_models, list_site_models
 from ..results.runs.predictions import PICTURES_FILE, PREDICTIONS_FILE
 from ..results.runs.received import explain_damage
-from ..results.runs.record import UPDATES
 from ..results.runs.results import AUDIT_FOLDER, EVALUATIONS
 from ..rounds.endpoints.server import SERVER
 from ..tasks.task import Examples, SiteData, load_examples
@@ -101,7 +100,7 @@ def remove_traces(run: Path, sites: Iterable[str]) -> list[str]:
         run: result folder.
         sites: sites whose data changes; their own models are deleted.
     """
-    folders = (CHECKPOINTS, FINAL, UPDATES, AUDIT_FOLDER, ERRORS, SITE_FILES, REPORT)
+    folders = (CHECKPOINTS, FINAL, AUDIT_FOLDER, ERRORS, SITE_FILES, REPORT)
     removed = [name for name in folders if (run / name).is_dir()]
     for name in removed:
         shutil.rmtree(run / name)

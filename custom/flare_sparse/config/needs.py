@@ -198,14 +198,6 @@ _FEATURES = (
         example={"federation": {"max_share": 0.5}},
     ),
     Feature(
-        "audit.record_updates",
-        "",
-        lambda job: job.audit.record_updates,
-        "leave record_updates out",
-        needs=_require(Need.SINGLE_UPDATES.because("keeps the updates of single sites")),
-        example={"audit": {"record_updates": True}},
-    ),
-    Feature(
         "method.personal",
         "some tensors stay at the sites",
         lambda job: bool(job.method.config.personal),

@@ -63,14 +63,6 @@ class EarlyStopping(Section):
     """rounds in a row without a better metric on validation examples, after which the run ends"""
 
 
-class AuditConfig(Section):
-    """What a run records for flare-sparse audit."""
-
-    record_updates: bool = False
-    """the server keeps every site's update of every round in RUN/updates, for the attacks of a server that flare-sparse
-    audit makes; a strict site policy refuses the job"""
-
-
 MIN_COMMITS = 2
 """Commits that are always kept: the older one is there if the newer one is damaged or discarded."""
 
@@ -320,8 +312,6 @@ class JobConfig(Section):
     """quorum, limits, timeouts and retries of the rounds"""
     privacy: PrivacyConfig | None = None
     """differential privacy of every site's training, {epsilon: 3}; null: none"""
-    audit: AuditConfig = Field(default_factory=AuditConfig)
-    """what the run records for flare-sparse audit"""
     permit: str | None = Field(None, min_length=1, max_length=200)
     """number of the ethics vote or data permit under which the job runs; a site's policy may demand one"""
 

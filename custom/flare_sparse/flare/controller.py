@@ -174,7 +174,6 @@ class FederatedController(Controller):
             connections,
             rules=build_rules(job),
             on_round=commit,
-            on_updates=folder.record_updates,
             store=session.store,
         )
         # resume=True always: FLARE gives a job that is submitted again a new id, and only the checkpoints tell whether

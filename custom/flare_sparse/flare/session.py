@@ -244,15 +244,15 @@ class SiteSession(FLComponent):
         Raises:
             ConfigError, DataError: the job's settings or the site's data cannot be used.
             CheckpointError: the same job is already running here.
-            PolicyRefusal: the server of the job keeps every update, which this site's policy forbids.
+            PolicyRefusal: this site takes part under another permit.
         """
         if self._endpoint is None:
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
             # Before the data is read: no update of such a job may leave.
             hold_data(fl_ctx)
-            policy, records = read_site_policy(fl_ctx), job.audit.record_updates
-            raise_refusals(policy.find_job_refusals(records_updates=records, permit=job.permit))
+            policy = read_site_policy(fl_ctx)
+            raise_refusals(policy.find_job_refusals(job.permit))
             initial = InitialModel(assembly.weights, assembly.layout) if job.builds_initial else None
             # Otherwise the site receives the initial weights from the server; its own copy would only take memory.
             assembly = replace(assembly, weights=torch.zeros(0))

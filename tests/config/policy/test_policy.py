@@ -231,25 +231,13 @@ def test_malformed_policy_is_refused_with_the_name_of_the_field(text: str, messa
         read_policy(tmp_path / "policy.yaml")
 
 
-def test_strict_policy_refuses_jobs_whose_server_keeps_updates() -> None:
-    policies = {name: read_policy(file) for name, file in PRESETS.items()}
-    refused = {
-        name: list(policy.find_job_refusals(records_updates=True, permit=None)) for name, policy in policies.items()
-    }
-    assert refused["open"] == refused["careful"] == []
-    assert refused["strict"] == [
-        "record_updates: the server of this job keeps every update; set audit.record_updates to false"
-    ]
-    assert list(policies["strict"].find_job_refusals(records_updates=False, permit=None)) == []
-
-
 def test_job_must_name_the_permit_of_the_site() -> None:
     policy = Policy(permit="EA 12/2026")
-    assert list(policy.find_job_refusals(records_updates=False, permit="EA 12/2026")) == []
+    assert list(policy.find_job_refusals("EA 12/2026")) == []
     for permit, found in ((None, "the job has none"), ("EA 1/2026", "the job has 'EA 1/2026'")):
-        (reason,) = policy.find_job_refusals(records_updates=False, permit=permit)
+        (reason,) = policy.find_job_refusals(permit)
         assert reason == (f"permit: this site takes part under 'EA 12/2026', and {found}; set permit: 'EA 12/2026'")
-    assert list(Policy().find_job_refusals(records_updates=False, permit="EA 1/2026")) == []
+    assert list(Policy().find_job_refusals("EA 1/2026")) == []
 
 
 @pytest.mark.parametrize("preset", ["careful", "strict"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flare_sparse.results.audit.attribution import attribute_examples, attribute_updates, measure_attribution
+from flare_sparse.results.audit.attribution import attribute_examples, measure_attribution
 
 SITES = np.repeat(["a", "b", "c", "d"], 30)
 
@@ -34,22 +34,3 @@ def test_accuracy_weighs_sites_equally() -> None:
 @pytest.mark.parametrize("sites", [["a"] * 20, ["a"] * 20 + ["b"] * 4])
 def test_one_site_cannot_be_attributed(sites: list[str]) -> None:
     assert attribute_examples(np.ones((len(sites), 1)), np.array(sites), 10, seed=0) is None
-
-
-def build_updates(own: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Updates of four sites in six rounds: a common part, each site's own direction, and noise."""
-    generator = np.random.default_rng(2)
-    sites, rounds = np.tile(["a", "b", "c", "d"], 6), np.repeat(np.arange(6), 4)
-    common, directions = generator.normal(size=(6, 200)), generator.normal(size=(4, 200))
-    noise = generator.normal(size=(24, 200))
-    return 10 * common[rounds] + own * directions[np.arange(24) % 4] + noise, sites, rounds
-
-
-def test_updates_with_a_direction_of_their_own_are_attributed() -> None:
-    vectors, sites, rounds = build_updates(1.0)
-    assert attribute_updates(vectors, sites, rounds).tolist() == sites.tolist()
-
-
-def test_updates_without_one_are_at_chance() -> None:
-    vectors, sites, rounds = build_updates(0.0)
-    assert np.mean(attribute_updates(vectors, sites, rounds) == sites) < 0.55

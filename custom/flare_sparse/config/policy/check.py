@@ -49,7 +49,7 @@ def find_policy_conflicts(
     has_values = any(line.direction == "up" and line.content != "metrics" for line in ledger.lines)
     if policy.masked and not job.is_masked and has_values:
         conflicts.append("masked: no values of a single site may be readable; set wire.aggregation: masked")
-    refusals = policy.find_job_refusals(records_updates=job.audit.record_updates, permit=job.permit)
+    refusals = policy.find_job_refusals(job.permit)
     return [*refusals, *conflicts, *find_budget_conflicts(policy, assembly, subjects or examples, earlier)]
 
 

@@ -71,8 +71,6 @@ class Policy(Settings):
     """largest distance of a model from the last one, as a multiple of the norm of the site's own delta"""
     verify_initial_model: bool = False
     """answer requests for the job's initial model only if it is the one that its seed defines"""
-    record_updates: bool = True
-    """whether a job may run whose server keeps every update for an audit (audit.record_updates)"""
     withhold_isolated: bool = False
     """leave out the changes of units of linear layers that reveal the input of a single example"""
     score_bits: int | None = Field(None, ge=1, le=8)
@@ -191,18 +189,15 @@ class Policy(Settings):
             if count < minimum:
                 yield f"{term}: {content} were computed from {count} {unit}, the minimum is {minimum}"
 
-    def find_job_refusals(self, *, records_updates: bool, permit: str | None) -> Iterator[str]:
+    def find_job_refusals(self, permit: str | None) -> Iterator[str]:
         """Yield the reasons why a job may not run here, before any data is read; none if it may.
 
         Args:
-            records_updates: whether the job's server keeps every update.
             permit: the job's permit; None: it names none.
         """
         if self.permit is not None and permit != self.permit:
             found = "the job has none" if permit is None else f"the job has {permit!r}"
             yield f"permit: this site takes part under {self.permit!r}, and {found}; set permit: {self.permit!r}"
-        if records_updates and not self.record_updates:
-            yield "record_updates: the server of this job keeps every update; set audit.record_updates to false"
 
     def find_description_refusals(self, *, permit: str | None) -> Iterator[str]:
         """Yield the reasons why statistics of the site's data may not leave; none if they may.
@@ -210,7 +205,7 @@ class Policy(Settings):
         Args:
             permit: the job's permit; None: it names none.
         """
-        yield from self.find_job_refusals(records_updates=False, permit=permit)
+        yield from self.find_job_refusals(permit)
         if STATISTICS not in self.contents:
             yield "contents: statistics may not leave this site"
         for term in ("encrypted", "masked", "noise", "epsilon"):

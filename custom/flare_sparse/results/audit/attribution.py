@@ -1,4 +1,4 @@
-"""Attribution: which site an example, or an update, comes from, compared with chance.
+"""Attribution: which site an example comes from, compared with chance.
 
 Membership inference between sites: each site trains a classifier of gradient features and attacks each other.
 """
@@ -50,32 +50,6 @@ def attribute_examples(features: np.ndarray, sites: np.ndarray, resamples: int, 
         return None
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed % 2**32)
     return measure_attribution(cross_val_predict(build_classifier(), features, sites, cv=folds), sites, resamples)
-
-
-def attribute_updates(vectors: np.ndarray, sites: np.ndarray, rounds: np.ndarray) -> np.ndarray:
-    """Return the guessed site ``(n,)`` of each update: that whose other updates it points along most.
-
-    What all sites have in common, the mean of a round, is subtracted before. A site's updates of other rounds are known
-    to the attacker, as after a breach of one round's names.
-
-    Args:
-        vectors: ``(n, d)`` updates.
-        sites: ``(n,)`` their sites.
-        rounds: ``(n,)`` their rounds.
-    """
-    centred = vectors.astype(np.float64)
-    for number in np.unique(rounds):
-        centred[rounds == number] -= centred[rounds == number].mean(0)
-    centred /= np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-30)
-    names = np.unique(sites)
-    guesses = []
-    for vector, number in zip(centred, rounds, strict=True):
-        others = rounds != number
-        directions = [centred[others & (sites == name)].sum(0) for name in names]
-        norms = [max(float(np.linalg.norm(direction)), 1e-30) for direction in directions]
-        cosines = [vector @ direction / norm for direction, norm in zip(directions, norms, strict=True)]
-        guesses.append(names[int(np.argmax(cosines))])
-    return np.array(guesses)
 
 
 def measure_attribution(guesses: np.ndarray, sites: np.ndarray, resamples: int) -> Attribution:

@@ -11,11 +11,10 @@ from ...core.errors import ConfigError, DataError
 from ...core.seeds import limit_threads
 from ...tasks.task import Examples, SiteData
 from ..runs.load import load_study, read_run_model
-from ..runs.record import UPDATES
 from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, PICTURES, RunResult
 from .attacks import Attacker, AuditOptions, RunAttacks
 from .result import AttackResult
-from .server import Inversion, ServerAttacks, attribute_recorded_updates, save_pictures
+from .server import Inversion, ServerAttacks, save_pictures
 from .training import Retraining
 
 
@@ -55,10 +54,6 @@ def audit_run(
             inversions, reason = _invert_messages(assembly, data, examples, options, on_progress)
             results += [inversion.to_result(options.policy_name) for inversion in inversions]
             skipped += [{"attacker": "server", "attack": "inversion", "reason": reason}] if reason else []
-            try:
-                results.append(attribute_recorded_updates(run.path / UPDATES, options.resamples, config.seed))
-            except DataError as error:
-                skipped.append({"attacker": "server", "attack": "site of an update", "reason": str(error)})
             folder.mkdir(exist_ok=True)
             save_pictures(inversions, folder / PICTURES)
     record = {

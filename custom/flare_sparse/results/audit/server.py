@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from ...core.mask import Mask
 from ...core.seeds import derive_seed, make_generator
 from ...privacy.dp.mechanism import clip_rows
 from ...training import SampleUsage, Site
-from ..runs.record import read_updates
-from .attribution import attribute_updates, measure_attribution
 from .inversion import (
     Message,
     Reconstruction,
@@ -35,8 +32,6 @@ from .result import AttackResult
 
 BATCH_SIZES = (1, 2, 4, 8)
 """Sizes of the minibatches whose messages are inverted."""
-MAX_COMPARED = 20_000
-"""Entries of updates that are compared, drawn at random."""
 OTHERS = 64
 """Examples that the attacker knows the mean and the spread of."""
 
@@ -190,25 +185,6 @@ class ServerAttacks:
             and isinstance(batch[0], Tensor)
             and (batch[0].is_floating_point() or batch[0].dtype == torch.uint8)
         )
-
-
-def attribute_recorded_updates(folder: Path, resamples: int, seed: int) -> AttackResult:
-    """Tell the site of an update from the site's updates of other rounds.
-
-    Raises:
-        DataError: the run recorded no updates, or those of fewer than two sites or rounds.
-    """
-    updates = [update for update in read_updates(folder) if update.content != "scores"]
-    sites, rounds = np.array([u.site for u in updates]), np.array([u.round for u in updates])
-    if len(set(sites)) < 2 or len(set(rounds)) < 2:
-        raise DataError("the run recorded no updates of two sites and rounds; set audit.record_updates to true")
-    size = len(updates[0].values)
-    entries = np.random.default_rng(derive_seed(seed, "audit entries")).permutation(size)[:MAX_COMPARED]
-    vectors = np.stack([update.values[entries] for update in updates])
-    result = measure_attribution(attribute_updates(vectors, sites, rounds), sites, resamples)
-    intervals = {"accuracy": result.interval} if result.interval else {}
-    details = {"accuracy": result.accuracy, "chance": result.chance, "sites": result.sites}
-    return AttackResult("server", "site of an update", intervals=intervals, details=details)
 
 
 def save_pictures(inversions: list[Inversion], file: Any) -> None:

@@ -24,7 +24,6 @@ ATTACKS = {
     "gradient classifier": "a site learns from the gradients of its own subjects",
     "inversion of an update": "a server rebuilds inputs from an update",
     "inversion of scores": "a server rebuilds inputs from scores",
-    "site of an update": "a server recognises the site of an update",
 }
 """The attacks that ``flare-sparse audit`` knows, with their attackers."""
 _ATTACKS = (

@@ -25,7 +25,7 @@ from ...rounds.federation.events import STEP_BACK
 from .continuation import EXPIRED, FINAL, UNFINISHED, expire_checkpoints, keep_final_checkpoints, prepare_continuation
 from .disk import LEAST_FREE, describe_disk, measure_free
 from .model_files import delete_models
-from .record import APPENDED_FILES, CONFIG, SUMMARY, UPDATES
+from .record import APPENDED_FILES, CONFIG, SUMMARY
 from .results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
 
 CHECKPOINTS, KEYS, ERRORS = UNFINISHED, "he", "site_errors"
@@ -41,7 +41,7 @@ RECORD = (
     AUDIT_FILE,
 )
 """Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
-FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER, UPDATES)
+FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER)
 """Folders that describe the models and the sites of a finished run, or continue it."""
 
 

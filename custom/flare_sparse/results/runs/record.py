@@ -1,19 +1,17 @@
-"""Record of a run: rounds, ledger, summary, models and, for an audit, updates, in standard formats.
+"""Record of a run: rounds, ledger, summary and models, in standard formats.
 
 It grows line by line, also where a run that proceeds elsewhere is followed.
 """
 
 import json
 import platform
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from ...config.assemble import Assembly
 from ...config.loading import dump_config
 from ...config.schema import JobConfig
 from ...core.checkpoint.writing import replace_atomically, sync_to_disk, write_json
-from ...core.exchange import Contribution, SealedValues
+from ...core.exchange import SealedValues
 from ...core.mask import Mask
 from ...core.params import compute_digest
 from ...core.version import VERSION
@@ -31,52 +29,6 @@ from ...rounds.federation import Evaluation, Outcome, RoundRecord
 from ...rounds.federation.events import STEPPED_BACK
 from ...wire.ledger import Ledger
 from .model_files import ENCRYPTED, delete_models, describe_model, save_encrypted, save_model
-
-UPDATES = "updates"
-"""Folder with the updates, in the result folder."""
-_NAME = re.compile(r"round-(\d+)-(.+)\.npz")
-
-
-@dataclass(frozen=True)
-class RecordedUpdate:
-    """One update as the server decoded it.
-
-    Attributes:
-        round: number of the round.
-        site: name of the site.
-        content: weights, delta or scores.
-        values: float32 ``(P,)``; 0 for entries that were not sent.
-    """
-
-    round: int
-    site: str
-    content: str
-    values: np.ndarray
-
-
-def write_updates(folder: Path, round_number: int, updates: Sequence[Contribution]) -> None:
-    """Write a file for each update with values."""
-    folder.mkdir(exist_ok=True)
-    for update in updates:
-        if update.content != "metrics":
-            np.savez(
-                folder / f"round-{round_number}-{update.site}.npz",
-                values=update.patch.values.numpy(),
-                mask=np.packbits(update.patch.mask.bits.numpy()),
-                size=np.array(update.patch.mask.bits.numel()),
-                content=np.array(update.content),
-            )
-
-
-def read_updates(folder: Path) -> Iterator[RecordedUpdate]:
-    """Yield the recorded updates by round and site; none without a record."""
-    files = [(match, file) for file in folder.glob("*.npz") if (match := _NAME.fullmatch(file.name))]
-    for match, file in sorted(files, key=lambda item: (int(item[0][1]), item[0][2])):
-        with np.load(file) as stored:
-            values = np.zeros(int(stored["size"]), dtype=np.float32)
-            values[np.unpackbits(stored["mask"], count=len(values)).astype(bool)] = stored["values"]
-            yield RecordedUpdate(int(match[1]), match[2], str(stored["content"]), values)
-
 
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
 """Files that every commit appends to."""
@@ -122,11 +74,6 @@ class RecordWriter:
         with (self.path / "rounds.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
         return entry
-
-    def record_updates(self, round_number: int, updates: Sequence[Contribution]) -> None:
-        """Write the updates of a round, if the run keeps them for an audit."""
-        if self.config.audit.record_updates:
-            write_updates(self.path / UPDATES, round_number, updates)
 
     def _drop_rounds(self, first: int) -> None:
         """Remove the lines of round ``first`` and later ones from ``rounds.jsonl``."""

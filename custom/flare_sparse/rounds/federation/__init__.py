@@ -1,7 +1,7 @@
 """The rounds of a run. Local runs and FLARE's controller both use this loop."""
 
 from .events import Event
-from .loop import Federation, OnUpdates
+from .loop import Federation
 from .progress import Snapshot
 from .records import BestModel, Evaluation, Outcome, Participation, RoundRecord
 from .roster import Connections, Handshake, Reply, SumQuestions, SumReply, SumTransport, Transport
@@ -14,7 +14,6 @@ __all__ = [
     "Event",
     "Federation",
     "Handshake",
-    "OnUpdates",
     "Outcome",
     "Participation",
     "Reply",

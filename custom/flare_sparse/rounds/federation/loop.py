@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.checkpoint.packing import check_state
 from ...core.checkpoint.store import Store
-from ...core.exchange import EVALUATE, Contribution, SealedValues
+from ...core.exchange import EVALUATE, SealedValues
 from ...methods.method import Method
 from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
@@ -25,8 +25,6 @@ from .rounds import QuorumMissed, Round, RoundRunner
 from .rules import RoundRules, SiteHistory
 
 _LOG = logging.getLogger(__name__)
-OnUpdates = Callable[[int, Sequence[Contribution]], None]
-"""Receives the accepted updates of a round."""
 
 
 class Federation:
@@ -39,7 +37,6 @@ class Federation:
         connections: how the server reaches the sites.
         rules: quorum, retries and limits of a round.
         on_round: called with each record after its round is committed.
-        on_updates: called with number and accepted updates of each round before ``on_round``, for an audit.
         store: receives a checkpoint with every commit; None: a crash loses the run.
     """
 
@@ -52,12 +49,10 @@ class Federation:
         *,
         rules: RoundRules | None = None,
         on_round: Callable[[RoundRecord], None] = lambda record: None,
-        on_updates: OnUpdates = lambda round_number, updates: None,
         store: Store | None = None,
     ):
         self.method, self.endpoint = method, endpoint
         self.rules, self.on_round, self.store = rules or RoundRules(), on_round, store
-        self._on_updates = on_updates
         self._models = ModelComparison(
             metric, self.rules.max_share, self.rules.patience, is_sampled=method.config.participation < 1
         )
@@ -218,7 +213,6 @@ class Federation:
         if self.store is not None:
             snapshot = progress.to_snapshot(self.endpoint.snapshot(), self.endpoint.ledger.lines)
             self.store.save(record.sequence, snapshot)
-        self._on_updates(record.round, result.last.accepted)
         self.on_round(record)
         return progress
 

@@ -34,7 +34,6 @@ from ..endpoints.stages import ServerStage, SiteStage
 from ..federation import (
     Connections,
     Federation,
-    OnUpdates,
     Outcome,
     Reply,
     RoundRecord,
@@ -106,13 +105,11 @@ class Watcher:
 
     Attributes:
         on_round: called with the record of each committed round.
-        on_updates: called with number and accepted updates of each round.
         on_site_error: called with the name and the error of a site that fails. As in FLARE, the server learns the code
             of the error alone, and the run continues with the other sites.
     """
 
     on_round: Callable[[RoundRecord], None] = lambda record: None
-    on_updates: OnUpdates = lambda round_number, updates: None
     on_site_error: Callable[[str, Exception], None] = log_site_error
 
 
@@ -165,7 +162,6 @@ def run_locally(
         Connections(lambda: sorted(endpoints), local.exchange, local.exchange_sum, local.shake_hands),
         rules=course.rules,
         on_round=watcher.on_round,
-        on_updates=watcher.on_updates,
         store=course.stores(SERVER),
     )
     with limit_threads(course.threads):
