@@ -1,4 +1,4 @@
-"""Lines of a running job for an admin: only committed ones, and each once."""
+"""Rounds of a running job for an admin: each once."""
 
 from __future__ import annotations
 
@@ -10,44 +10,34 @@ from nvflare.apis.fl_context import FLContext
 
 from flare_sparse.flare import feed as feed_module
 from flare_sparse.flare.feed import TOPIC, RecordFeed
-from flare_sparse.wire.ledger import LedgerLine
 
 
-def message(number: int) -> LedgerLine:
-    return LedgerLine(
-        "0" * 16, number, number, "site-1", "up", "train", "weights", "dense", "float32", 1, 1, 1, 0, 4, 4
-    )
+def ask(feed: RecordFeed, data: Any) -> list[int]:
+    """Return the rounds of the answer's lines."""
+    return [line["round"] for line in json.loads(feed.answer(TOPIC, data, FLContext())["rounds"])]
 
 
-def ask(feed: RecordFeed, data: Any) -> tuple[list[int], list[int]]:
-    """Return the rounds of the answer's lines of both files."""
-    answer = feed.answer(TOPIC, data, FLContext())
-    rounds, ledger = ([line["round"] for line in json.loads(answer[name])] for name in ("rounds", "ledger"))
-    return rounds, ledger
-
-
-def test_only_committed_lines_are_answered_and_only_new_ones() -> None:
-    messages = [message(1), message(1)]
-    feed = RecordFeed(messages)
-    assert ask(feed, None) == ([], [])
+def test_only_new_rounds_are_answered() -> None:
+    feed = RecordFeed()
+    assert ask(feed, None) == []
     feed.commit({"round": 1})
-    messages.append(message(2))
-    assert ask(feed, {"rounds": 0, "ledger": 0}) == ([1], [1, 1])
-    assert ask(feed, {"rounds": 1, "ledger": 1}) == ([], [1])
+    assert ask(feed, {"rounds": 0}) == [1]
+    assert ask(feed, {"rounds": 1}) == []
     feed.commit({"round": 2})
-    assert ask(feed, {"rounds": 1, "ledger": 2}) == ([2], [2])
+    assert ask(feed, {"rounds": 1}) == [2]
 
 
-@pytest.mark.parametrize("data", ["all", {"rounds": -5, "ledger": "2"}, {"rounds": None}, [1]])
+@pytest.mark.parametrize("data", ["all", {"rounds": -5}, {"rounds": None}, [1]])
 def test_malformed_question_counts_as_one_from_the_start(data: Any) -> None:
-    feed = RecordFeed([message(1)])
+    feed = RecordFeed()
     feed.commit({"round": 1})
-    assert ask(feed, data) == ([1], [1])
+    assert ask(feed, data) == [1]
 
 
 def test_long_record_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "MAX_LINES", 3)
-    feed = RecordFeed([message(number) for number in range(5)])
-    feed.commit({"round": 1})
-    assert ask(feed, {"ledger": 0})[1] == [0, 1, 2]
-    assert ask(feed, {"ledger": 3})[1] == [3, 4]
+    feed = RecordFeed()
+    for number in range(5):
+        feed.commit({"round": number})
+    assert ask(feed, {"rounds": 0}) == [0, 1, 2]
+    assert ask(feed, {"rounds": 3}) == [3, 4]

@@ -47,8 +47,6 @@ SHOWN_ROUNDS = 12
 """Lines of the live table; older ones scroll away."""
 EVERY_S = 2.0
 """Seconds between two looks."""
-ALL_MESSAGES = 2**53
-"""Asks for no line of the ledger, as if this command had all of them."""
 
 
 def watch(
@@ -250,7 +248,7 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str
     Raises:
         ConfigError: the kit is not that of an admin, the login failed, or the server knows no such job.
     """
-    from ..flare.feed import fetch_lines
+    from ..flare.feed import fetch_rounds
     from ..flare.launch.connection import LOST, open_connection
 
     with open_connection(kit) as connection:
@@ -265,7 +263,7 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str
             except Exception as error:
                 raise ConfigError(f"the server has no job {job!r}: {error}") from error
             try:
-                return status, fetch_lines(session, job, num_rounds, ALL_MESSAGES)[0]
+                return status, fetch_rounds(session, job, num_rounds)
             except LOST:
                 raise
             # FLARE raises several kinds of exceptions while a job starts or ends; the next look succeeds or fails for a

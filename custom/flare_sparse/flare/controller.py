@@ -135,7 +135,7 @@ class FederatedController(Controller):
         polling = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
         self._polling = cleanup.enter_context(closing(polling))
 
-        self._feed = feed = RecordFeed(session.ledger.lines)
+        self._feed = feed = RecordFeed()
         fl_ctx.get_engine().register_app_command(TOPIC, feed.answer)
 
         def commit(record: RoundRecord) -> None:

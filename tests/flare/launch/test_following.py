@@ -98,7 +98,7 @@ class FakeServer:
         self.requests.append("lines")
         if not self.running:
             raise JobNotRunning(f"job {job} is not running")
-        return {name: json.dumps(self.rounds[data[name] :]) for name in ("rounds", "ledger")}
+        return {"rounds": json.dumps(self.rounds[data["rounds"] :])}
 
     def get_system_info(self) -> Any:
         jobs = [SimpleNamespace(job_id="J")] if self.running else []
@@ -177,9 +177,8 @@ def test_committed_lines_grow_in_the_output_once_each(monkeypatch: pytest.Monkey
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "rounds.jsonl").write_text('{"round": "of an earlier attempt"}\n')
     follow(server, monkeypatch, tmp_path)
-    for name in ("rounds.jsonl", "ledger.jsonl"):
-        lines = [json.loads(line) for line in (tmp_path / "out" / name).read_text().splitlines()]
-        assert lines == [build_line(1), build_line(2)]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
+    assert lines == [build_line(1), build_line(2)]
 
 
 def test_rounds_are_shown_to_an_admin_who_may_not_use_app_commands(
@@ -326,7 +325,7 @@ def test_job_ends_once_a_site_that_was_dropped_is_connected_again(
         rounds = next(polls)
         # The client's supervisor has restarted it when the third round is committed.
         server.clients = {"site-2": [IDLE]} if len(rounds) == 3 else {}
-        return {"rounds": json.dumps(rounds[counts["rounds"] :]), "ledger": "[]"}
+        return {"rounds": json.dumps(rounds[counts["rounds"] :])}
 
     monkeypatch.setattr(server, "do_app_command", do_app_command)
     shown: set[int] = set()

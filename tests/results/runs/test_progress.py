@@ -14,7 +14,7 @@ from flare_sparse.results.runs.progress import (
     compare_with_dense,
     estimate_seconds_left,
 )
-from flare_sparse.results.runs.record import LEDGER, ROUNDS, GrowingRecord
+from flare_sparse.results.runs.record import ROUNDS, GrowingRecord
 
 
 def line(number: int, seconds: float, **more: Any) -> dict[str, Any]:
@@ -40,15 +40,15 @@ def test_ratio_never_calls_more_less(sent: float, dense: float, words: str) -> N
     assert compare_with_dense(sent, dense) == words
 
 
-def test_growing_files_start_empty_and_hold_whole_lines(tmp_path: Path) -> None:
+def test_growing_file_starts_empty_and_holds_whole_lines(tmp_path: Path) -> None:
     (tmp_path / ROUNDS).write_text('{"round": 1}\n')
     (tmp_path / "summary.json").write_text("{}")
     record = GrowingRecord(tmp_path)
     assert (tmp_path / ROUNDS).read_text() == ""
     assert not (tmp_path / "summary.json").exists()
-    record.append(ROUNDS, [{"round": 1}, {"round": 2}])
-    record.append(ROUNDS, [])
-    assert (record.get_count(ROUNDS), record.get_count(LEDGER)) == (2, 0)
+    record.append([{"round": 1}, {"round": 2}])
+    record.append([])
+    assert record.count == 2
     assert [json.loads(text) for text in (tmp_path / ROUNDS).read_text().splitlines()] == [{"round": 1}, {"round": 2}]
 
 

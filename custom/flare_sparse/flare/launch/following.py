@@ -12,9 +12,9 @@ from nvflare.fuel.flare_api.flare_api import Session
 from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
 
 from ...results.runs.progress import ProgressFormatter
-from ...results.runs.record import LEDGER, ROUNDS, GrowingRecord
+from ...results.runs.record import GrowingRecord
 from ..controller import READY
-from ..feed import fetch_lines
+from ..feed import fetch_rounds
 from .connection import LOST, ServerConnection, describe_lost_job
 
 POLL_S = 2.0
@@ -42,7 +42,7 @@ class JobFollower:
         connection: connection to the server.
         job: id of the job.
         on_line: called with a line of text for each change of status, each round and each hint.
-        record: extended by the job's rounds and messages as they are committed.
+        record: extended by the job's rounds as they are committed.
         restarts: whether :meth:`follow` ends with ``DROPPED`` for a job that must be submitted again; otherwise a line
             says so.
         restart_command: command that submits the job again, for that line; empty: unknown.
@@ -156,9 +156,7 @@ class JobFollower:
         if not self._has_started(session):
             return []
         try:
-            rounds, messages = fetch_lines(
-                session, self._job, self._record.get_count(ROUNDS), self._record.get_count(LEDGER)
-            )
+            rounds = fetch_rounds(session, self._job, self._record.count)
         except LOST:
             raise
         except JobNotRunning:
@@ -170,8 +168,7 @@ class JobFollower:
         # record that is downloaded at the end holds all rounds.
         except Exception:  # noqa: BLE001
             return []
-        self._record.append(LEDGER, messages)
-        self._record.append(ROUNDS, rounds)
+        self._record.append(rounds)
         return rounds
 
     def _has_started(self, session: Session) -> bool:

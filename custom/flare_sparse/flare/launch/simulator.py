@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ...core.errors import ConfigError
 from ...core.observer import SILENT, Observer
 from ...core.threads import run_beside
 from ...results.runs.model_files import SITE_MODELS, list_site_models, replace_record
-from ...results.runs.record import LEDGER, ROUNDS, GrowingRecord
+from ...results.runs.record import ROUNDS, GrowingRecord
 from ...tasks.data.source import SITE_FILE_VARIABLE
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
@@ -160,17 +161,10 @@ def simulate(
     record = server / "app_server" / RESULTS
 
     def append_round(line: dict[str, Any]) -> None:
-        growing.append(ROUNDS, [line])
+        growing.append([line])
         observer.see_round(line)
 
-    @contextmanager
-    def follow() -> Iterator[None]:
-        with (
-            _follow_lines(record / ROUNDS, append_round),
-            _follow_lines(record / LEDGER, lambda line: growing.append(LEDGER, [line])),
-        ):
-            yield
-
+    follow = partial(_follow_lines, record / ROUNDS, append_round)
     _execute(recipe, sites, site_files, out, workplace, record / "summary.json", observer, follow)
     replace_record(record, out)
     workspace = out / "workspace" / recipe.name

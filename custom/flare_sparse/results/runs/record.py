@@ -189,32 +189,30 @@ def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
     return sums
 
 
-ROUNDS, LEDGER = APPENDED_FILES
+ROUNDS = APPENDED_FILES[0]
 
 
 class GrowingRecord:
-    """Copies the lines of a run's ``rounds.jsonl`` and ``ledger.jsonl`` into a folder as they become known.
+    """Copies the lines of a run's ``rounds.jsonl`` into a folder as they become known; the ledger follows at the end.
 
-    A run reports its rounds from the first one on also after a resume, so the files start empty: no line comes twice.
+    A run reports its rounds from the first one on also after a resume, so the file starts empty: no line comes twice.
 
     Args:
         folder: result folder; created if it does not exist.
+
+    Attributes:
+        count: number of lines of the file.
     """
 
     def __init__(self, folder: Path):
-        self._folder = folder
+        self._file, self.count = folder / ROUNDS, 0
         start_record(folder)
-        self._counts = dict.fromkeys(APPENDED_FILES, 0)
 
-    def get_count(self, name: str) -> int:
-        """Return the number of lines that a file has."""
-        return self._counts[name]
-
-    def append(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines to one of the files."""
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines to the file."""
         text = "".join(json.dumps(line) + "\n" for line in lines)
         if text:
             # One write per call: a reader that follows the file sees whole lines.
-            with (self._folder / name).open("a", encoding="utf-8") as file:
+            with self._file.open("a", encoding="utf-8") as file:
                 file.write(text)
-            self._counts[name] += text.count("\n")
+            self.count += text.count("\n")
