@@ -1,10 +1,12 @@
-"""A run at 1/30, 1/100 and 1/300 of FedAvg's bytes, by one setting: eight cohorts, and settings chosen by the others.
+"""A run at 1/30, 1/100 and 1/300 of FedAvg's bytes, by one setting: nine cohorts, and settings chosen by the others.
 
     python benchmarks/experiments/budget.py ../shared/data [--only openneuro] [--seeds 11] [--out runs/budget]
     python benchmarks/experiments/budget.py --report [--docs] [--picture FILE] [--out runs/budget]
 
 An arm is FedAvg's configuration of a cohort with another method section: ``topk_ef`` with ``budget``, whose other
-settings are an arm's own, or FedAvg in few bits with as many rounds as the bytes pay for. Each seed tests another fifth
+settings are an arm's own; NeuroSFL with ``budget``; or what others do: FedAvg in few bits with as many rounds as the
+bytes pay for, FedAvg whose messages SZ3 (``pip install pysz``) shortens to their share, and top-k without a memory at
+FL4Health's 20 bytes an entry, two coordinates in int64 and a float32. Each seed tests another fifth
 of the subjects of every site, and 15 % of the others are for validation. A cohort's top-k is the arm with the smallest
 mean ratio to FedAvg's error at 1/100 on the validation subjects of the *other* cohorts and of the first seed. Metrics
 are those of the model as the sites hold it after the last message; every message counts.
@@ -36,17 +38,26 @@ import yaml
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from page_tables import write_section
+from pysz import sz, szAlgorithm, szConfig, szErrorBoundMode
 from runs import claim
 
 from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.needs import Need
+from flare_sparse.core.params import Layout
 from flare_sparse.results.report.figures import render_png
 from flare_sparse.results.runs.bootstrap import AUC, Difference, compare_predictors, compare_scores
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, build_site
+from flare_sparse.wire.envelope import HEADER_BYTES
+from flare_sparse.wire.formats import FORMAT_CODES, FORMATS
+from flare_sparse.wire.number_format import CodedValues, Coding, NumberFormat, add_residual, take_reference
+from flare_sparse.wire.quantized import find_exact_values
 
 SHARES = (30, 100, 300)
 CHOSEN_AT = 100
@@ -131,6 +142,14 @@ COHORTS = {
         "MNIST, 10 drawn sites", "mnist/mnist_small.npz", {**IMAGES, "classes": 10, "images_per_split": 3000},
         DRAWN, ADAM, 10,
     ),
+    "cifar10": Cohort(
+        "CIFAR-10 by a CNN, 10 drawn sites", "cifar10/cifar10_jpeg.npz",
+        {
+            "name": "image_classification", "image": [3, 32, 32], "classes": 10, "images_per_split": 2000,
+            "model": {"name": "image_cnn", "channels": [16, 32]},
+        },
+        DRAWN, ADAM, 10,
+    ),
     "banking77": Cohort(
         "BANKING77's words, 10 drawn sites",
         "",
@@ -154,12 +173,14 @@ class Arm:
         values: number format.
         method: settings of ``topk_ef`` beside ``budget``, or of the method that they name; None: FedAvg.
         rounds: rounds for each of FedAvg's; 0: as many as the bytes pay for.
+        entry_bytes: bytes of an entry of another package's messages; 0: those of the messages count.
     """
 
     bits: float = 1.25
     values: str = "int1"
     method: Mapping[str, Any] | None = field(default_factory=dict)
     rounds: float = 1.0
+    entry_bytes: int = 0
 
 
 NEUROSFL = {"name": "neurosfl", "scores": "weighted_snip"}
@@ -172,17 +193,93 @@ ARMS = {
     "1 bit, 3 x rounds": Arm(rounds=3),
     "FedAvg, 2 x rounds": Arm(32, "float32", None, 2),
     "NeuroSFL 90 %": Arm(32, "float32", NEUROSFL | {"sparsity": 0.9}),
-    "NeuroSFL 97 % in 4 bits": Arm(4.25, "int4", NEUROSFL | {"sparsity": 0.97}),
+    "NeuroSFL in 4 bits": Arm(4.25, "int4", NEUROSFL | {"score_share": 0.001}),
+    "FedAvg in 4 bits, fewer rounds": Arm(4.25, "int4", None, 0),
     "FedAvg in 2 bits, fewer rounds": Arm(2.25, "int2", None, 0),
     "FedAvg in 1 bit, fewer rounds": Arm(1.25, "int1", None, 0),
+    "FedAvg, SZ3": Arm(32, "sz3", None),
+    "top-k without memory": Arm(32, "float32", {"decay": 0.0}, entry_bytes=20),
 }
 MORE = "FedAvg, 2 x rounds"
-FIXED = (FEDAVG, MORE, *(label for label in ARMS if label.startswith("NeuroSFL")))
+FIXED = (FEDAVG, MORE, "NeuroSFL 90 %")
 """Arms whose bytes no setting chooses."""
-TOP_KS = [label for label, arm in ARMS.items() if arm.method is not None and label not in FIXED]
-RIVALS = [label for label, arm in ARMS.items() if arm.method is None and label not in FIXED]
+TOP_KS = [
+    label
+    for label, arm in ARMS.items()
+    if arm.values.startswith("int") and arm.method is not None and "name" not in arm.method
+]
+RIVALS = [label for label in ARMS if label not in (*FIXED, *TOP_KS)]
 _Key = tuple[str, str, int, int]
 """Cohort, arm, share and seed of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorBounded(NumberFormat):
+    """SZ3 (Liang et al. 2022) with the smallest absolute error bound whose message has ``share`` of the dense bytes.
+
+    A section has its length (uint64), the buffers, which are exact (float32), and SZ3's bytes.
+    """
+
+    share: float
+    sends_differences: bool = True
+    takes: Need | None = Need.EXACT_MODEL
+    rounding: float = 1.0
+
+    def compute_min_bytes(self, scalars: int) -> int:
+        return 8
+
+    def measure(self, buffer: np.ndarray, scalars: int, layout: Layout) -> int:
+        return int.from_bytes(buffer[:8].tobytes(), "little")
+
+    def seal(self, patch: Patch, coding: Coding, out: np.ndarray | None = None) -> CodedValues:
+        is_exact, reference = (
+            find_exact_values(patch.mask, coding.layout), take_reference(patch.mask, coding.base_vector)
+        )  # fmt: skip
+        new_residual, target = add_residual(patch, coding.residual)
+        exact = patch.values[is_exact].numpy()
+        allowed = self.share * 4 * len(is_exact) - HEADER_BYTES - 8 - 4 * len(exact)
+        packed, decoded = self._compress((target - reference)[~is_exact].numpy(), allowed)
+        head = np.array([8 + 4 * len(exact) + len(packed)], np.uint64)
+        section = np.concatenate([part.view(np.uint8) for part in (head, exact, packed)])
+        reference[~is_exact] += torch.from_numpy(decoded)
+        reference[is_exact] = patch.values[is_exact]
+        target -= reference
+        target[is_exact] = 0
+        return CodedValues(section, patch.mask.put(target, new_residual), reference)
+
+    def open(self, section: np.ndarray, mask: Mask, layout: Layout, base_vector: torch.Tensor | None) -> torch.Tensor:
+        is_exact, values = find_exact_values(mask, layout), take_reference(mask, base_vector)
+        end = 8 + 4 * int(is_exact.sum())
+        count = len(is_exact) - int(is_exact.sum())
+        if count:
+            values[~is_exact] += torch.from_numpy(sz.decompress(section[end:].copy(), np.float32, (count,))[0])
+        values[is_exact] = torch.from_numpy(section[8:end].copy().view(np.float32))
+        return values
+
+    def _compress(self, values: np.ndarray, allowed: float) -> tuple[np.ndarray, np.ndarray]:
+        if not values.size:
+            return np.empty(0, np.uint8), values
+        largest, low, high = float(np.abs(values).max()), 0.0, 1.0
+        config = szConfig()
+        config.errorBoundMode, config.cmprAlgo = szErrorBoundMode.ABS, szAlgorithm.NOPRED
+        packed = np.empty(0, np.uint8)
+        for _ in range(9):
+            middle = (low + high) / 2
+            config.absErrorBound = max(middle * largest, 1e-30)
+            found, _ratio = sz.compress(values, config)
+            if len(found) <= allowed:
+                packed, high = found, middle
+            else:
+                low = middle
+        if not len(packed):
+            config.absErrorBound = max(2 * largest, 1e-30)
+            packed, _ratio = sz.compress(values, config)
+        return packed, sz.decompress(packed, np.float32, values.shape)[0]
+
+
+for _code, _share in enumerate(SHARES, start=200):
+    FORMATS[f"sz3_{_share}"] = ErrorBounded(code=_code, share=1 / _share)
+    FORMAT_CODES[f"sz3_{_share}"] = _code
 
 
 def write_words(data: Path, file: Path) -> None:
@@ -201,14 +298,20 @@ def write_configuration(name: str, arm: Arm, share: int, seed: int, data: Path, 
     """Return the content of a run's configuration."""
     cohort = COHORTS[name]
     path = data / cohort.file if cohort.file else out / "words.npz"
-    if not path.exists():
+    if not cohort.file and not path.exists():
         write_words(data, path)
     rounds = max(1, round(cohort.rounds * (arm.rounds or 32 / arm.bits / share)))
     method: dict[str, Any] = {"name": "fedavg", "rounds": rounds, "training": cohort.training, "evaluate_every": 1000}
-    if arm.method is not None:
-        method |= {} if "name" in arm.method else {"name": "topk_ef", "budget": cohort.rounds / rounds / share}
-        method |= arm.method
-    wire = {"values": arm.values, "initial_model": "sent" if arm == ARMS[FEDAVG] else "built"}
+    own = cohort.rounds / rounds / share
+    if arm.entry_bytes:
+        method |= {"name": "topk_ef", "fraction": own * 4 / arm.entry_bytes, "down": own * 4 / arm.entry_bytes}
+    elif arm.method is not None:
+        method |= {} if "sparsity" in arm.method else {"name": "topk_ef", "budget": own}
+    method |= arm.method or {}
+    wire = {
+        "values": f"sz3_{share}" if arm.values == "sz3" else arm.values,
+        "initial_model": "sent" if arm == ARMS[FEDAVG] else "built",
+    }
     split = {"folds": 5, "fold": seed - 10, "validation": 0.15}
     simulator = {"data": {"path": str(path.resolve()), "partition": cohort.partition}}
     return {
@@ -238,7 +341,9 @@ def run(key: _Key, data: Path, out: Path, loaded: _Loaded) -> dict[str, Any]:
     start = time.monotonic()
     _, ledger = run_assembly(config, assembly, sites)
     row: dict[str, Any] = {"seconds": time.monotonic() - start, "size": assembly.layout.size}
-    row |= {"bytes": sum(line.payload_bytes for line in ledger.lines), "validation": {}, "test": {}}
+    entry = ARMS[label].entry_bytes
+    sent = sum(entry * line.scalars_sent if entry else line.payload_bytes for line in ledger.lines)
+    row |= {"bytes": sent, "validation": {}, "test": {}}
     for (site, own), part in product(sites.items(), ("validation", "test")):
         examples = getattr(own.trainer.examples, part)
         if examples is None or not len(examples):

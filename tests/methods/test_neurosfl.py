@@ -18,6 +18,8 @@ from flare_sparse.methods.neurosfl import NeuroSFL, NeuroSFLConfig
 from flare_sparse.methods.scores.snip import compute_keep_counts, compute_saliency
 from flare_sparse.tasks.models import build_model
 from flare_sparse.training import Site
+from flare_sparse.wire.envelope import HEADER_BYTES
+from flare_sparse.wire.formats import FORMATS
 
 OPTIMIZERS = [
     {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
@@ -40,6 +42,29 @@ def test_exactly_k_maskable_entries_are_live_and_the_mask_never_changes(bench: A
     train = [line for line in ledger.lines if line.kind == "train"]
     assert {line.scalars_sent for line in train} == {outcome.mask.count}
     assert [line.encoding for line in train if line.direction == "down"][3:] == ["shared"] * 9
+
+
+@pytest.mark.parametrize(("values", "bits"), [("float32", 32), ("int4", 4.25), ("int1", 1.25)])
+def test_budget_gives_the_sparsity_whose_messages_it_pays_for(values: str, bits: float) -> None:
+    layout = Layout((TensorSpec("w", (300, 400), "weight"), TensorSpec("b", (300,), "bias")))
+    method = NeuroSFL(NeuroSFLConfig(budget=0.02).fit(layout, FORMATS[values]), layout)
+    live = method.draw_mask().count + 300
+    section = FORMATS[values].compute_min_bytes(live)
+    assert HEADER_BYTES + section <= 0.02 * 4 * layout.size < HEADER_BYTES + section + 8
+    assert live == pytest.approx(0.02 * 32 / bits * layout.size, rel=0.1)
+
+
+def test_budget_of_the_whole_model_in_fewer_bits_needs_no_mask() -> None:
+    layout = Layout((TensorSpec("w", (100, 100), "weight"),))
+    assert NeuroSFLConfig(budget=0.2).fit(layout, FORMATS["int4"]).sparsity == 0
+
+
+def test_budget_that_pays_for_no_mask_is_refused() -> None:
+    layout = Layout((TensorSpec("w", (30, 40), "weight"), TensorSpec("b", (300,), "bias")))
+    with pytest.raises(ConfigError, match=r"method.budget is 0.1, 600 bytes a message of this model.*raise it"):
+        NeuroSFLConfig(budget=0.1).fit(layout, FORMATS["float32"])
+    with pytest.raises(ValueError, match="budget gives the sparsity"):
+        NeuroSFLConfig(budget=0.1, sparsity=0.5)
 
 
 @pytest.mark.slow

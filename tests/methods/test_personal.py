@@ -68,6 +68,7 @@ def test_groups_and_patterns_name_tensors_of_the_network() -> None:
     layout = Layout.from_module(Toy().model())
     assert select_personal(layout, "norms") == NORMS
     assert select_personal(layout, "head") == HEAD
+    assert select_personal(layout, "intercept") == ("4.bias",)
     assert select_personal(layout, ("4.b*", "1.running_*")) == ("4.bias", "1.running_mean", "1.running_var")
     with pytest.raises(ConfigError, match=r"'5\.\*' matches no tensor of the network, which has 0\.weight, 0\.bias"):
         select_personal(layout, ("4.*", "5.*"))
@@ -78,13 +79,13 @@ def test_groups_and_patterns_name_tensors_of_the_network() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("personal", ["norms", "head"])
+@pytest.mark.parametrize("personal", ["norms", "head", "intercept"])
 def test_messages_shrink_by_exactly_the_values_that_stay(personal: str) -> None:
     full, partial = build("fedavg", personal=()), build("fedavg", personal=personal)
     full.run()
     partial.run()
     kept = sum(tensor.numel() for tensor in partial.bench.kept.values())
-    assert kept == {"norms": 40, "head": 11}[personal]
+    assert kept == {"norms": 40, "head": 11, "intercept": 1}[personal]
     assert partial.method.layout.size == full.method.layout.size - kept
     for before, after in zip(full.ledger.lines, partial.ledger.lines, strict=True):
         assert before.scalars_sent - after.scalars_sent == (kept if before.scalars_sent else 0)

@@ -66,8 +66,9 @@ class MethodConfig(Settings):
     evaluated, with finetune the sites' own"""
     personal: Personal = ()
     """tensors that stay at each site and are its own; norms: normalisation layers with their running statistics
-    (FedBN); head: the last layer (FedPer); site: what describes the site's own data, such as mean and spread of its
-    targets (task.target_scaling); or patterns of names, such as ['3.*']"""
+    (FedBN); head: the last layer (FedPer); intercept: its bias, for sites with another base rate; site: what describes
+    the site's own data, such as mean and spread of its targets (task.target_scaling); or patterns of names, such as
+    ['3.*']"""
 
     def get_training(self, t: int) -> TrainingConfig:
         """Return the settings of training in round ``t``, with the learning rate that the schedule gives it."""

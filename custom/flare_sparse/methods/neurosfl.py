@@ -4,6 +4,7 @@ Front. Neuroinform. 18:1430987; docs/algorithms.md, sections 5.1 to 5.7. SNIP: L
 Network Pruning based on Connection Sensitivity", arXiv 1810.02340.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,6 +22,8 @@ from ..core.needs import Need, Needs
 from ..core.params import Layout
 from ..core.seeds import make_generator
 from ..training import Site
+from ..wire.envelope import HEADER_BYTES
+from ..wire.number_format import NumberFormat
 from .aggregation.robust import aggregate
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .aggregation.weighted import Weights, average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
@@ -34,6 +37,9 @@ from .support.masks import find_zero_weights, unite_masks
 class NeuroSFLConfig(AveragingConfig):
     sparsity: float = Field(0.9, ge=0, lt=1)
     """p: share of the maskable entries that is off for the whole run"""
+    budget: float | None = Field(None, gt=0, le=1)
+    """in place of sparsity: bytes of a message of a round, as a share of those of the dense model in float32; the
+    scores (score_share) and the first mask come on top, once"""
     scores: Literal["snip", "iter_snip", "weighted_snip", "individual_snip", "shuffled_snip", "random"] = "snip"
     """snip: sum of the sites' |saliency|; weighted_snip: weighted by examples; iter_snip: several minibatches or steps;
     individual_snip: a mask of its own for every site; shuffled_snip: random places, with snip's number in each tensor;
@@ -61,6 +67,8 @@ class NeuroSFLConfig(AveragingConfig):
 
     @model_validator(mode="after")
     def _check_scores(self) -> Self:
+        if self.budget is not None and "sparsity" in self.model_fields_set:
+            raise ValueError("budget gives the sparsity; remove one of the two")
         if self.random_site and self.scores != "individual_snip":
             raise ValueError(f"random_site: true needs scores: individual_snip, not {self.scores}")
         if self.score_share < 1 and self.aggregation.needs_single_updates:
@@ -74,6 +82,24 @@ class NeuroSFLConfig(AveragingConfig):
                 f"server.optimizer {self.server.optimizer} needs one mask for all sites, not {self.scores}"
             )
         return self
+
+    def fit(self, layout: Layout, values: NumberFormat) -> Self:
+        if self.budget is None:
+            return self
+        maskable = Mask.from_preset(layout, self.maskable).count
+        others, allowed = layout.num_parameters - maskable, self.budget * 4 * layout.size
+        fixed = HEADER_BYTES + 4 * (layout.size - layout.num_parameters)
+        # Both ends hold the mask, so that a message has values alone.
+        count = bisect_right(
+            range(1, maskable + 1), allowed, key=lambda n: fixed + values.compute_min_bytes(others + n)
+        )
+        if not count:
+            raise ConfigError(
+                f"method.budget is {self.budget:g}, {allowed:.0f} bytes a message of this model, which its header, "
+                "its buffers and the parameters outside every mask exceed; raise it, or send fewer bits (wire.values)"
+            )
+        # The number of live entries is the floor of their share.
+        return self.model_copy(update={"sparsity": max(0.0, 1 - (count + 0.5) / maskable)})
 
     @property
     def has_individual_masks(self) -> bool:

@@ -19,7 +19,7 @@ from ..inputs.scaling import find_site_tensors
 from .flat import FlatModel
 from .trainer import Trainer, Training, Wrapper
 
-Personal = Literal["norms", "head", "site"] | tuple[str, ...]
+Personal = Literal["norms", "head", "intercept", "site"] | tuple[str, ...]
 """Tensors that stay at the sites: a group, or patterns of names; no pattern: none."""
 
 PERSONAL = "personal"
@@ -32,8 +32,8 @@ def select_personal(layout: Layout, personal: Personal) -> tuple[str, ...]:
     Args:
         layout: layout of the whole network.
         personal: ``norms``: normalisation layers with their running statistics; ``head``: the last linear or
-            convolution layer; ``site``: what describes the site's own data; otherwise patterns such as ``"3.*"``, none
-            of them for no tensor.
+            convolution layer; ``intercept``: its bias alone; ``site``: what describes the site's own data; otherwise
+            patterns such as ``"3.*"``, none of them for no tensor.
 
     Raises:
         ConfigError: a pattern or group matches no tensor, or no parameter is left to exchange.
@@ -46,9 +46,10 @@ def select_personal(layout: Layout, personal: Personal) -> tuple[str, ...]:
         # A normalisation layer without scale and shift has running statistics all the same.
         statistics = ("running_mean", "running_var")
         selected = {name for name in names if _get_module(name) in norms or name.rpartition(".")[2] in statistics}
-    elif personal == "head":
+    elif personal in ("head", "intercept"):
         weights = [spec.name for spec in layout.tensors if spec.role == "weight"]
         selected = {name for name in names if weights and _get_module(name) == _get_module(weights[-1])}
+        selected -= set(weights) if personal == "intercept" else set()
     elif personal == "site":
         selected = set(find_site_tensors(layout))
     else:
