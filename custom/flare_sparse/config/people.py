@@ -252,30 +252,33 @@ def propose(table: Table, id_column: str, folds: int, rule: Rule, seed: int) -> 
     Args:
         table: the table of the people.
         id_column: its column of identifiers.
-        folds: number of folds.
+        folds: largest number of folds; there are as many as the people suffice for.
         rule: minimum of a cell.
         seed: seed of the site's folds.
 
     Raises:
-        DataError: there is no such column, or there are too few people for the folds.
+        DataError: there is no such column, or there are too few people for two folds.
     """
     names = table.get_names(id_column)
     rows = {name: row for row, name in reversed(list(enumerate(names)))}
     tried = {name: found for name in table.columns if name != id_column and (found := _group(table, name, rule))}
     texts = {name: _spell(table, name, groups) for name, groups in tried.items()}
-    people = {
-        name: {FOLD: assign_fold(seed, name, folds), **{column: own[row] for column, own in texts.items()}}
-        for name, row in rows.items()
-    }
-    accepted = declare(rule, b"", {FOLD: build_folds(folds), **tried}, people).columns
-    if FOLD not in accepted:
+    for count in range(folds, 1, -1):
+        people = {
+            name: {FOLD: assign_fold(seed, name, count), **{column: own[row] for column, own in texts.items()}}
+            for name, row in rows.items()
+        }
+        accepted = declare(rule, b"", {FOLD: build_folds(count), **tried}, people).columns
+        if FOLD in accepted:
+            break
+    else:
         raise DataError(
-            f"{table.source}: {len(people)} people are too few for {folds} folds of at least {rule.minimum} each; give "
-            "fewer folds, or declare nothing: the site then has one cell"
+            f"{table.source}: {len(rows)} people are too few for two folds of at least {rule.minimum} each. Declare "
+            "nothing: the site then has one cell, everybody"
         )
     columns = {name: groups for name, groups in accepted.items() if name != FOLD}
     left = [name for name in table.columns if name not in (*columns, id_column)]
-    return Declaration(id=id_column, folds=folds, columns=columns), left
+    return Declaration(id=id_column, folds=count, columns=columns), left
 
 
 def _group(table: Table, name: str, rule: Rule) -> Groups:
