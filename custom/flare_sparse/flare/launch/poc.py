@@ -5,9 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from ...core.errors import ConfigError
 from ...privacy.encryption import CLIENT_FILE
@@ -15,10 +18,13 @@ from ...tasks.data.source import LOCAL_FILE, format_site_file
 from ...tasks.task import SiteData
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..site.allow_list import allow_classes
+from ..watchdog import end_processes
 from .connection import JobFailed
 
 PORTS = (8002, 8003)
 START_TIMEOUT_S = 90
+COMMAND_TIMEOUT_S = 180.0
+"""Seconds that a command of FLARE may take; of its own, start has 90 for each of server and sites."""
 
 
 @contextmanager
@@ -87,10 +93,23 @@ def _run_poc_command(
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
     line = [sys.executable, "-m", "nvflare.cli", "poc", command, *options]
-    process = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
-    if check and process.returncode:
-        output = (process.stdout + process.stderr).strip().splitlines()[-6:]
-        raise JobFailed("\n  ".join([f"nvflare poc {command} failed with exit code {process.returncode}:", *output]))
+    # In files: a server that FLARE has started holds its ends of pipes open, so that they would be read for ever.
+    with tempfile.TemporaryFile("w+") as printed:
+        process = subprocess.Popen(  # noqa: S603
+            line, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            code = process.wait(COMMAND_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            started = psutil.Process(process.pid)
+            end_processes([started, *started.children(recursive=True)])
+            process.wait()
+            code = None
+        printed.seek(0)
+        output = printed.read().strip().splitlines()[-6:]
+    if check and code != 0:
+        end = f"did not end within {COMMAND_TIMEOUT_S:.0f} s" if code is None else f"failed with exit code {code}"
+        raise JobFailed("\n  ".join([f"nvflare poc {command} {end}:", *output]))
 
 
 def _find_kits(workspace: Path) -> dict[str, Path]:
