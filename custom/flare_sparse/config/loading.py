@@ -124,7 +124,7 @@ def name_plugin_classes(data: Mapping[str, Any], sections: Iterable[str] = ("met
 
 
 J = TypeVar("J", bound=JobConfig)
-_METHOD = "method.name="
+_METHODS = ("method.name=", "method.class=")
 
 
 def load_config(
@@ -142,42 +142,61 @@ def load_config(
     Raises:
         ConfigError: the text lists every error with the field's path, the value found and the values allowed.
     """
-    file = Path(path)
+    file, overrides = Path(path), name_class(overrides)
     data = _resolve_paths(read_yaml(file), file.parent)
-    data = _locate_script_data(apply_overrides(drop_settings(data, overrides), overrides), file.parent)
+    data = apply_overrides(drop_settings(data, overrides, file.parent), overrides)
+    data = _locate_script_data(data, file.parent)
     data = name_plugin_classes(insert_bundle(_resolve_paths(data, Path.cwd())))
     registries = _build_registries(data, **(import_classes(data, file.parent) if classes is None else classes))
     return _validate(RunConfig, _read_files(data, registries["task"], file), registries, str(file))
 
 
-def drop_settings(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def name_class(overrides: Sequence[str]) -> list[str]:
+    """Return overrides in which a method of the user's, ``method.name=module.Class``, is named by its class.
+
+    >>> name_class(["method.name=fedavg", "method.name=own_method.Half"])
+    ['method.name=fedavg', 'method.class=own_method.Half']
+    """
+    name, path = _METHODS
+    return [path + text.removeprefix(name) if text.startswith(name) and "." in text[len(name) :] else text
+            for text in overrides]  # fmt: skip
+
+
+def drop_settings(data: dict[str, Any], overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """Drop the settings of a file's method that the method of an override lacks: ``method.name=fedavg``."""
-    section, known = data.get("method"), _list_method_settings(overrides)
+    section, known = data.get("method"), _list_method_settings(overrides, folder)
     if known is None or not isinstance(section, dict):
         return data
     return {**data, "method": {key: value for key, value in section.items() if key in known}}
 
 
-def keep_known_settings(overrides: Sequence[str]) -> tuple[str, ...]:
+def keep_known_settings(overrides: Sequence[str], folder: Path) -> tuple[str, ...]:
     """Return the overrides without the settings of ``method`` that the method which they name lacks.
 
-    >>> keep_known_settings(["method.name=fedavg", "method.sparsity=0.9", "method.rounds=5"])
+    >>> keep_known_settings(["method.name=fedavg", "method.sparsity=0.9", "method.rounds=5"], Path())
     ('method.name=fedavg', 'method.rounds=5')
     """
-    known = _list_method_settings(overrides)
+    known = _list_method_settings(name_class(overrides), folder)
     if known is None:
         return tuple(overrides)
     keys = [text.partition("=")[0].split(".") for text in overrides]
     return tuple(
-        t for t, key in zip(overrides, keys, strict=True) if key[:1] != ["method"] or key[1:2] == [] or key[1] in known
+        t
+        for t, key in zip(overrides, keys, strict=True)
+        if key[:1] != ["method"] or key[1:2] in ([], ["name"]) or key[1] in known
     )
 
 
-def _list_method_settings(overrides: Sequence[str]) -> set[str] | None:
-    """Return the settings of the method that overrides name; None if they name none, or none that is installed."""
-    name = next((text.removeprefix(_METHOD) for text in reversed(overrides) if text.startswith(_METHOD)), "")
-    known = name in METHODS or find_plugin("method", name)
-    return {"name", *load_entry("method", name, Path.cwd()).Config.model_fields} if known else None
+def _list_method_settings(overrides: Sequence[str], folder: Path) -> set[str] | None:
+    """Return the settings of the method that overrides name, with the key that names it; None if they name none."""
+    named = [text for text in overrides if text.startswith(_METHODS)]
+    if not named:
+        return None
+    key, _, name = named[-1].partition("=")
+    # The schema says what is wrong with a name that nothing has.
+    if key == "method.name" and name not in METHODS and not find_plugin("method", name):
+        return None
+    return {key.removeprefix("method."), *load_entry("method", name, folder).Config.model_fields}
 
 
 def import_classes(data: Mapping[str, Any], folder: Path) -> dict[str, type[Any]]:
