@@ -165,7 +165,7 @@ def test_benchmarks_on_a_page_have_the_options_shown(page: Path) -> None:
 
 
 def test_unknown_commands_and_options_are_found() -> None:
-    assert find_unknown_options("run CONFIG --env poc --byoc") == set()
+    assert find_unknown_options("run CONFIG --env poc --start new") == set()
     assert find_unknown_options("run CONFIG --envv poc") == {"--envv"}
     assert find_unknown_options("site setup|allow KIT") == {"site setup|allow KIT"}
 

@@ -60,9 +60,10 @@ def build_recipe(contestant: str, network: str, rounds: int) -> SparseRecipe:
         "method": {**method, "rounds": rounds, "training": {"optimizer": "sgd", "lr": 1e-6}},
         "task": {"class": "idle_task.IdleTask", "network": network},
         "federation": {"min_sites": len(SITES), "task_timeout_s": 300},
+        "deployment": {"packaging": "byoc"},
     }
     config = RunConfig.model_validate(settings, context={"task": {"idle_task.IdleTask": IdleTask.Config}})
-    return SparseRecipe(config, packaging="byoc", modules=(TASK_MODULE,))
+    return SparseRecipe(config, modules=(TASK_MODULE,))
 
 
 def build_flare_recipe(contestant: str, network: str, rounds: int, folder: Path) -> FedAvgRecipe:

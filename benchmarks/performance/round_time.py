@@ -83,6 +83,7 @@ def time_neurosfl(
         },
         "task": {"class": "idle_task.IdleTask", "millions": millions},
         "federation": {"min_sites": 4},
+        "deployment": {"packaging": "byoc"},
     }
     task = import_task_class("idle_task.IdleTask", HERE.parent)
     config = RunConfig.model_validate(settings, context={"task": {"idle_task.IdleTask": task.Config}})
@@ -90,7 +91,7 @@ def time_neurosfl(
     sites.mkdir(parents=True)
     for site in SITES:
         (sites / f"{site}.yaml").write_text(f"data: {folder}\n")
-    recipe = SparseRecipe(config, packaging="byoc", modules=(HERE.with_name("idle_task.py"),))
+    recipe = SparseRecipe(config, modules=(HERE.with_name("idle_task.py"),))
     kept = folder / "checkpoints" if checkpoints else None
     # The default policy refuses models of more than 2^28 entries.
     policy = folder / "policy.yaml"

@@ -5,7 +5,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .api.deployment import Deployment
     from .api.run import Run
     from .api.start import run
     from .api.sweep import sweep
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from .tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
 __all__ = [
-    "Deployment",
     "Examples",
     "FlareSparseError",
     "Layout",
@@ -42,7 +40,6 @@ __all__ = [
 ]
 
 _MODULES = {
-    "api.deployment": ["Deployment"],
     "api.run": ["Run"],
     "api.start": ["run"],
     "api.sweep": ["sweep"],

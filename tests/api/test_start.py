@@ -98,9 +98,11 @@ def test_interrupted_run_can_be_read_and_resumed(job: str) -> None:
     assert cut.rounds[-1]["round"] == 2
     with pytest.raises(ConfigError, match=r"out: no summary\.json; expected the result folder of a finished"):
         _ = cut.summary
-    with pytest.raises(ConfigError, match=r"holds an interrupted run(.|\n)*resume=True\n(.|\n)*overwrite=True"):
+    with pytest.raises(ConfigError, match=r"holds an interrupted run(.|\n)*start=\"last\"\n(.|\n)*start=\"new\""):
         fs.run(job, out="out", observer=SILENT)
-    assert fs.run(job, out="out", resume=True, observer=SILENT).summary["model_sha256"] == whole.summary["model_sha256"]
+    assert (
+        fs.run(job, out="out", start="last", observer=SILENT).summary["model_sha256"] == whole.summary["model_sha256"]
+    )
 
 
 def test_evaluation_is_kept_with_the_run_and_not_replaced_unasked(job: str) -> None:
@@ -119,8 +121,8 @@ def test_folder_without_a_run_and_unknown_environment_are_refused(job: str) -> N
         fs.run(job, "simulator")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"--env prod needs --kit"):
         fs.run(job, "prod")
-    with pytest.raises(ConfigError, match=r"env local: kit, byoc, track"):
-        fs.run(job, deployment=fs.Deployment(byoc=True))
+    with pytest.raises(ConfigError, match=r"--kit is for --env prod, not for --env local"):
+        fs.run(job, kit=Path("kit"))
 
 
 def test_import_of_the_package_imports_no_heavy_library() -> None:

@@ -166,7 +166,7 @@ def test_no_way_back_by_a_longer_run_or_an_evaluation_and_nothing_is_left_but_th
         assert "s8" not in find_used(folder)
     # A longer run, a run of the same settings elsewhere, and an evaluation of the very table inherit the list.
     longer = call(
-        "run", again.path / "config.yaml", "--set", "method.rounds=6", "--continue-from", again.path, "--env", "local"
+        "run", again.path / "config.yaml", "--set", "method.rounds=6", "--start", again.path, "--env", "local"
     )
     assert longer.exit_code == 0, longer.output
     elsewhere = start(again.path / "config.yaml", out=tmp_path / "elsewhere", observer=SILENT)
@@ -204,12 +204,12 @@ def call(*arguments: Any) -> Result:
 def test_command_says_what_the_data_touched_and_changes_nothing_when_dry(tmp_path: Path) -> None:
     done = run(tmp_path / "all", write_table(tmp_path / "all.csv"), METHODS["topk_ef"])
     (tmp_path / "leaving.txt").write_text("s8\n\n s12\n")
-    result = call("withdraw", done.path, "--subjects", tmp_path / "leaving.txt", "--dry-run")
+    result = call("withdraw", done.path, tmp_path / "leaving.txt", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "A: 1 in testing, 1 in training; rounds touched: 1 to 5; 1 other examples change their part" in result.output
     assert "train again from the start" in result.output
     assert not (done.path / WITHDRAWN).exists()
-    result = call("withdraw", done.path, "--site", "B", "--delete-models")
+    result = call("withdraw", done.path, "B", "--delete-models")
     assert result.exit_code == 0, result.output
     assert not (done.path / "model.safetensors").exists()
     assert (tmp_path / "all" / "run-without" / "model.safetensors").is_file()
@@ -218,11 +218,10 @@ def test_command_says_what_the_data_touched_and_changes_nothing_when_dry(tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give either --subjects FILE or --site NAME"),
-        (("--site", "E"), "--site E: there is no such site"),
-        (("--subjects", "unknown.txt"), "1 of 1 identifiers are at no site of this run (first: 's999')"),
-        (("--subjects", "missing.txt"), "cannot be read"),
-        (("--subjects", "empty.txt"), "the file lists no identifier"),
+        (("E",), "E: no such file, nor such a site"),
+        (("unknown.txt",), "1 of 1 identifiers are at no site of this run (first: 's999')"),
+        (("missing.txt",), "missing.txt: no such file"),
+        (("empty.txt",), "the file lists no identifier"),
     ],
 )
 def test_impossible_withdrawal_is_refused_with_the_reason(
@@ -286,7 +285,7 @@ def test_checkpoints_of_a_result_folder_live_as_long_as_the_settings_say(tmp_pat
     for folder in (kept.path / FINAL).glob("*/*/[0-9]*"):
         os.utime(folder, (long_ago, long_ago))
     result = call(
-        "run", kept.path / "config.yaml", "--env", "local", "--set", "method.rounds=5", "--continue-from", kept.path
+        "run", kept.path / "config.yaml", "--env", "local", "--set", "method.rounds=5", "--start", kept.path
     )  # fmt: skip
     assert result.exit_code == 2
     assert "its checkpoints are older than federation.checkpoint_days and were deleted" in result.output

@@ -1,4 +1,4 @@
-"""``flare-sparse adapt``: from the result folder of a run to the personal model of a new site."""
+"""``flare-sparse evaluate --model adapted``: from the result folder of a run to the personal model of a new site."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call() -> Callable[..., Result]:
-    return lambda *arguments: CliRunner().invoke(app, ["adapt", *map(str, arguments)], env={"COLUMNS": "200"})
+    return lambda *arguments: CliRunner().invoke(
+        app, ["evaluate", "--model", "adapted", *map(str, arguments)], env={"COLUMNS": "200"}
+    )
 
 
 def test_adapt_writes_a_changed_model_and_metrics_before_and_after(finished: Path, call: Callable[..., Result]) -> None:
@@ -89,16 +91,26 @@ def test_adapt_reports_for_a_site_of_the_run_what_the_run_reported(finished: Pat
     ("arguments", "message", "code"),
     [
         (("run", "--data", "nowhere.npz"), "there is no file or folder of this name", 1),
-        ((".", "--data", "site-9.npz"), "there is no config.yaml here", 2),
-        (("run", "--data", "site-9.npz", "--set", "method={name: fedavg}"), "'fedavg' does not adapt", 2),
-        (("run", "--data", "site-9.npz", "--set", "task.model={name: image_mlp}"), "another network", 2),
-        (("run", "--data", "site-9.npz", "--set", "method.adapt_lr=0"), "method.adapt_lr", 2),
+        ((".", "--data", "site-9.npz"), "expected the result folder", 2),
+        (("fedavg", "--data", "site-9.npz"), "'fedavg' does not adapt", 2),
+        (("mlp", "--data", "site-9.npz"), "another network", 2),
+        (("run",), "name the data of the new site with --data", 2),
+        (("run", "--data", "site-9.npz", "--split", "test"), "leave --split and --name out", 2),
     ],
 )
 def test_run_that_cannot_be_adapted_is_refused_with_the_reason(
     finished: Path, call: Callable[..., Result], arguments: tuple[str, ...], message: str, code: int
 ) -> None:
-    paths = [str(finished / a) if a in (".", "run") or a.endswith(".npz") else a for a in arguments]
+    for name, change in (
+        ("fedavg", {"method": {"name": "fedavg"}}),
+        ("mlp", {"task": {"model": {"name": "image_mlp"}}}),
+    ):
+        shutil.copytree(finished / "run", finished / name, dirs_exist_ok=True)
+        content = yaml.safe_load((finished / "run" / "config.yaml").read_text())
+        content["method"] = change.get("method", content["method"])
+        content["task"] |= change.get("task", {})
+        (finished / name / "config.yaml").write_text(yaml.safe_dump(content))
+    paths = [str(finished / a) if a in (".", "run", "fedavg", "mlp") or a.endswith(".npz") else a for a in arguments]
     result = call(*paths)
     assert result.exit_code == code
     assert message in result.output

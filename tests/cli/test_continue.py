@@ -1,4 +1,4 @@
-"""``flare-sparse run --continue-from``: a finished run goes on to a larger number of rounds."""
+"""``flare-sparse run --start``: a finished run goes on to a larger number of rounds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compute_digests(folder: Path) -> dict[str, str]:
 def test_continued_run_has_the_record_of_all_rounds_and_leaves_the_finished_one_unchanged(folder: Path) -> None:
     before = compute_digests(folder / "short")
     result = call(
-        "run", folder / "job.yaml", "--env", "local", "--set", "method.rounds=4", "--continue-from", folder / "short"
+        "run", folder / "job.yaml", "--env", "local", "--set", "method.rounds=4", "--start", folder / "short"
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert compute_digests(folder / "short") == before
@@ -69,7 +69,7 @@ def test_continued_run_has_the_record_of_all_rounds_and_leaves_the_finished_one_
     assert [line["round"] for line in continued["lines"]] == [1, 2, 3, 4, 5]
     # A continued run can itself be continued.
     again = call(
-        "run", folder / "short-4" / "config.yaml", "--env", "local", "--set", "method.rounds=5", "--continue-from",
+        "run", folder / "short-4" / "config.yaml", "--env", "local", "--set", "method.rounds=5", "--start",
         folder / "short-4", "--out", folder / "five",
     )  # fmt: skip
     assert again.exit_code == 0, again.output
@@ -83,12 +83,12 @@ def test_interrupted_continuation_resumes(folder: Path, tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(RecordWriter, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert call(*arguments, "--continue-from", tmp_path / "short").exit_code != 0
-    repeated = call(*arguments, "--continue-from", tmp_path / "short")
+        assert call(*arguments, "--start", tmp_path / "short").exit_code != 0
+    repeated = call(*arguments, "--start", tmp_path / "short")
     assert repeated.exit_code == 2, "the rounds since the interruption are not thrown away"
-    assert f"go on with it: the same command with --out {tmp_path / 'long'} --resume" in repeated.output
-    assert call(*arguments, "--resume").exit_code == 0
-    again = call(*arguments, "--resume")
+    assert f"go on with it: the same command with --out {tmp_path / 'long'} --start last" in repeated.output
+    assert call(*arguments, "--start", "last").exit_code == 0
+    again = call(*arguments, "--start", "last")
     assert again.exit_code == 1
     assert f"has finished. For more rounds: flare-sparse run {tmp_path / 'long' / 'config.yaml'}" in again.output
     once = call("run", folder / "job.yaml", "--env", "local", "--set", "method.rounds=4", "--out", tmp_path / "once")
@@ -107,9 +107,7 @@ def test_interrupted_continuation_resumes(folder: Path, tmp_path: Path, monkeypa
             ("--set", "method.rounds=4", "--set", "seed=3"),
             "only method.rounds may differ from the finished run, but also do seed: 0",
         ),
-        (("--set", "method.rounds=4", "--resume"), "exclude each other"),
         (("--set", "method.rounds=4", "--out", "SHORT"), "holds a finished run; choose another folder"),
-        (("--set", "method.rounds=4", "--overwrite"), "--continue-from replaces no run; leave --overwrite out"),
         (("--set", "method.rounds=4", "--env", "prod", "--kit", "kit"), "does not apply to --env prod"),
     ],
 )
@@ -117,7 +115,7 @@ def test_impossible_continuation_is_refused_with_the_reason(
     options: tuple[Any, ...], message: str, folder: Path
 ) -> None:
     options = tuple(folder / "short" if option == "SHORT" else option for option in options)
-    result = call("run", folder / "job.yaml", "--env", "local", "--continue-from", folder / "short", *options)
+    result = call("run", folder / "job.yaml", "--env", "local", "--start", folder / "short", *options)
     assert result.exit_code == 2, result.output
     assert message in result.output
 
@@ -125,7 +123,7 @@ def test_impossible_continuation_is_refused_with_the_reason(
 def test_continuation_without_record_or_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "short", tmp_path / "short")
     shutil.rmtree(tmp_path / "short" / "final_checkpoints")
-    arguments = ("run", folder / "job.yaml", "--env", "local", "--set", "method.rounds=4", "--continue-from")
+    arguments = ("run", folder / "job.yaml", "--env", "local", "--set", "method.rounds=4", "--start")
     result = call(*arguments, tmp_path / "short")
     assert result.exit_code == 2
     assert "holds no checkpoint, so the run cannot be continued" in result.output
@@ -138,7 +136,7 @@ def test_method_whose_schedule_has_ended_is_refused(folder: Path, tmp_path: Path
     method = "method={name: fedsparsify, rounds: 2}"
     out = tmp_path / "short"
     assert call("run", folder / "job.yaml", "--env", "local", "--set", method, "--out", out).exit_code == 0
-    result = call("run", out / "config.yaml", "--env", "local", "--set", "method.rounds=4", "--continue-from", out)
+    result = call("run", out / "config.yaml", "--env", "local", "--set", "method.rounds=4", "--start", out)
     assert result.exit_code == 2
     assert "method fedsparsify: the sparsity of every round depends on method.rounds" in result.output
     assert not (tmp_path / "short-4").exists()
@@ -152,10 +150,10 @@ def test_encrypted_run_continues_with_its_own_keys(folder: Path, tmp_path: Path)
     arguments = ("run", folder / "job.yaml", "--env", "local", *settings)
     first = call(*arguments, "--set", "method.rounds=1", "--out", short)
     assert first.exit_code == 0, first.output
-    result = call(*arguments, "--set", "method.rounds=2", "--continue-from", short)
+    result = call(*arguments, "--set", "method.rounds=2", "--start", short)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "short-2" / "model.safetensors").is_file()
     shutil.rmtree(short / "he")
-    lost = call(*arguments, "--set", "method.rounds=3", "--continue-from", short)
+    lost = call(*arguments, "--set", "method.rounds=3", "--start", short)
     assert lost.exit_code == 2
     assert "the keys of the run are missing" in lost.output

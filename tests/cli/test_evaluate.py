@@ -133,7 +133,7 @@ def test_sites_own_model_is_evaluated_on_request_and_named_where_it_is_not(finis
     assert "no own model of site 'site-9'" in wrong.output
     adapting = call(finished / "per_fedavg", "--data", data)
     assert "this is the run's common model" in adapting.output
-    assert "flare-sparse adapt RUN --data DIR adapts and evaluates it" in adapting.output
+    assert "flare-sparse evaluate RUN --data DIR --model adapted adapts it first" in adapting.output
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_every_model_of_the_run_can_be_evaluated_at_every_site(folder: Path) -> 
 
 
 def test_new_site_adapts_its_head_and_saves_the_whole_network(folder: Path) -> None:
-    result = invoke("adapt", folder / "run", "--data", folder / "site-9.npz")
+    result = invoke("evaluate", folder / "run", "--data", folder / "site-9.npz", "--model", "adapted")
     assert result.exit_code == 0, result.output
     adapted = load_file(folder / "run" / "adapted" / "site-9" / "model.safetensors")
     common = load_file(folder / "run" / "model.safetensors")

@@ -68,7 +68,7 @@ def test_predictions_have_the_grid_of_their_images_in_every_orientation(
     images.mkdir()
     shutil.copy(source, images / "plain.nii.gz")
     turned = turn(source, images / "turned.nii.gz")
-    result = call("predict", run, "--data", images, "--out", tmp_path / "out")
+    result = call("predict", run, images, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert result.output.strip().endswith("out: 2 predictions")
     plain, other = (nib.load(tmp_path / "out" / f"{name}_dseg.nii.gz") for name in ("plain", "turned"))
@@ -85,17 +85,17 @@ def test_predictions_have_the_grid_of_their_images_in_every_orientation(
 @pytest.mark.slow
 def test_data_set_of_the_run_is_predicted_by_case(finished: tuple[Path, Path], tmp_path: Path) -> None:
     run, brains = finished
-    result = call("predict", run, "--data", brains, "--out", tmp_path / "out")
+    result = call("predict", run, brains, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert len(list((tmp_path / "out").glob("sub-*_dseg.nii.gz"))) == 10
-    again = call("predict", run, "--data", brains, "--out", tmp_path / "out")
+    again = call("predict", run, brains, "--out", tmp_path / "out")
     assert again.exit_code != 0
     assert "is not empty; choose another folder" in again.output
-    assert call("predict", run, "--data", brains).exit_code == 0
+    assert call("predict", run, brains).exit_code == 0
     assert len(list((run / "predictions" / brains.name).glob("sub-*_dseg.nii.gz"))) == 10
     Withdrawals(frozenset({"sub-01001"})).write(run)
     try:
-        result = call("predict", run, "--data", brains, "--out", tmp_path / "fewer")
+        result = call("predict", run, brains, "--out", tmp_path / "fewer")
     finally:
         (run / WITHDRAWN).unlink()
     assert "9 predictions; 1 withdrawn subjects are left out" in result.output
@@ -120,10 +120,10 @@ def test_sparse_predictions_agree_with_dense_ones(
         return blocks
 
     monkeypatch.setattr(network, "build_blocks", record_blocks)
-    assert call("predict", run, "--data", brains, "--out", tmp_path / "auto").exit_code == 0
+    assert call("predict", run, brains, "--out", tmp_path / "auto").exit_code == 0
     assert any(block.is_sparse for block in built)
     monkeypatch.setattr(network.is_sparse_faster, "__code__", (lambda work: False).__code__)
-    assert call("predict", run, "--data", brains, "--out", tmp_path / "dense").exit_code == 0
+    assert call("predict", run, brains, "--out", tmp_path / "dense").exit_code == 0
     dense, sparse = (read_labels(tmp_path / choice) for choice in ("dense", "auto"))
     assert len(np.unique(dense)) > 1
     assert (dense == sparse).mean() > 0.999
@@ -140,7 +140,7 @@ def test_predictions_without_numba_are_dense(
     run, brains = finished
     monkeypatch.setattr(compute, "find_spec", lambda name: None)
     monkeypatch.setattr(network, "compile_network", None)
-    result = call("predict", run, "--data", brains, "--out", tmp_path / "out")
+    result = call("predict", run, brains, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import shlex
@@ -106,7 +107,7 @@ def test_interrupted_run_says_what_is_safe_and_the_command_that_continues_it(
     assert lines[2:] == [
         f"stopped by {cause}; the processes of the run are ended",
         "safe: round 2 is committed in a folder/checkpoints",
-        f"to continue: flare-sparse run count.yaml {options} --resume",
+        f"to continue: flare-sparse run count.yaml {options} --start last",
     ]
     EVENTS.clear()
     resumed = follow(lines[-1])
@@ -132,7 +133,7 @@ def test_interrupted_run_is_not_started_again_unasked(config: Path) -> None:
     again = run(config)
     assert again.exit_code == 2
     assert "--out runs/count-local: holds an interrupted run. Continue it from its last committed round" in again.output
-    assert find_line(again, "or start again").endswith("--out runs/count-local --overwrite")
+    assert find_line(again, "or start again").endswith("--out runs/count-local --start new")
     assert follow(find_line(again, "or start again")).exit_code == 0
 
 
@@ -161,9 +162,9 @@ def test_resume_without_out_continues_the_newest_folder(config: Path) -> None:
     assert run(config).exit_code == 0
     EVENTS.update(calls=0, at=5, do=lambda: os.kill(os.getpid(), signal.SIGINT))
     stopped = run(config)
-    assert find_line(stopped, "to continue").endswith("--out runs/count-local-2 --resume")
+    assert find_line(stopped, "to continue").endswith("--out runs/count-local-2 --start last")
     EVENTS.clear()
-    assert run(config, "--resume").exit_code == 0
+    assert run(config, "--start", "last").exit_code == 0
     assert Path("runs/count-local-2/summary.json").is_file()
 
 
@@ -174,10 +175,37 @@ def test_interrupted_replacement_leaves_nothing_of_the_run_before(config: Path) 
         (Path("out") / name).parent.mkdir()
         (Path("out") / name).write_text("{}")
     EVENTS.update(calls=0, at=3, do=lambda: os.kill(os.getpid(), signal.SIGINT))
-    assert run(config, "--out", "out", "--overwrite").exit_code == 130
+    assert run(config, "--out", "out", "--start", "new").exit_code == 130
     left = {path.name for path in Path("out").iterdir()}
     old = {"summary.json", "model.safetensors", "model_card.md", "evaluations", "site_errors", "final_checkpoints"}
     assert not left & old
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--set", "method.sparsity=0.9"),
+        ("--set", "simulator={sites: 2, data: {path: nowhere, partition: {kind: iid}}}"),
+        ("--set", "wire.encryption=ckks"),
+        ("--env", "sim", "--set", "deployment.track=wandb"),
+        ("--env", "prod"),
+        ("--env", "prod", "--kit", "nowhere"),
+        ("--env", "nowhere"),
+    ],
+)
+def test_what_a_refused_run_was_to_replace_is_still_there(
+    config: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(config, "--out", "out").exit_code == 0
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    # Of any extra that is not installed.
+    for name in ("tenseal", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    refused = run(config, "--out", "out", "--start", "new", *options)
+    assert refused.exit_code in (1, 2), refused.output
+    after = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    assert before.items() <= after.items(), refused.output
 
 
 def stop_after_a_poisoned_round(config: Path) -> None:
@@ -199,10 +227,10 @@ def test_step_back_repeats_the_last_committed_round_as_if_it_had_never_been_comm
     assert run(config, "--out", "whole").exit_code == 0
     stop_after_a_poisoned_round(config)
     shutil.copytree("out", "poisoned")
-    assert run(config, "--out", "poisoned", "--resume").exit_code == 0
+    assert run(config, "--out", "poisoned", "--start", "last").exit_code == 0
     assert read_digest("poisoned") != read_digest("whole")
     EVENTS.clear()
-    resumed = run(config, "--out", "out", "--resume", "--step-back", "1")
+    resumed = run(config, "--out", "out", "--start", "last-1")
     assert resumed.exit_code == 0, resumed.output
     assert EVENTS["calls"] == 4, "rounds 2 and 3 are trained"
     assert read_digest("out") == read_digest("whole")
@@ -219,29 +247,26 @@ def test_step_back_repeats_the_last_committed_round_as_if_it_had_never_been_comm
 def test_step_back_without_enough_checkpoints_changes_nothing(config: Path) -> None:
     stop_after_a_poisoned_round(config)
     names = sorted(path.name for path in Path("out").glob("checkpoints/*/server/*"))
-    refused = run(config, "--out", "out", "--resume", "--step-back", "2")
+    refused = run(config, "--out", "out", "--start", "last-2")
     assert refused.exit_code == 1
     assert "E_CHECKPOINT" in refused.output
     assert "holds 2 intact checkpoints, so the run can step back by at most 1. To repeat all rounds" in refused.output
     assert sorted(path.name for path in Path("out").glob("checkpoints/*/server/*")) == names == ["00000001", "00000002"]
     # A damaged checkpoint is no commit that the run could continue from, and so no step.
     (next(Path("out").glob("checkpoints/*/server/00000002")) / "tensors.safetensors").write_bytes(b"")
-    refused = run(config, "--out", "out", "--resume", "--step-back", "1")
+    refused = run(config, "--out", "out", "--start", "last-1")
     assert "holds 1 intact checkpoint, so the run can step back by at most 0" in refused.output
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--step-back", "1"), "it is for --resume; add --resume"),
-        (("--step-back", "1", "--continue-from", "out"), "it is for --resume and not for --continue-from"),
-        (("--step-back", "1", "--resume", "--env", "prod", "--kit", "kit"), "the checkpoints lie at the server: abort"),
-        (("--step-back", "0", "--resume"), "--step-back"),
+        (("--start", "last-1", "--env", "prod", "--kit", "kit"), "the checkpoints lie at the server: abort"),
+        (("--start", "last-0"), "--start last-0: discards no commit"),
+        (("--start", "lest"), "expected last, last-N, new, or the result folder"),
     ],
 )
-def test_step_back_with_options_that_exclude_it_is_refused(
-    config: Path, options: tuple[str, ...], message: str
-) -> None:
+def test_start_that_is_none_is_refused(config: Path, options: tuple[str, ...], message: str) -> None:
     result = run(config, *options)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
@@ -292,7 +317,7 @@ def test_disk_that_fills_up_is_named_with_the_command_that_continues(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--overwrite",), ("--resume",)])
+@pytest.mark.parametrize("options", [(), ("--start", "new"), ("--start", "last")])
 def test_second_command_does_not_write_to_a_folder_in_use(config: Path, options: tuple[str, ...]) -> None:
     seen = []
     EVENTS.update(calls=0, at=5, do=lambda: seen.append(run(config, "--out", "out", *options)))
@@ -302,7 +327,7 @@ def test_second_command_does_not_write_to_a_folder_in_use(config: Path, options:
     assert "--out out: another flare-sparse command is writing to this folder" in seen[0].output
     lines = [json.loads(line) for line in Path("out/rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2, 3, 4]
-    assert run(config, "--out", "out", "--overwrite").exit_code == 0, "the lock ends with the command"
+    assert run(config, "--out", "out", "--start", "new").exit_code == 0, "the lock ends with the command"
 
 
 def test_json_is_a_line_for_each_round_and_one_of_the_run(config: Path) -> None:
@@ -402,7 +427,7 @@ def test_exit_code_tells_that_a_site_contributed_to_no_round(config: Path, monke
         "warning: the model was trained without site-2: no contribution in any round (exit code 3)"
     )
     parts["site-2"] = {"asked": 3, "contributed": 1, "missed": {"timed_out": 2}}
-    assert run(config, "--overwrite").exit_code == 0
+    assert run(config, "--start", "new").exit_code == 0
 
 
 def test_help_of_run_documents_the_exit_codes() -> None:

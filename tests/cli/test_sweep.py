@@ -18,7 +18,7 @@ from flare_sparse.cli import app
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.study import Study
 
-GRID = ("--grid", "method.training.lr=0.00001,0.03", "--seeds", "2")
+GRID = ("method.training.lr=0.00001,0.03", "--seeds", "2")
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_winner_by_validation_becomes_a_configuration_and_finished_runs_are_kept
 @pytest.mark.slow
 def test_setting_that_diverges_is_named_and_ranked_last(job: Path, tmp_path: Path) -> None:
     out, optimizer = tmp_path / "sweep", ("--set", "method.training.optimizer=sgd")
-    command = (job, "--grid", "method.training.lr=1e20,0.03", "--seeds", "1", "--out", out, *optimizer)
+    command = (job, "method.training.lr=1e20,0.03", "--seeds", "1", "--out", out, *optimizer)
     result = call(*command)
     assert result.exit_code == 0, result.output
     assert "lr=1e20, seed 4 failed: E_QUORUM: round " in result.output
@@ -91,7 +91,7 @@ def test_setting_that_diverges_is_named_and_ranked_last(job: Path, tmp_path: Pat
     changed = call(*command, "--set", "method.training.clip_norm=1")
     assert changed.exit_code == 2
     assert "holds a run of other settings than this sweep" in changed.output
-    alone = call(job, "--grid", "method.training.lr=1e20", "--seeds", "1", "--out", tmp_path / "alone", *optimizer)
+    alone = call(job, "method.training.lr=1e20", "--seeds", "1", "--out", tmp_path / "alone", *optimizer)
     assert alone.exit_code == 2
     assert "no run of the sweep finished; lr=1e20, seed 4: E_QUORUM: round " in alone.output
 
@@ -103,7 +103,7 @@ def test_run_that_the_machine_fails_is_tried_again(job: Path, tmp_path: Path, mo
             raise RuntimeError("not enough memory")
         return launch(env, study, *arguments)
 
-    command = (job, "--grid", "method.training.lr=0.03,0.01", "--seeds", "1", "--out", tmp_path / "sweep")
+    command = (job, "method.training.lr=0.03,0.01", "--seeds", "1", "--out", tmp_path / "sweep")
     with monkeypatch.context() as patched:
         patched.setattr(sweep, "launch", fail)
         result = call(*command)
@@ -117,7 +117,7 @@ def test_sweep_needs_validation_examples_and_valid_settings(job: Path, tmp_path:
     result = call(job, *GRID, "--set", "task.split.validation=0", "--out", tmp_path / "x")
     assert result.exit_code == 2
     assert "sweep chooses on validation examples, but task.split.validation is 0" in result.output
-    result = call(job, "--grid", "method.training.lr=0.1,-1", "--out", tmp_path / "x")
+    result = call(job, "method.training.lr=0.1,-1", "--out", tmp_path / "x")
     assert result.exit_code == 2
     assert "method.training.lr" in result.output
     names = {file.name for file in (tmp_path / "x").iterdir()}
@@ -128,7 +128,6 @@ def test_sweep_needs_validation_examples_and_valid_settings(job: Path, tmp_path:
 def test_sampler_chooses_settings_within_the_range_and_rounds_win_over_the_file(job: Path, tmp_path: Path) -> None:
     command = (
         job,
-        "--grid",
         "method.training.lr=0.001..0.1,log",
         "--trials",
         "2",
@@ -162,3 +161,19 @@ def test_runs_side_by_side_have_the_same_bits(job: Path, tmp_path: Path) -> None
     )
     assert one == two
     assert len(one) == 4
+
+
+@pytest.mark.slow
+def test_method_of_the_users_is_compared_with_a_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["init", "method"]).exit_code == 0
+    own = "random_masks.RandomMasks"
+    settings = ("--seeds", "1", "--set", "task.split.validation=0.2", "--set", "method.rounds=1")
+    result = call("study.yaml", f"method.name=fedavg,{own}", "method.density=0.25,0.5", *settings)
+    assert result.exit_code == 0, result.output
+    record = json.loads(Path("runs/study-sweep/sweep.json").read_text())
+    assert {row["method"] for row in record["methods"]} == {"fedavg", own}
+    # FedAvg has no density, and one run.
+    assert sorted(len(row["settings"]) for row in record["results"]) == [1, 2, 2]
+    assert load_config(Path("study.yaml"), ["method.name=fedavg"]).method.name == "fedavg"
+    assert load_config(Path("study.yaml"), [f"method.name={own}"]).method.name == own

@@ -150,7 +150,9 @@ def test_page_is_served_to_this_machine_under_its_own_names(tmp_path: Path) -> N
         page.write_text("rounds")
         assert get(f"127.0.0.1:{port}") == get("localhost") == (200, b"rounds")
         assert get("attacker.example") == (404, b"")
-        with pytest.raises(ConfigError, match=f"--serve {port}: .*choose another port"), serve_page(page, int(port)):
+        with pytest.raises(ConfigError, match=f"--page {port}: .*choose another port"), serve_page(page, int(port)):
+            pass
+        with pytest.raises(ConfigError, match="--page -1: a port is 0 to 65535"), serve_page(page, -1):
             pass
     # An error of the block ends the server, and does not wait for it.
     with pytest.raises(KeyError), serve_page(page, 0):

@@ -177,9 +177,10 @@ def test_own_code_of_a_bundle_travels_where_code_does(own: Path, tmp_path: Path)
     study = Study.load(own)
     assert study.config.task.config.declaration["network"] == {"_target_": OWN, "out_channels": 4}
     assert study.user_code == (own.parent / "unet/bundled",)
-    with pytest.raises(ConfigError, match="source files travel only with packaging 'byoc'"):
-        SparseRecipe(study.config.job, modules=study.user_code)
-    SparseRecipe(study.config.job, packaging="byoc", modules=study.user_code).export(str(tmp_path / "jobs"))
+    with pytest.raises(ConfigError, match=r"source files travel only with deployment\.packaging: byoc"):
+        SparseRecipe(study.config, modules=study.user_code)
+    study = Study.load(study.file, ["deployment.packaging=byoc"])
+    SparseRecipe(study.config, modules=study.user_code).export(str(tmp_path / "jobs"))
     app = tmp_path / "jobs/study/app"
     assert (app / "custom/bundled/nets.py").read_text() == NET
     client = json.loads((app / "config/config_fed_client.json").read_text())
@@ -217,7 +218,7 @@ def test_site_without_the_code_refuses_it_in_words(own: Path) -> None:
 def test_bundle_of_monai_is_trained_at_90_percent_and_loaded_back_by_monai(study: Path, tmp_path: Path) -> None:
     """No code is sent: the job has no custom folder, and MONAI's own parser builds and loads what comes back."""
     config = load_config(study)
-    SparseRecipe(config.job).export(str(tmp_path / "jobs"))
+    SparseRecipe(config).export(str(tmp_path / "jobs"))
     assert [path.name for path in (tmp_path / "jobs/study").rglob("custom")] == []
     sent = yaml.safe_load((tmp_path / "jobs/study/app/config/flare_sparse.yaml").read_text())
     assembly = assemble(parse_job(sent))

@@ -13,7 +13,7 @@ from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from nvflare.job_config.fed_job_config import FedJobConfig
 
 from flare_sparse.config.loading import load_config, serialize_job
-from flare_sparse.config.schema import RunConfig
+from flare_sparse.config.schema import DeploymentConfig, RunConfig
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare import aggregator, controller, executor, filters, session, tracking
 from flare_sparse.flare.job_settings import SITE_SECTIONS, _flatten, check_shown_settings, show_settings
@@ -169,7 +169,8 @@ def test_byoc_job_carries_the_whole_package(config: RunConfig, tmp_path: Path) -
     import flare_sparse
 
     source = Path(flare_sparse.__file__).parent
-    custom = export_job(config, tmp_path, "byoc") / "app" / "custom" / "flare_sparse"
+    carrying = config.model_copy(update={"deployment": DeploymentConfig(packaging="byoc")})
+    custom = export_job(carrying, tmp_path) / "app" / "custom" / "flare_sparse"
     files = {path.relative_to(source) for path in source.rglob("*.py")}
     # A wheel also holds configurations to start from, with scripts of their own, which no job needs.
     expected = {str(file) for file in files if file.parts[0] != "app_configs"}

@@ -271,7 +271,7 @@ def test_no_private_key_is_outside_its_own_kit(federation: Path) -> None:
         assert isinstance(signed, RSAPublicKey)
         assert isinstance(key, RSAPrivateKey)
         assert key.public_key().public_numbers() == signed.public_numbers()
-    result = CliRunner().invoke(app, ["check", "--kit", str(kits / "site-1")])
+    result = CliRunner().invoke(app, ["check", "--site", str(kits / "site-1")])
     assert "its private key was made by nvflare cert request" in " ".join(result.output.split())
 
 
@@ -285,12 +285,12 @@ def test_site_without_the_allow_list_refuses_the_job_and_names_the_log_with_the_
     resources.unlink()
     try:
         done = run(config, federation, tmp_path / "refused")
-        result = CliRunner().invoke(app, ["check", "--kit", str(kits / "site-3")])
+        result = CliRunner().invoke(app, ["check", "--site", str(kits / "site-3")])
     finally:
         resources.write_bytes(kept)
     assert done.returncode == 1
     assert "E_JOB" in done.stderr
-    assert "flare-sparse check --kit" in done.stderr
+    assert "flare-sparse check --site" in done.stderr
     log = "".join(file.read_text(errors="replace") for file in (kits / "site-3").glob("*/log.txt"))
     assert "is not in allow_list" in log
     verdicts = dict(line.split(":")[0].split(maxsplit=1)[::-1] for line in result.output.splitlines() if ":" in line)
@@ -337,8 +337,9 @@ def overwriting(user_task: Path, monkeypatch: pytest.MonkeyPatch) -> SparseRecip
     folder = user_task.parent
     (folder / "hostile_site.py").write_text((Path(__file__).parent / "hostile_site.py").read_text())
     monkeypatch.syspath_prepend(str(folder))
-    config = load_config(user_task, [FEDAVG, "federation={min_sites: 2, quarantine_after: 0, task_timeout_s: 60}"])
-    recipe = SparseRecipe(config, packaging="byoc", modules=(folder / "own_task.py", folder / "hostile_site.py"))
+    rules = "federation={min_sites: 2, quarantine_after: 0, task_timeout_s: 60}"
+    config = load_config(user_task, [FEDAVG, rules, "deployment.packaging=byoc"])
+    recipe = SparseRecipe(config, modules=(folder / "own_task.py", folder / "hostile_site.py"))
     recipe.add_client_output_filter(importlib.import_module("hostile_site").Overwriter("site-2"), tasks=[TASK])
     return recipe
 

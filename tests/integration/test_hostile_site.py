@@ -42,6 +42,7 @@ def configuration(folder: Path, rounds: int) -> RunConfig:
         "method": {"name": "fedavg", "rounds": rounds, "training": {"epochs": 1, "lr": 0.01}},
         "task": {"class": "own_task.SumTask", "width": 8},
         "federation": {"task_timeout_s": 60, "quarantine_after": 0},
+        "deployment": {"packaging": "byoc"},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(content))
     return load_config(folder / "config.yaml")
@@ -67,7 +68,7 @@ def run_without_the_hostile_site(config: RunConfig, data: dict[str, SiteData], f
 @pytest.mark.long
 def test_hostile_site_is_rejected_in_every_round_and_leaves_no_trace(tmp_path: Path, attacks: ModuleType) -> None:
     config, data = configuration(tmp_path, len(attacks.ATTACKS)), create_sites(tmp_path)
-    recipe = SparseRecipe(config, packaging="byoc", modules=(tmp_path / "own_task.py", tmp_path / "hostile_site.py"))
+    recipe = SparseRecipe(config, modules=(tmp_path / "own_task.py", tmp_path / "hostile_site.py"))
     recipe.add_client_output_filter(attacks.Hostile(HOSTILE), tasks=[TASK])
     out = tmp_path / "out"
     summary = simulate(recipe, SITES, write_site_files(tmp_path / "files", data.values()), out)

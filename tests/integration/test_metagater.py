@@ -48,7 +48,7 @@ def test_gated_simulator_run_equals_a_local_run_and_adapts_to_a_new_site(
     lines = [json.loads(line) for line in (tmp_path / "sim" / "ledger.jsonl").read_text().splitlines()]
     sent = [line["scalars_sent"] for line in lines if line["kind"] == "train"]
     assert sent[-1] < sent[0]
-    arguments = ["adapt", str(tmp_path / "sim"), "--data", str(tmp_path / "site-9.npz")]
+    arguments = ["evaluate", str(tmp_path / "sim"), "--data", str(tmp_path / "site-9.npz"), "--model", "adapted"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "sim" / "adapted" / "site-9" / "model.safetensors").is_file()

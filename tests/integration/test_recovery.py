@@ -155,7 +155,7 @@ def test_one_command_goes_on_after_ctrl_c_a_dead_job_and_a_dead_server(federatio
     assert "stopped by Ctrl-C; the job itself continues at the server" in text
     assert "is committed at the server" in text
     words = read_command(text)
-    assert words[-1] == "--resume"
+    assert words[-2:] == ["--start", "last"]
 
     # The server's job process dies: the cause is named, and the same command submits the job again.
     terminal = type_command(words)
@@ -246,7 +246,7 @@ def test_killed_site_resumes_its_script_to_the_model_of_an_undisturbed_run(
     assert (process.returncode, "a process of the job died" in " ".join(text.split())) == (1, True), text
     wait_for(lambda: not federation.list_job_processes(), PATIENCE_S, "the processes of the dead job ended", every=1)
 
-    run(federation, *arguments, "--resume")
+    run(federation, *arguments, "--start", "last")
     rounds = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in rounds[:4]] == [1, 2, 3, 4]
     local = run_in_process(Study.load(script_job), RunFolder(tmp_path / "local")).summary

@@ -91,12 +91,12 @@ def test_job_killed_in_a_round_and_after_its_last_one_ends_with_the_same_model_a
 
     kill_when(lambda: last_commit(out) >= 3, start())
     assert not (out / "summary.json").exists()
-    kill_when(lambda: any(out.glob("checkpoints/*/server/finished")), start("--resume"))
+    kill_when(lambda: any(out.glob("checkpoints/*/server/finished")), start("--start", "last"))
     undelivered = out / "workspace" / "sum" / "server" / "simulate_job" / "app_server" / "flare_sparse"
     before = {**read_summary(undelivered), "seconds": 0}
     assert not (out / "summary.json").exists()
     assert last_commit(out) == 8
-    assert start("--resume").wait(120) == 0
+    assert start("--start", "last").wait(120) == 0
     assert {**read_summary(out), "seconds": 0} == before
     assert "the same model is delivered now" in (out / "flare.log").read_text()
     assert not (out / "checkpoints").exists()
@@ -118,7 +118,9 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path) -> None:
     kill_when(lambda: last_commit(out) >= 2, run)
 
     def resume(*more: str) -> Result:
-        return CliRunner().invoke(app, ["run", str(file), "--env", "local", "--out", str(out), "--resume", *more])
+        return CliRunner().invoke(
+            app, ["run", str(file), "--env", "local", "--out", str(out), "--start", "last", *more]
+        )
 
     refused = resume("--set", "method.fraction=0.3")
     assert refused.exit_code != 0
@@ -136,7 +138,7 @@ def test_simulator_continues_a_finished_run_of_any_environment(tmp_path: Path) -
     short, long, whole = tmp_path / "short", tmp_path / "long", tmp_path / "whole"
     for arguments in (
         ("--env", "local", "--set", "method.rounds=4", "--out", short),
-        ("--env", "sim", "--continue-from", short, "--out", long),
+        ("--env", "sim", "--start", short, "--out", long),
         ("--env", "local", "--out", whole),
     ):
         subprocess.run(command("run", file, *arguments), check=True, capture_output=True)
@@ -148,6 +150,6 @@ def test_simulator_continues_a_finished_run_of_any_environment(tmp_path: Path) -
     # In the simulator the updates of a round arrive in any order.
     assert sorted(ledger.splitlines()) == sorted((whole / "ledger.jsonl").read_text().splitlines())
     # The simulator's run can itself be continued.
-    more = command("run", file, "--env", "local", "--set", "method.rounds=9", "--continue-from", long)
+    more = command("run", file, "--env", "local", "--set", "method.rounds=9", "--start", long)
     subprocess.run(more, check=True, capture_output=True)
     assert read_summary(tmp_path / "long-9")["rounds"] == 9

@@ -95,7 +95,7 @@ def write_job(folder: Path, method: str, rules: str = WAITING, rounds: int = 4) 
             "features: [med_a, med_b, med_c], scaling: none, model: {name: mlp, hidden: [8]}}\n"
             f"federation: {{{rules}}}\nwire: {{values: {values}{aggregation}}}\n"
         )
-        export_job(load_config(config).job, folder)
+        export_job(load_config(config), folder)
     return folder / name
 
 

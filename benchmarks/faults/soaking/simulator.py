@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flare_sparse.config.loading import parse_job
+from flare_sparse.config.schema import RunConfig
 from flare_sparse.core.observer import Observer
 from flare_sparse.flare.launch.simulator import Workplace, simulate
 from flare_sparse.flare.recipe import SparseRecipe
@@ -40,7 +41,7 @@ def soak(settings: dict[str, Any], sites: int, folder: Path, processes: int | No
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FAULTS_FOLDER), os.environ.get("PYTHONPATH", "")])
     began = time.monotonic()
     simulate(
-        SparseRecipe(job),
+        SparseRecipe(RunConfig(**dict(job))),
         names,
         site_files,
         folder,

@@ -135,7 +135,7 @@ def _check_sites(
         yield Finding(
             "SKIP",
             "sites",
-            "there is no simulator section; flare-sparse check CONFIG --kit KIT reads the data at each site",
+            "there is no simulator section; flare-sparse check CONFIG --site KIT reads the data at each site",
         )
     else:
         problems = _DataWarnings()

@@ -30,7 +30,6 @@ from ..tasks.script import ScriptConfig, ScriptTask
 from ..tasks.task import SiteData
 from ..training import Site
 from ..wire.ledger import Ledger
-from .deployment import UNSPECIFIED, Deployment
 from .run import Run, complete_run
 
 if TYPE_CHECKING:
@@ -40,21 +39,16 @@ SCRIPTS = "scripts"
 """Folder below the result folder with the working folder and the output of each site's training script."""
 
 
-def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
-    """Run a study in this process and write its record; ``deployment`` must be unspecified.
+def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
+    """Run a study in this process and write its record.
 
     Raises:
         ConfigError: a setting cannot be used in this process.
         RoundFailed: too few sites can train.
     """
-    if deployment != UNSPECIFIED:
-        raise ConfigError(
-            "env local: kit, byoc, track and restart_command are for environments of FLARE; leave them out"
-        )
     config, assembly = study.config, study.assembly
     check_kernels(assembly.method)
     checkpoints = folder.open_checkpoints(study, observer)
-    contexts = folder.open_keys(study)
     data = study.prepare_sites(folder.path, observer)
     runners = _build_script_runners(study, data, folder.path / SCRIPTS)
     # The number of threads decides the order of float sums, so data is loaded under the job's own number, as in FLARE.
@@ -64,6 +58,8 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             name: _open_site(replace(assembly, task=study.load_task()), own, runners.get(name), folder.path)
             for name, own in data.items()
         }
+    contexts = folder.open_keys(study)
+    folder.clear()
     notes: dict[str, list[str]] = {}
     for name, opened in sites.items():
         if isinstance(opened, Site) and not runners:

@@ -5,11 +5,11 @@ from ..core.errors import ConfigError
 from ..core.observer import SILENT, Observer
 from ..results.runs.decrypt import decrypt_run
 from ..results.runs.folder import RunFolder
-from .deployment import UNSPECIFIED, Deployment, build_recipe, describe_start
+from .deployment import build_recipe, describe_start
 from .run import Run, complete_run
 
 
-def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
+def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
     """Run a study in a POC federation and write its record.
 
     Raises:
@@ -24,16 +24,17 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     out, encrypted = folder.path, study.config.encrypted
     if folder.resume and encrypted:
         raise ConfigError(
-            "--resume: an encrypted run cannot be resumed with --env poc, where every federation has new keys; leave "
-            "--resume out, or use --env sim"
+            "--start last: an encrypted run cannot be resumed with --env poc, where every federation has new keys; "
+            "leave --start out, or use --env sim"
         )
     checkpoints = folder.open_checkpoints(study, observer)
     with observer.wait("preparing the sites' data ..."):
         sites = study.prepare_sites(out, observer)
     observer.say(describe_start(study, f"{len(sites)} sites as separate processes (nvflare poc, mTLS)"))
-    also = list_user_classes(study.config)
+    also, recipe = list_user_classes(study.config), build_recipe(study, out)
     with start_poc(out / "poc", sites, checkpoints, encrypted=encrypted, also=also) as kit:
-        run_deployed(build_recipe(study, out, deployment), kit, out, on_line=observer.say)
+        folder.clear()
+        run_deployed(recipe, kit, out, on_line=observer.say)
     if encrypted:
         decrypt_run(out, study.assembly, read_client_context(out / "poc", next(iter(sites))))
     return complete_run(study, folder)

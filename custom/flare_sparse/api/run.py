@@ -12,6 +12,8 @@ from torch import nn
 
 from ..cohorts.split import Part
 from ..compute import Compute
+from ..compute.kernels.threads import limit_kernel_threads
+from ..config.assemble import open_site
 from ..config.policy.policy import find_policy_file, read_policy
 from ..config.study import Study
 from ..config.user_code import trust_code as trust
@@ -23,6 +25,7 @@ from ..core.seeds import limit_threads
 from ..results.audit.attacks import Attacker, AuditOptions
 from ..results.audit.record import audit_run
 from ..results.report.card import write_card
+from ..results.runs.adaptation import ADAPTED, adapt_to_site
 from ..results.runs.continuation import EXPIRED, expire_checkpoints
 from ..results.runs.evaluation import choose_evaluation_file, evaluate_cohort, evaluate_matrix
 from ..results.runs.folder import RunFolder
@@ -46,7 +49,7 @@ class Run:
 
     Examples:
         >>> import flare_sparse
-        >>> _ = flare_sparse.run("study.yaml", out="out", overwrite=True, observer=SILENT)
+        >>> _ = flare_sparse.run("study.yaml", out="out", start="new", observer=SILENT)
         >>> run = Run.load("out")
         >>> sorted(run.summary["final"]["metrics"]), run.model().training
         (['bias', 'mae', 'r2', 'rmse', 'test_examples'], False)
@@ -182,6 +185,26 @@ class Run:
         write_json(file, record)
         self.write_card()
         return record
+
+    @explain_damage
+    def adapt(self, data: str | Path) -> dict[str, Any]:
+        """Adapt the final model to a site that took no part, and keep model and figures in ``adapted/SITE``.
+
+        Args:
+            data: the folder or file that the site's file would name; 80 % of its examples adapt the model, which is
+                evaluated on the others, before and after.
+
+        Returns:
+            The figures, as in ``adaptation.json``; the site is named after the data.
+
+        Raises:
+            ConfigError: the run has no model here, or its method does not adapt.
+            DataError: the data cannot be loaded or has no training examples.
+        """
+        site, config = Path(data).resolve().name.split(".")[0], self.study.config
+        with limit_threads(config.torch_threads), limit_kernel_threads(config.federation.threads):
+            opened = open_site(self.study.assembly, open_data(self.path, Path(data), site))
+            return adapt_to_site(self.study.assembly, opened, self.path, (self.path / ADAPTED / site).resolve())
 
     @explain_damage
     def audit(self, attackers: Collection[Attacker] = ATTACKERS, options: AuditOptions | None = None) -> dict[str, Any]:

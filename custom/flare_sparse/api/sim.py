@@ -5,11 +5,11 @@ from ..core.observer import SILENT, Observer
 from ..results.runs.decrypt import decrypt_run
 from ..results.runs.folder import KEYS, RunFolder
 from ..tasks.data.source import write_site_files
-from .deployment import UNSPECIFIED, Deployment, build_recipe, describe_start
+from .deployment import build_recipe, describe_start
 from .run import Run, complete_run
 
 
-def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
+def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
     """Prepare the sites' data, run the job in FLARE's simulator and write its record.
 
     Raises:
@@ -18,12 +18,11 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     """
     # FLARE takes seconds to import; a local run must not wait for it.
     from ..flare.kits import write_kits
-    from ..flare.launch.simulator import Workplace, simulate
+    from ..flare.launch.simulator import Workplace, resolve_folder, simulate
     from ..flare.recipe import list_user_classes
 
-    out, config = folder.path, study.config
+    out, config = resolve_folder(folder.path), study.config
     checkpoints = folder.open_checkpoints(study, observer)
-    contexts = folder.open_keys(study)
     with observer.wait("preparing the sites' data ..."):
         sites = study.prepare_sites(out, observer)
     site_files = write_site_files(out / "sites", sites.values())
@@ -31,7 +30,9 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
     kits = out / "kits" if config.is_masked else None
     if kits:
         write_kits(kits, sites)
-    recipe = build_recipe(study, out, deployment)
+    recipe = build_recipe(study, out)
+    contexts = folder.open_keys(study)
+    folder.clear()
     keys = out / KEYS if contexts else None
     workplace = Workplace(list_user_classes(config), checkpoints=checkpoints, keys=keys, kits=kits)
     simulate(recipe, sorted(sites), site_files, out, workplace, observer)

@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,9 +12,9 @@ from ..config.user_code import trust_code
 from ..config.withdrawals import Withdrawals
 from ..core.errors import ConfigError, suggest
 from ..core.observer import Observer
-from ..results.runs.folder import RunFolder
+from ..results.runs.folder import RunFolder, Start
 from ..results.runs.progress import Printer
-from .deployment import UNSPECIFIED, Deployment, Env
+from .deployment import Env, check_service
 from .run import Run
 
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -29,10 +30,9 @@ def run(
     overrides: Overrides = (),
     *,
     out: str | Path | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
+    start: str | Path | None = None,
     observer: Observer | None = None,
-    deployment: Deployment = UNSPECIFIED,
+    kit: Path | None = None,
 ) -> Run:
     """Run a configuration, print a line for each round, and return the finished run.
 
@@ -44,10 +44,11 @@ def run(
             of their own; ``prod``: a running federation.
         overrides: settings by path.
         out: result folder; None: as ``flare-sparse run`` chooses it.
-        resume: continue an interrupted run in ``out`` from its last committed round.
-        overwrite: replace the run that ``out`` holds.
+        start: ``"last"``: continue the interrupted run in ``out`` from its last committed round, ``"last-N"`` after
+            discarding N commits; ``"new"``: replace the run that ``out`` holds; or the result folder of a finished run,
+            which is continued to a larger number of rounds.
         observer: hears of the rounds; None: they are printed. ``SILENT`` ignores them.
-        deployment: startup kit and packaging; only for FLARE's environments.
+        kit: startup kit of an admin who may submit jobs; for ``prod``, which needs one.
 
     Raises:
         ConfigError: a wrong setting, or ``out`` holds a run that would be lost; nothing was started.
@@ -58,17 +59,56 @@ def run(
         >>> done.summary["rounds"], sorted(done.summary["final"]["sites"])
         (1, ['A', 'B'])
     """
+    begin = Start.parse(start)
+    check_start(begin, env, kit)
     study = Study.load(config, list_overrides(overrides))
-    name = name_run(study, env)
-    folder = RunFolder(Path(out), resume) if out else RunFolder.choose(name, resume=resume, overwrite=overwrite)
+    refuse_lost_state(begin, study, env)
+    folder = RunFolder.open(name_run(study, env), study, begin, Path(out) if out else None)
     with folder.claim(0.0 if env == "local" else PATIENCE_S):
-        prepared = folder.prepare(
-            overwrite=overwrite, keeps_state=env != "prod", advise=lambda flag: f"{flag.removeprefix('--')}=True"
+        prepared = folder.prepare(keeps_state=env != "prod", advise=lambda value: f'start="{value}"')
+        return launch(env, study, prepared, Printer() if observer is None else observer, kit)
+
+
+def check_start(start: Start, env: str, kit: Path | None = None) -> None:
+    """Refuse a start, or a startup kit, that does not fit the environment.
+
+    Raises:
+        ConfigError: the environment needs a kit and has none, or the other way round; or it has no commits here.
+    """
+    if env == "prod" and kit is None:
+        raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
+    if env != "prod" and kit is not None:
+        raise ConfigError(f"--kit is for --env prod, not for --env {env}; leave it out")
+    if env == "prod" and start.step_back:
+        raise ConfigError(
+            f"--start last-{start.step_back} does not apply to --env prod, where the checkpoints lie at the server: "
+            'abort the job, rename the server\'s newest checkpoint (docs/reliability.md, "Malicious sites") and submit '
+            "it again"
         )
-        return launch(env, study, prepared, Printer() if observer is None else observer, deployment)
 
 
-def launch(env: str, study: Study, folder: RunFolder, observer: Observer, deployment: Deployment = UNSPECIFIED) -> Run:
+def refuse_lost_state(start: Start, study: Study, env: str) -> None:
+    """Refuse to continue a finished run of an environment that keeps no state.
+
+    Raises:
+        ConfigError: a finished run of this environment leaves nothing that ``--start RUN`` could continue.
+    """
+    if start.run is not None and (env == "prod" or (env == "poc" and study.config.encrypted)):
+        reason = "the server deletes its checkpoints" if env == "prod" else "every federation has new keys"
+        raise ConfigError(
+            f"--start {start.run} does not apply to --env {env}, where {reason} after a run. Start a run of "
+            f"{study.config.method.config.rounds} rounds without --start"
+        )
+
+
+def launch(
+    env: str,
+    study: Study,
+    folder: RunFolder,
+    observer: Observer,
+    kit: Path | None = None,
+    restart_command: str = "",
+) -> Run:
     """Run a study in an environment and return the finished run.
 
     Args:
@@ -76,7 +116,8 @@ def launch(env: str, study: Study, folder: RunFolder, observer: Observer, deploy
         study: the study.
         folder: its result folder, prepared.
         observer: hears of the rounds.
-        deployment: startup kit and packaging.
+        kit: startup kit of an admin, for ``prod``.
+        restart_command: command that submits the job again, for the user; empty: unknown.
 
     Raises:
         ConfigError: there is no such environment, or the study cannot run in it.
@@ -85,12 +126,14 @@ def launch(env: str, study: Study, folder: RunFolder, observer: Observer, deploy
     if env not in get_args(Env):
         raise ConfigError(f"env {env!r}: there is no such environment.{suggest(env, get_args(Env))} Choose local, sim, "
                           "poc or prod")  # fmt: skip
+    check_service(study.config.deployment.track, env, observer)
     trust_code(folder.path)
     # The settings of a result folder bring its list along: who has withdrawn from that run is not in this one either.
     Withdrawals.read(study.folder).inherit(folder.path)
     # Imported by name: a local run needs nothing of FLARE.
     environment = importlib.import_module(f".{env}", __package__)
-    result: Run = environment.run(study, folder, observer, deployment)
+    begin = partial(environment.run, kit=kit, restart_command=restart_command) if env == "prod" else environment.run
+    result: Run = begin(study, folder, observer)
     return result
 
 

@@ -6,12 +6,13 @@ import multiprocessing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config.loading import dump_config, keep_known_settings
+from ..config.schema import DeploymentConfig
 from ..config.study import Study
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, FlareSparseError, describe_exception
@@ -99,7 +100,8 @@ def sweep(
     file, shared = Path(config), list_overrides(overrides)
     if isinstance(grid, Mapping):
         grid = [f"{key}={values if isinstance(values, str) else _join(values)}" for key, values in grid.items()]
-    base = Study.load(file, shared).config
+    study = Study.load(file, shared)
+    base = study.config
     if not base.task.config.split.validation:
         raise ConfigError(
             "sweep chooses on validation examples, but task.split.validation is 0; add --set task.split.validation=0.1"
@@ -110,7 +112,11 @@ def sweep(
         # With a sampler each method has as many trials: one that looked worse at first would be tuned less.
         searches = [
             Search(
-                axes, f"sqlite:///{folder.resolve() / STUDY}", trials=trials, seed=base.seed, keep=keep_known_settings
+                axes,
+                f"sqlite:///{folder.resolve() / STUDY}",
+                trials=trials,
+                seed=base.seed,
+                keep=partial(keep_known_settings, folder=study.folder),
             )
             for axes in ([list(grid)] if trials is None else split_by_method(grid))
         ]
@@ -223,7 +229,9 @@ def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -
 
 
 def _load(file: Path, overrides: list[str], trial: Trial) -> Study:
-    return Study.load(file, [*overrides, *trial.settings, f"seed={trial.seed}"])
+    study = Study.load(file, [*overrides, *trial.settings, f"seed={trial.seed}"])
+    # Runs in this process are the same however the study is deployed later.
+    return replace(study, config=study.config.model_copy(update={"deployment": DeploymentConfig()}))
 
 
 def _is_finished(study: Study, out: Path) -> bool:

@@ -172,15 +172,15 @@ def trace_withdrawal(run: Run, gone: Withdrawals) -> Touched:
     if config.simulator is None or not recorded <= set(sites):
         raise ConfigError(
             f"{run.path}: the data of its sites is not on this machine. At the site: flare-sparse site withdraw KIT "
-            "--subjects FILE; a site that leaves is taken out of the federation. Then submit the job again, with "
+            "FILE; a site that leaves is taken out of the federation. Then submit the job again, with "
             "another seed if the server still has its checkpoints (docs/withdrawal.md)"
         )
     if gone.subjects and (conflicts := find_conflicts(config, features=[WITHDRAWAL])):
         raise ConfigError("; ".join(conflicts))
     if unknown := sorted(gone.sites - set(sites)):
         raise ConfigError(
-            f"--site {unknown[0]}: there is no such site in {run.path}.{suggest(unknown[0], sites)} The sites are "
-            f"{', '.join(sites)}"
+            f"{unknown[0]}: no such file, nor such a site in {run.path}.{suggest(unknown[0], sites)} The sites "
+            f"are {', '.join(sites)}"
         )
     with limit_threads(config.torch_threads):
         gone = replace(gone, id=gone.id or Withdrawals.read(run.path).id or study.load_task().get_person_column())
@@ -217,7 +217,8 @@ def withdraw(
 
     Raises:
         ConfigError: the new folder holds a run.
-        FlareSparseError: the new run failed; it continues with ``flare-sparse run OUT/config.yaml --out OUT --resume``.
+        FlareSparseError: the new run failed; it continues with ``flare-sparse run OUT/config.yaml
+            --out OUT --start last``.
     """
     earlier, study = Withdrawals.read(run.path), run.study
     everyone = replace(gone, id=touched.id).merge(earlier)
@@ -265,7 +266,7 @@ def _find_subjects(
             moved[name] = sum(before[example] != part for example, part in after.items())
     if unknown:
         raise ConfigError(
-            f"--subjects: {len(unknown)} of {len(gone.subjects)} identifiers are at no site of this run (first: "
+            f"{len(unknown)} of {len(gone.subjects)} identifiers are at no site of this run (first: "
             f"{min(unknown)!r}); nothing was changed. Write one identifier a line, as in the data"
         )
     return found, moved

@@ -19,7 +19,7 @@ from .console import out as console
 from .options import JSON
 
 GROUPS = {
-    "Run": ("init", "check", "estimate", "plan", "run", "sweep", "adapt", "export"),
+    "Run": ("init", "check", "estimate", "plan", "run", "sweep", "export"),
     "Look": ("watch", "report", "describe", "evaluate", "predict", "audit"),
     "Share": ("save", "evidence", "withdraw"),
     "Site": ("site",),

@@ -26,13 +26,13 @@ def check(
         typer.Argument(help="Configuration file, or the name of one of the package's own", show_default=False),
     ] = None,
     overrides: Overrides = None,
-    policy: Annotated[
+    site: Annotated[
         Path | None,
-        typer.Option(help="Check the job against a site's policy, too: a file, or one of open, careful, strict"),
-    ] = None,
-    kit: Annotated[
-        Path | None,
-        typer.Option(help="Check the site of this startup kit instead: is it ready, for any job or for CONFIG?"),
+        typer.Option(
+            metavar="KIT|POLICY",
+            help="A site's startup kit: is the site ready, for any job or for CONFIG? Or a policy, a file or one of "
+            "open, careful, strict: would a site with it take CONFIG?",
+        ),
     ] = None,
 ) -> None:
     """Check a configuration: settings, model, data, and a first round with one training step at every site.
@@ -43,22 +43,20 @@ def check(
     verdict. Exit code: 0 if a run of one round would end with all sites, 2 for a wrong configuration, else 1. Nothing
     leaves this machine. In Python: Study.check().
 
-    With --kit a site's startup kit is checked, and changed in nothing: certificates, classes, guards, policy, data, the
-    way to the server; with CONFIG also whether the job can read the data there and the policy allows it.
+    With --site KIT a site's startup kit is checked, and changed in nothing: certificates, classes, guards, policy,
+    data, the way to the server; with CONFIG also whether the job can read the data there and the policy allows it.
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.95[/]
 
-    [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --policy careful[/]
+    [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --site careful[/]
 
-    [dim]flare-sparse check study.yaml --kit /opt/flare/site-1[/]
+    [dim]flare-sparse check study.yaml --site /opt/flare/site-1[/]
     """
-    if kit is not None:
-        if policy is not None:
-            raise ConfigError("--policy: the policy of --kit is in force; leave one of them out")
-        raise typer.Exit(min(print_findings(_check_site(kit, config, overrides or ()), as_json=JSON.get()), 1))
+    if site is not None and site.is_dir():
+        raise typer.Exit(min(print_findings(_check_site(site, config, overrides or ()), as_json=JSON.get()), 1))
     if config is None:
-        raise ConfigError("name a configuration to check, or with --kit the startup kit of a site")
-    raise typer.Exit(print_findings(_check(config, overrides or (), policy), as_json=JSON.get()))
+        raise ConfigError("name a configuration to check, or with --site the startup kit of a site")
+    raise typer.Exit(print_findings(_check(config, overrides or (), site), as_json=JSON.get()))
 
 
 def _check(config: Path, overrides: Sequence[str], policy: Path | None) -> Iterator[Finding]:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..cohorts.split import Part
+from ..core.errors import ConfigError
 from .console import build_table
 from .console import out as console
-from .options import JSON, ModelName, take_options
+from .options import JSON, take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
+    from ..api.run import Run
     from ..tasks.task import Metric
 
 
@@ -32,7 +34,14 @@ class EvaluateOptions:
         ),
     ] = None
     split: Annotated[Part, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all"
-    model: ModelName = "final"
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="final|best|adapted|SITE",
+            help="Which of the run's models: the last one, the best on validation examples, the last one adapted to "
+            "80 % of the data, or a site's own",
+        ),
+    ] = "final"
     name: Annotated[
         str | None,
         typer.Option(help="Name of the cohort in file, table and report; default: that of the data"),
@@ -47,6 +56,9 @@ def evaluate(options: EvaluateOptions) -> None:
     95 % bootstrap intervals over the examples. Writes RUN/evaluations/NAME.json, which flare-sparse report shows.
     Nothing leaves this machine.
 
+    With --model adapted the model of a method that adapts, such as metagater, is adapted to 80 % of the data's examples
+    and evaluated on the others, before and after. Writes the model and adaptation.json to RUN/adapted/NAME.
+
     Examples:
 
         flare-sparse evaluate runs/neurosfl_brain_age --data /data/new_hospital
@@ -54,6 +66,8 @@ def evaluate(options: EvaluateOptions) -> None:
         flare-sparse evaluate runs/neurosfl_brain_age --data /data/new_hospital --model best --json
 
         flare-sparse evaluate runs/neurosfl_brain_age runs/local_only_brain_age
+
+        flare-sparse evaluate runs/metagater_cifar10 --data new_hospital.npz --model adapted
     """
     from ..api.run import Run
     from ..results.runs.evaluation import choose_evaluation_file
@@ -62,6 +76,9 @@ def evaluate(options: EvaluateOptions) -> None:
     records = []
     for folder in options.runs:
         run = Run(folder, Screen())
+        if options.model == "adapted":
+            records.append(_adapt(run, options))
+            continue
         record = run.evaluate(
             options.data,
             model=options.model,
@@ -79,6 +96,35 @@ def evaluate(options: EvaluateOptions) -> None:
             console.print(f"record: {file}", markup=False)
     if JSON.get():
         console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
+
+
+def _adapt(run: Run, options: EvaluateOptions) -> dict[str, Any]:
+    """Adapt the run's model to the data, show the figures unless they are asked for as JSON, and return them.
+
+    Raises:
+        ConfigError: there is no data, or an option does not apply; and as ``Run.adapt``.
+    """
+    from ..results.runs.adaptation import ADAPTATION, ADAPTED
+
+    if options.data is None:
+        raise ConfigError("--model adapted: name the data of the new site with --data")
+    if options.split != "all" or options.name is not None:
+        raise ConfigError("--model adapted: has a split and a name of its own; leave --split and --name out")
+    figures = run.adapt(options.data)
+    if not JSON.get():
+        metric, folder = run.study.assembly.task.metric, run.path / ADAPTED / figures["site"]
+        rows = [
+            [_label_metric(name, metric), f"{figures['before'][name]:.3f}", f"{after:.3f}"]
+            for name, after in sorted(figures["after"].items())
+        ]
+        console.print(build_table(f"{figures['method']} at {figures['site']}", ("", "before", "after"), rows))
+        console.print(
+            f"{figures['training_examples']} training examples, {figures['adaptation_seconds']:.2f} s; "
+            f"{figures['sparsity']:.1%} of the weights are zero"
+        )
+        console.print(f"model:  {folder / 'model.safetensors'}", markup=False)
+        console.print(f"record: {folder / ADAPTATION}", markup=False)
+    return figures
 
 
 def _show(result: dict[str, Any], metric: Metric) -> None:

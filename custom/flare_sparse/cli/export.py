@@ -11,12 +11,12 @@ from .options import Overrides
 
 _INSTALLED = (
     "  {path} is not part of the job: install {module} at every site and run there "
-    "flare-sparse site setup KIT --also {path}, or export with --byoc"
+    "flare-sparse site setup KIT --also {path}, or export with --set deployment.packaging=byoc"
 )
 
 _BUNDLE = (
     "  {classes}: code of the bundle's own, which is not part of the job: sites that allow code take it with "
-    "export --byoc; every other site refuses the job"
+    "--set deployment.packaging=byoc; every other site refuses the job"
 )
 
 
@@ -24,23 +24,17 @@ def export(
     configs: Annotated[list[Path], typer.Argument(help="Configuration files", show_default=False)],
     out: Annotated[Path, typer.Option(help="Folder that receives one job folder per configuration")] = Path("jobs"),
     set_: Overrides = None,
-    byoc: Annotated[
-        bool,
-        typer.Option(
-            "--byoc",
-            help="Send the package's source with the job; default: every site has installed the wheel",
-        ),
-    ] = False,
 ) -> None:
     """Write FLARE job folders for submit_job.
 
-    By default no code travels: every site has installed the wheel and allows its classes.
+    By default no code travels: every site has installed the wheel and allows its classes. With deployment.packaging:
+    byoc the package's source is part of the job.
 
     Examples:
 
         flare-sparse export app_configs/*.yaml
 
-        flare-sparse export dose.yaml --byoc --set federation.min_sites=2
+        flare-sparse export dose.yaml --set deployment.packaging=byoc
     """
     from ..config.loading import load_config
     from ..config.user_classes import list_user_code
@@ -51,10 +45,11 @@ def export(
         file = find_configuration(file)  # noqa: PLW2901, the same file by its full name
         config = load_config(file, set_ or ())
         with contextlib.redirect_stdout(io.StringIO()):
+            byoc = config.deployment.packaging == "byoc"
             # A script always travels: it is no class, which a site could have installed and allowed.
             travels = byoc or config.task.key == "script"
             modules = list_user_code(config, file.parent) if travels else ()
-            export_job(config, out, "byoc" if byoc else "installed", modules)
+            export_job(config, out, modules)
         typer.echo(f"{out / config.name}")
         if (code := getattr(config.task.config, "code", ())) and not byoc:
             typer.echo(_BUNDLE.format(classes=", ".join(code)), err=True)

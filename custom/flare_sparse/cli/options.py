@@ -62,27 +62,16 @@ def take_options(options: type[Options]) -> Callable[[Callable[[Options], None]]
     return decorate
 
 
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue an interrupted run in the same --out from its last committed round")
-]
-
-StepBack = Annotated[
-    int | None,
+StartFrom = Annotated[
+    str | None,
     typer.Option(
-        min=1,
-        metavar="N",
-        help="Only with --resume: discard the last N commits first and repeat their rounds. For a poisoned commit: "
-        "most sites diverge from its model (E_DIVERGED, E_FINITE), or an update in it turns out to be wrong. Remove "
-        "the cause first. The last two commits are kept, so one step is possible. Not for --env prod",
-    ),
-]
-
-ContinueFrom = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="RUN",
-        help="Continue a finished run, given by its result folder, up to the larger total of method.rounds; the result "
-        "is that of a run with all rounds at once. RUN is not changed. Default of --out then: RUN-ROUNDS. Not for "
-        "--env prod, and not for methods whose schedule depends on the number of rounds",
+        metavar="last|last-N|new|RUN",
+        help="last: continue the interrupted run of the result folder from its last committed round. last-N: discard "
+        "its last N commits first, after most sites diverge from a poisoned one (E_DIVERGED, E_FINITE); remove the "
+        "cause, too; not for --env prod. new: replace the run of the result folder. RUN, the result folder of a "
+        "finished run, which is not changed: continue it up to the larger total of method.rounds, as if it had had all "
+        "rounds at once; default of --out then: RUN-ROUNDS; not for --env prod, nor for methods whose schedule depends "
+        "on the number of rounds",
+        show_default="a new run; nothing is replaced",
     ),
 ]

@@ -32,33 +32,33 @@ _ROUND = re.compile(r"round (\d+)/")
 
 @dataclass(frozen=True)
 class RunCommand:
-    """The command that the user typed, so that it can be printed with other flags.
+    """The command that the user typed, so that it can be printed with another start.
 
     Attributes:
         config: configuration file.
         out: result folder as the user typed it, or the default.
-        options: every other option and its value as given; None or False: not given.
+        options: every other option and its value as given; None: not given.
         overrides: values of ``--set``.
+        replaces: whether the user has asked to replace the run of the folder.
     """
 
     config: Path
     out: Path
-    options: Mapping[str, str | int | Path | bool | None]
+    options: Mapping[str, str | Path | None]
     overrides: tuple[str, ...] = ()
+    replaces: bool = False
 
-    def format(self, *flags: str) -> str:
-        """Return the command with further flags, quoted for a shell."""
+    def format(self, start: str = "") -> str:
+        """Return the command with a value of ``--start``, quoted for a shell."""
         words = ["flare-sparse", "run", str(self.config)]
         for name, value in self.options.items():
             if name == "env" and value == "sim":
                 continue
-            if value is True:
-                words.append(f"--{name}")
-            elif value is not None and value is not False:
+            if value is not None:
                 words += [f"--{name}", str(value)]
         for override in self.overrides:
             words += ["--set", override]
-        return shlex.join([*words, "--out", str(self.out), *flags])
+        return shlex.join([*words, "--out", str(self.out), *(["--start", start] if start else [])])
 
 
 @dataclass
@@ -179,7 +179,7 @@ def describe_interruption(
     cause = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     if env == "prod":
         happened = f"stopped by {cause}; the job itself continues at the server"
-        return [happened, _describe_safe(env, progress, command.out), f"follow it again: {command.format('--resume')}"]
+        return [happened, _describe_safe(env, progress, command.out), f"follow it again: {command.format('last')}"]
     happened = f"stopped by {cause}; the processes of the run are ended"
     return [happened, *describe_next_steps(command, env, progress, None, restarts=restarts)]
 
@@ -198,13 +198,14 @@ def describe_next_steps(
     """
     remedy = str(getattr(error, "remedy", ""))
     has_commit = progress.committed is not None or RunFolder(command.out).has_checkpoint
-    flag = "--overwrite" if restarts else "--resume"
-    flags = [flag] if env == "prod" or has_commit else []
+    # What was to be replaced is still there if the run ended before it had anything of its own.
+    keeps_older = command.replaces and env != "prod" and progress.committed is None
+    start = "new" if restarts or keeps_older else "last"
     way = "to continue" if error is None else "to continue, once the cause is removed"
     return [
         *([f"remedy: {remedy}"] if remedy else []),
         _describe_safe(env, progress, command.out),
-        f"{way}: {command.format(*flags)}",
+        f"{way}: {command.format(start if env == 'prod' or has_commit else '')}",
     ]
 
 

@@ -13,7 +13,10 @@ from .options import ModelName
 def predict(
     run: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)],
     data: Annotated[
-        Path, typer.Option(help="A data set in the form of the run's sites, a folder of images, or one image")
+        Path,
+        typer.Argument(
+            help="A data set in the form of the run's sites, a folder of images, or one image", show_default=False
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -28,7 +31,7 @@ def predict(
     Each file OUT/CASE_dseg.nii.gz has orientation, affine and voxels of the image and the values of task.classes.
     Nothing leaves this machine.
 
-    [dim]flare-sparse predict runs/neurosfl_hippocampus --data /data/new_hospital --out predictions[/]
+    [dim]flare-sparse predict runs/neurosfl_hippocampus /data/new_hospital --out predictions[/]
     """
     from ..config.withdrawals import open_data
     from ..core.seeds import limit_threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 _INPUTS = 4
 """Examples on which the ONNX file is compared with the network."""
-Format = Literal["network", "sparse", "int8", "csr", "compact"]
+Format = Literal["network", "sparse", "int8", "csr", "compact", "onnx"]
 
 
 def save(
@@ -32,14 +33,12 @@ def save(
             "--format",
             help="network: as other libraries read it; sparse: the smallest folder that load_model reads; int8: the "
             "same with values of 8 bits, which changes predictions a little; csr: each tensor as a sparse matrix of "
-            "scipy; compact: without the units and channels that compute nothing",
+            "scipy; compact: without the units and channels that compute nothing; onnx: a file, without these, too, "
+            "after a check that it computes the same",
         ),
     ] = "network",
-    onnx: Annotated[
-        bool, typer.Option("--onnx", help="Write ONNX, too, after a check that it computes the same on the run's data")
-    ] = False,
     data: Annotated[
-        Path | None, typer.Option(help="Data for the check of --onnx; default: that of the run's first simulated site")
+        Path | None, typer.Option(help="Data for the check of onnx; default: that of the run's first simulated site")
     ] = None,
     context: Annotated[
         Path | None,
@@ -54,7 +53,7 @@ def save(
 
     [dim]flare-sparse save runs/lora_a2_brain_age --out adapters/nsk[/]
 
-    [dim]flare-sparse save runs/neurosfl_brain_age --onnx[/]
+    [dim]flare-sparse save runs/neurosfl_brain_age --format onnx[/]
 
     [dim]flare-sparse save runs/neurosfl_brain_age --format sparse[/]
 
@@ -76,21 +75,37 @@ def save(
         save_small_run(study, model, folder, "int8" if form == "int8" else None)
     elif form == "csr":
         save_csr(network, folder / "csr")
+    elif form == "onnx":
+        _save_onnx(study, network, folder, data)
     else:
         study.assembly.task.save(network, folder)
-    if onnx:
-        try:
-            from ..results.runs.onnx_export import export_onnx
-        except ImportError as error:
-            raise ConfigError(
-                f"--onnx needs onnx and onnxruntime: pip install 'flare-sparse[onnx]' ({error.name})"
-            ) from error
-        largest_error = export_onnx(network, _load_inputs(study, data), folder / "model.onnx")
-        console.print(f"model.onnx computes the same within {largest_error:.2g}")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     total = sum(path.stat().st_size for path in files)
     console.print(f"{folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())), markup=False)
     console.print(f"{total:,} bytes in {len(files)} files; the dense model takes {_count_bytes(network):,}")
+
+
+def _save_onnx(study: Study, network: nn.Module, folder: Path, data: Path | None) -> None:
+    """Write a network as ONNX, without units that compute nothing where there are some.
+
+    Raises:
+        ConfigError: onnx is not installed, there is no data, or the network cannot be exported.
+    """
+    from ..compute.structure.compact import compact_model
+
+    try:
+        from ..results.runs.onnx_export import export_onnx
+    except ImportError as error:
+        raise ConfigError(
+            f"--format onnx needs onnx and onnxruntime: pip install 'flare-sparse[onnx]' ({error.name})"
+        ) from error
+    # Most networks have no such unit, or cannot be traced.
+    with suppress(ConfigError):
+        network = compact_model(network)
+    inputs = _load_inputs(study, data)
+    folder.mkdir(parents=True, exist_ok=True)
+    largest_error = export_onnx(network, inputs, folder / "model.onnx")
+    console.print(f"model.onnx computes the same within {largest_error:.2g}")
 
 
 def _count_bytes(network: nn.Module) -> int:
@@ -128,7 +143,7 @@ def _load_inputs(study: Study, data: Path | None) -> Tensor:
     if data is not None:
         site = open_data(study.folder, data, "data")
     elif study.config.simulator is None:
-        raise ConfigError("--onnx: the run has no simulator section and so no data; add --data DIR")
+        raise ConfigError("--format onnx: the run has no simulator section and so no data; add --data DIR")
     else:
         site = next(iter(study.prepare_sites(study.folder, Screen()).values()))
     return load_inputs(study, site, _INPUTS)

@@ -22,7 +22,7 @@ HELP = """Prepare a site and keep it: data, policy, allowed classes; people, wit
 
 [dim]flare-sparse site declare /opt/flare/site-1[/]
 
-[dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt[/]
+[dim]flare-sparse site withdraw /opt/flare/site-1 withdrawn.txt[/]
 
 [dim]flare-sparse site log /opt/flare/site-1[/]
 """
@@ -66,7 +66,7 @@ def setup(
     changes nothing. Restart the site afterwards.
 
     KIT may be the server's: it gets classes and rights, no policy. For a site, the last lines are those of flare-sparse
-    check --kit KIT, and say what is left for a person.
+    check --site KIT, and say what is left for a person.
 
     [dim]flare-sparse site setup /opt/flare/site-1 --data /data/brains --policy careful[/]
     """
@@ -91,7 +91,9 @@ def setup(
 @site.command()
 def withdraw(
     kit: Kit,
-    subjects: Annotated[Path, typer.Option(help="File with the identifiers of the subjects, one a line")],
+    subjects: Annotated[
+        Path, typer.Argument(help="File with the identifiers of the subjects, one a line", show_default=False)
+    ],
     end_after: Annotated[
         float | None,
         typer.Option(metavar="SECONDS", min=0, help="Wait so long for jobs that use the data, then end them"),
@@ -103,7 +105,7 @@ def withdraw(
     in the site's data. Deletes the folders and checkpoints of earlier jobs and the site's own models, nothing while a
     job runs: wait, or give --end-after. Names the jobs that this site has answered: tell their leads to run them again.
 
-    [dim]flare-sparse site withdraw /opt/flare/site-1 --subjects withdrawn.txt --end-after 600[/]
+    [dim]flare-sparse site withdraw /opt/flare/site-1 withdrawn.txt --end-after 600[/]
     """
     from ..flare.site.withdrawal import withdraw_at_site
 

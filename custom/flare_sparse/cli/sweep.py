@@ -24,9 +24,9 @@ def sweep(
     config: ConfigFile,
     grid: Annotated[
         list[str],
-        typer.Option(
+        typer.Argument(
             metavar="KEY.PATH=VALUE,...",
-            help="Values of a setting to try, or a range LOW..HIGH[,log]; repeatable: all combinations are run",
+            help="Values of a setting to try, or a range LOW..HIGH[,log]; of several settings all combinations are run",
             show_default=False,
         ),
     ],
@@ -56,10 +56,10 @@ def sweep(
     Methods are values like others; a setting that one of them lacks is left out of its runs, and with --trials each has
     as many. The best settings of each are then compared on the same test subjects, with paired 95 % intervals.
 
-    [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml --grid method.sparsity=0.8,0.9 --set
+    [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml method.sparsity=0.8,0.9 --set
     task.split.validation=0.1[/]
 
-    [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml --grid method.name=fedavg,neurosfl --grid
+    [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml method.name=fedavg,neurosfl
     method.training.lr=0.01,0.03 --set task.split.validation=0.1[/]
     """
     from ..api import sweep as sweeps

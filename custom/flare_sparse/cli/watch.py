@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -47,6 +48,7 @@ SHOWN_ROUNDS = 12
 """Lines of the live table; older ones scroll away."""
 EVERY_S = 2.0
 """Seconds between two looks."""
+_PORT, MAX_PORT = re.compile(r"-?\d+"), 65535
 
 
 def watch(
@@ -61,13 +63,12 @@ def watch(
         Path | None, typer.Option(help="Startup kit of an admin of the federation that runs the job")
     ] = None,
     page: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE", help="Also write an HTML page, which loads itself again in a browser while the run goes on"
+            metavar="FILE|PORT",
+            help="Also write an HTML page, which loads itself again in a browser while the run goes on; or serve it at "
+            "http://127.0.0.1:PORT",
         ),
-    ] = None,
-    serve: Annotated[
-        int | None, typer.Option(metavar="PORT", min=0, max=65535, help="Also serve this page at http://127.0.0.1:PORT")
     ] = None,
 ) -> None:
     """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
@@ -84,17 +85,18 @@ def watch(
 
         flare-sparse watch runs/neurosfl_brain_age --page live.html
 
-        flare-sparse watch /opt/flare/site-1 --serve 8080
+        flare-sparse watch /opt/flare/site-1 --page 8080
 
         flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
     """
     with ExitStack() as stack:
-        if serve is not None:
-            page = page or Path(stack.enter_context(TemporaryDirectory())) / "page.html"
-            address = stack.enter_context(serve_page(page, serve))
+        file = None if page is None else Path(page)
+        if page is not None and _PORT.fullmatch(page):
+            file = Path(stack.enter_context(TemporaryDirectory())) / "page.html"
+            address = stack.enter_context(serve_page(file, int(page)))
             err.print(f"page: {address}", markup=False)
         try:
-            _watch(run, kit, page)
+            _watch(run, kit, file)
         except KeyboardInterrupt:
             stdout.print("no longer watching; the run continues")
 
@@ -119,7 +121,7 @@ def serve_page(file: Path, port: int) -> Iterator[str]:
     """Serve a page to browsers on this machine alone while the block runs; yield its address.
 
     Raises:
-        ConfigError: the port is not free.
+        ConfigError: there is no such port, or it is not free.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -134,10 +136,12 @@ def serve_page(file: Path, port: int) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             """Print no line for a request: the terminal has the table."""
 
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"--page {port}: a port is 0 to {MAX_PORT}; a file of this name is ./{port}")
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:
-        raise ConfigError(f"--serve {port}: {error.strerror}; choose another port") from error
+        raise ConfigError(f"--page {port}: {error.strerror}; choose another port") from error
     with server, run_beside(lambda _: server.serve_forever()):
         try:
             yield f"http://127.0.0.1:{server.server_port}"

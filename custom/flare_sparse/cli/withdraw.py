@@ -23,10 +23,14 @@ class WithdrawOptions:
     """Options of ``flare-sparse withdraw``."""
 
     run: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)]
-    subjects: Annotated[
-        Path | None, typer.Option(help="File with the identifiers of the subjects that withdraw, one a line")
-    ] = None
-    site: Annotated[str | None, typer.Option(help="Name of the site that leaves")] = None
+    leaving: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|SITE",
+            help="File with the identifiers of the subjects that withdraw, one a line; or name of the site that leaves",
+            show_default=False,
+        ),
+    ]
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say which rounds the data touched; change and train nothing")
     ] = False
@@ -44,9 +48,9 @@ def withdraw(options: WithdrawOptions) -> None:
     that checkpoint (federation.kept_commits), else from the start. The new model has the bits of a run that never had
     the data. Needs the data of all sites on this machine; for a deployed run see docs/withdrawal.md.
 
-    [dim]flare-sparse withdraw runs/study --subjects withdrawn.txt --dry-run[/]
+    [dim]flare-sparse withdraw runs/study withdrawn.txt --dry-run[/]
 
-    [dim]flare-sparse withdraw runs/study --site hospital-b --delete-models[/]
+    [dim]flare-sparse withdraw runs/study hospital-b --delete-models[/]
     """
     from ..api.run import Run
     from ..api.withdraw import trace_withdrawal
@@ -55,14 +59,10 @@ def withdraw(options: WithdrawOptions) -> None:
     from ..core.names import read_names
     from ..results.runs.received import name_damage
 
-    if (options.subjects is None) == (options.site is None):
-        raise ConfigError("give either --subjects FILE or --site NAME")
-    gone = Withdrawals(
-        read_names(options.subjects) if options.subjects else frozenset(),
-        frozenset({options.site}) if options.site else frozenset(),
-    )
+    file = Path(options.leaving)
+    gone = Withdrawals(read_names(file)) if file.is_file() else Withdrawals(sites=frozenset({options.leaving}))
     if not gone.subjects and not gone.sites:
-        raise ConfigError(f"--subjects {options.subjects}: the file lists no identifier")
+        raise ConfigError(f"{file}: the file lists no identifier")
     run = Run.load(options.run, Screen(err))
     touched = trace_withdrawal(run, gone)
     with name_damage(run.path):

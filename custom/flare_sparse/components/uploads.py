@@ -79,6 +79,7 @@ class ChannelUpload(UploadFilter):
         budget: instead of ``rate``: exact share of the parameters.
         selection: ``"positive"``: entries on a selected path; ``"negative"``: those on no other path.
         biases: ``"selected"``, ``"never"`` (as printed in the paper) or ``"all"``.
+        channels: ``"paths"`` through the network, or ``"layerwise"``: the units of each layer by themselves.
         model: the network, whose connections give the paths. None: units are selected layer by layer, by the names and
             shapes of the arrays alone.
         seed: seed of the sample of paths, in networks with too many to list.
@@ -88,7 +89,7 @@ class ChannelUpload(UploadFilter):
     """
 
     # FLARE exports no argument that equals its default; who reviews the job must see these.
-    _always_serialize_args = ("rate", "budget", "selection", "biases")
+    _always_serialize_args = ("rate", "budget", "selection", "biases", "channels")
 
     def __init__(
         self,
@@ -96,13 +97,14 @@ class ChannelUpload(UploadFilter):
         budget: float | None = None,
         selection: Selection = "positive",
         biases: Biases = "selected",
+        channels: Literal["paths", "layerwise"] = "paths",
         model: nn.Module | None = None,
         seed: int = 0,
     ):
         super().__init__()
         self.rate, self.budget, self.selection, self.biases = rate, budget, selection, biases
-        self.model, self.seed = model, seed
-        settings = {"rate": rate, "budget": budget, "selection": selection, "biases": biases}
+        self.channels, self.model, self.seed = channels, model, seed
+        settings = {"rate": rate, "budget": budget, "selection": selection, "biases": biases, "channels": channels}
         self._selector = ChannelSelector(check_settings(self, ChannelConfig, settings), seed)
         self._layout = None if model is None else Layout.from_module(model)
 
@@ -122,6 +124,7 @@ class RankUpload(UploadFilter):
 
     Args:
         rank: r_k, number of slots by adapted module; not less than the adapters' rank: all slots.
+        budget: ``"slots"`` over the whole model (the paper), or as many ``"scalars"`` as ``rank`` ranks have.
         schedule: ``"alternate"``: B in odd rounds and A in even ones; ``"b_only"``: always B (FFA-LoRA).
         heads: patterns of names of trained tensors that are no adapters, such as ``["classifier.*"]``; these leave in
             full. Whatever no pattern names belongs to the frozen base model.
@@ -130,17 +133,18 @@ class RankUpload(UploadFilter):
         ComponentError: an argument is invalid.
     """
 
-    _always_serialize_args = ("rank", "schedule", "heads")
+    _always_serialize_args = ("rank", "budget", "schedule", "heads")
 
     def __init__(
         self,
         rank: int = 8,
+        budget: Literal["slots", "scalars"] = "slots",
         schedule: Literal["alternate", "b_only"] = "alternate",
         heads: Sequence[str] = (),
     ):
         super().__init__()
-        self.rank, self.schedule, self.heads = rank, schedule, list(heads)
-        self._config = check_settings(self, LoRAA2Config, {"rank": rank, "schedule": schedule})
+        self.rank, self.budget, self.schedule, self.heads = rank, budget, schedule, list(heads)
+        self._config = check_settings(self, LoRAA2Config, {"rank": rank, "budget": budget, "schedule": schedule})
 
     def get_layout(self, arrays: Arrays) -> Layout:
         return guess_layout({n: a for n, a in arrays.items() if FACTOR_NAME.fullmatch(n) or self._is_head(n)})
@@ -166,7 +170,8 @@ class RankUpload(UploadFilter):
         if self.rank >= slots.rank:
             return method.select_exchanged(t)
         scores = compute_slot_scores(slots, delta, start, active)
-        return select_slots(slots, scores, self.rank, active) | slots.other_entries
+        chosen = select_slots(slots, scores, self.rank, active, per_scalar=self.budget == "scalars")
+        return chosen | slots.other_entries
 
 
 def layout_of_rest(arrays: Arrays, layout: Layout) -> Layout:

@@ -260,7 +260,7 @@ _FEATURES = (
 FEATURES = {feature.name: feature for feature in _FEATURES}
 """The features of a job by name; a new one adds its entry above."""
 CONTINUATION = Feature(
-    "--continue-from",
+    "--start RUN",
     "the rounds of the finished run must be those of the longer one",
     lambda job: False,
     "start a run of all rounds without it",
@@ -274,7 +274,7 @@ AUDIT = Feature(
     takes=frozenset({Need.NO_COMMON_MODEL, Need.HIDDEN_EXAMPLES}),
 )
 WITHDRAWAL = Feature(
-    "flare-sparse withdraw --subjects",
+    "flare-sparse withdraw",
     "the package leaves the subjects out of what a site reads",
     lambda job: False,
     "remove the subjects from the data and run again",

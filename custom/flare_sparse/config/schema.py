@@ -371,11 +371,28 @@ class JobConfig(Section):
         return self.wire.aggregation == "masked"
 
 
+Packaging = Literal["installed", "byoc"]
+Service = Literal["tensorboard", "mlflow", "wandb"]
+
+
+class DeploymentConfig(Section):
+    """How a job gets to FLARE, and where the figures of its rounds go; no result depends on it."""
+
+    packaging: Packaging = "installed"
+    """installed: every site has installed the package and allows its classes; byoc: its source travels with the job,
+    which a site can refuse"""
+    track: Service | None = None
+    """service that FLARE's receiver at the server sends the figures of every round to; the server's environment has
+    address and key, without which they are files in the result folder; needs the extra track"""
+
+
 class RunConfig(JobConfig):
-    """A configuration file: a job and its simulated sites."""
+    """A configuration file: a job, its simulated sites, and its deployment."""
 
     simulator: SimulatorConfig | None = None
     """sites and data of --env sim and --env local"""
+    deployment: DeploymentConfig = Field(default_factory=DeploymentConfig)
+    """how the job gets to FLARE"""
 
     @model_validator(mode="after")
     def _check_quorum(self) -> RunConfig:

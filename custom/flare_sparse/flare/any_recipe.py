@@ -19,9 +19,10 @@ import flare_sparse
 
 from ..components.recipes import get_apps, get_job, require_package
 from ..components.sparse_exchange import SparseExchange, describe_filter
+from ..config.schema import Packaging
 from ..core.errors import ConfigError
 from ..wire.formats import ValueType
-from .recipe import Packaging, check_packaging
+from .recipe import check_packaging
 from .recipe_budget import RecipeBudget
 
 _CONTROLLERS = (BaseModelController, ScatterAndGather, CyclicController)

@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.job_config.api import FedJob
@@ -18,7 +18,7 @@ import flare_sparse
 
 from ..config.choice import Choice
 from ..config.loading import import_classes, name_plugin_classes, parse_job, serialize_job
-from ..config.schema import JobConfig
+from ..config.schema import DeploymentConfig, JobConfig, Packaging, RunConfig
 from ..config.user_classes import list_user_code, load_task
 from ..config.yaml_files import format_yaml
 from ..core.errors import ConfigError
@@ -46,8 +46,6 @@ from .session import (
 from .tracking import Tracker
 from .workspace import JOB_FILE
 
-Packaging = Literal["installed", "byoc"]
-
 
 def check_packaging(packaging: str) -> None:
     """Refuse an unknown packaging.
@@ -66,15 +64,15 @@ class SparseRecipe(Recipe):
         recipe.execute(SimEnv(num_clients=4))  # or PocEnv, ProdEnv; or recipe.export("jobs")
 
     Args:
-        config: a validated configuration; only its job part goes into the job.
-        packaging: ``"installed"``: no code travels, every site has installed the wheel and allows its classes;
-            ``"byoc"``: the package's source travels in the app's ``custom/`` folder.
+        config: a validated configuration; only its job part goes into the job. With ``deployment.packaging: byoc`` the
+            package's source travels in the app's ``custom/`` folder; without it no code travels, and every site has
+            installed the wheel and allows its classes.
         modules: the user's files and package folders; those of a task or a method travel with ``"byoc"`` only, those of
             a training script always.
         tracker: component that sends the figures to MLflow or Weights & Biases; None: none.
 
     Raises:
-        ConfigError: the packaging is unknown; or it is ``"installed"``, and there are ``modules``.
+        ConfigError: there are ``modules``, and the packaging is ``installed``.
     """
 
     recipe_algorithm = "sparse federated learning"
@@ -83,13 +81,11 @@ class SparseRecipe(Recipe):
 
     def __init__(
         self,
-        config: JobConfig,
+        config: RunConfig,
         *,
-        packaging: Packaging = "installed",
         modules: tuple[Path, ...] = (),
         tracker: Tracker | None = None,
     ):
-        check_packaging(packaging)
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
         # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
@@ -104,11 +100,12 @@ class SparseRecipe(Recipe):
         self._add_settings(job, config)
         # Nested under "server", the only place where FLARE reads it.
         self.add_server_config({"server": {"task_request_interval": config.federation.request_interval_s}})
-        if packaging == "byoc":
+        if config.deployment.packaging == "byoc":
             self._add_package(job)
         elif modules and config.task.key != "script":
             raise ConfigError(
-                "modules: source files travel only with packaging 'byoc'; choose it, or install them at the sites"
+                "modules: source files travel only with deployment.packaging: byoc; choose it, or install them at the "
+                "sites"
             )
         self._add_modules(job, modules)
 
@@ -141,7 +138,7 @@ class SparseRecipe(Recipe):
             rounds: number of rounds; not in ``method``.
             min_clients: quorum of a round.
             train_args: command line of the script.
-            packaging: as in the constructor; the script travels with both.
+            packaging: ``deployment.packaging``; the script travels with both.
             settings: further settings of a configuration: ``name``, ``seed``, sections such as ``wire={"values":
                 "bfloat16"}``, and of the section ``task``: ``launch``, ``metric`` (its key in what the script sends, or
                 ``name``, ``mode`` and ``unit``) and ``weigh_by``.
@@ -149,6 +146,7 @@ class SparseRecipe(Recipe):
         Raises:
             ConfigError: the settings are invalid, or the network cannot be built from its class.
         """
+        check_packaging(packaging)
         script = Path(train_script).resolve()
         if "task" in settings:
             raise ConfigError(
@@ -171,7 +169,10 @@ class SparseRecipe(Recipe):
         modules = list_user_code(config, script.parent)
         # Here and not first in the running job: the path may name no class, or the arguments may not fit it.
         load_task(config, script.parent)
-        return cls(config, packaging=packaging, modules=modules)
+        return cls(
+            RunConfig(**dict(config), deployment=DeploymentConfig(packaging=packaging)),
+            modules=modules,
+        )
 
     def _add_server_components(self, job: FedJob, tracker: Tracker | None) -> None:
         job.to_server(FederatedController(**show_settings(self._config, SERVER_SECTIONS)), id="controller")
@@ -267,9 +268,7 @@ def describe_user_class(choice: Choice[Any]) -> dict[str, Any]:
     return {"path": choice.name, "args": {"config": choice.config.model_dump(mode="json")}}
 
 
-def export_job(
-    config: JobConfig, out: Path, packaging: Packaging = "installed", modules: tuple[Path, ...] = ()
-) -> Path:
+def export_job(config: RunConfig, out: Path, modules: tuple[Path, ...] = ()) -> Path:
     """Write the job folder ``out/<name>``, replacing an older one, and return it."""
-    SparseRecipe(config, packaging=packaging, modules=modules).export(str(out))
+    SparseRecipe(config, modules=modules).export(str(out))
     return out / config.name

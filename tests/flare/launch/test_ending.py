@@ -14,7 +14,7 @@ from flare_sparse.flare.launch.connection import describe_end, find_reason
         ("EXECUTION_EXCEPTION", {"rounds": 3}, "a process of the job died, at the server or at a site", "batch_size"),
         ("ABORTED", {"rounds": 3}, "an admin aborted it", ""),
         ("CAN_NOT_SCHEDULE", {}, "fewer sites were connected than it needs", "startup/start.sh"),
-        ("ABNORMAL", {}, "before its first round", "flare-sparse check --kit KIT"),
+        ("ABNORMAL", {}, "before its first round", "flare-sparse check --site KIT"),
         ("ABNORMAL", {"rounds": 2}, "a participant left the job", "KIT/JOB_ID/log.txt"),
         ("ABANDONED", {}, "a participant left the job", "KIT/JOB_ID/log.txt"),
         ("ABNORMAL", {"reason": "E_QUORUM: round 3"}, "E_QUORUM: round 3", "docs/troubleshooting.md"),

@@ -77,14 +77,14 @@ COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
     "matrix": lambda run, made: ["evaluate", run],
     "save": lambda run, made: ["save", run, "--format", "sparse"],
     "dpia": lambda run, made: ["evidence", run, "--out", run / "dpia.md"],
-    "withdraw": lambda run, made: ["withdraw", run, "--site", "B", "--dry-run"],
+    "withdraw": lambda run, made: ["withdraw", run, "B", "--dry-run"],
     "watch": lambda run, made: ["watch", run, "--json"],
     "page": lambda run, made: ["watch", run, "--page", run / "page.html"],
     "continue": lambda run, made: [
-        "run", made / "study.yaml", "--env", "local", "--set", "method.rounds=2", "--continue-from", run,
+        "run", made / "study.yaml", "--env", "local", "--set", "method.rounds=2", "--start", run,
         "--out", run / "more",
     ],
-    "resume": lambda run, made: ["run", made / "study.yaml", "--env", "local", "--resume", "--out", run],
+    "resume": lambda run, made: ["run", made / "study.yaml", "--env", "local", "--start", "last", "--out", run],
     "egress": lambda run, made: ["site", "log", run],
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.results.runs.folder import RunFolder
+from flare_sparse.results.runs.folder import RunFolder, Start
 
 
 def finish(folder: str) -> None:
@@ -21,10 +21,10 @@ def test_default_folder_is_the_first_without_a_finished_run(tmp_path: Path, monk
     finish("runs/job")
     finish("runs/job-2")
     assert RunFolder.choose("job").path == Path("runs/job-3")
-    assert RunFolder.choose("job", resume=True) == RunFolder(Path("runs/job-2"), resume=True)
-    assert RunFolder.choose("job", overwrite=True).path == Path("runs/job")
+    assert RunFolder.choose("job", Start(resume=True)) == RunFolder(Path("runs/job-2"), resume=True)
+    assert RunFolder.choose("job", Start(replaces=True)).path == Path("runs/job")
     Path("runs/job-3").mkdir()
-    assert RunFolder.choose("job", resume=True).path == Path("runs/job-3")
+    assert RunFolder.choose("job", Start(resume=True)).path == Path("runs/job-3")
 
 
 def test_claimed_folder_is_refused_to_others_until_the_block_ends(tmp_path: Path) -> None:
@@ -43,10 +43,13 @@ def test_run_in_the_folder_is_replaced_only_on_request(tmp_path: Path) -> None:
     finish(str(tmp_path / "out"))
     (tmp_path / "out" / "evaluations").mkdir()
     folder = RunFolder(tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"holds a finished run, which would be lost(.|\n)*type this: --overwrite"):
+    with pytest.raises(ConfigError, match=r"holds a finished run, which would be lost(.|\n)*type this: new"):
         folder.prepare(advise=lambda flag: f"type this: {flag}")
     assert folder.is_finished
-    folder.prepare(overwrite=True)
+    folder = RunFolder(tmp_path / "out", replaces=True)
+    folder.prepare()
+    assert folder.is_finished, "a run may still be refused"
+    folder.clear()
     assert not folder.is_finished
     assert not list((tmp_path / "out").iterdir())
 
@@ -55,6 +58,6 @@ def test_folder_with_checkpoints_is_interrupted_unless_the_server_keeps_the_stat
     (tmp_path / "checkpoints" / "job-1" / "server" / "00000001").mkdir(parents=True)
     folder = RunFolder(tmp_path)
     assert folder.has_checkpoint
-    with pytest.raises(ConfigError, match=r"holds an interrupted run(.|\n)*--resume\n(.|\n)*--overwrite"):
+    with pytest.raises(ConfigError, match=r"holds an interrupted run(.|\n)*last\n(.|\n)*new"):
         folder.prepare()
     assert folder.prepare(keeps_state=False).path == tmp_path

@@ -54,7 +54,7 @@ def test_loaded_model_equals_the_record_and_is_masked(run: Path) -> None:
 
 @pytest.mark.slow
 def test_onnx_file_computes_the_same_outputs(run: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["save", str(run), "--onnx", "--out", str(tmp_path / "saved")])
+    result = CliRunner().invoke(app, ["save", str(run), "--format", "onnx", "--out", str(tmp_path / "saved")])
     assert result.exit_code == 0, result.output
     assert "model.onnx computes the same" in result.output
     x = torch.randn(3, 1, 13, 16, 13, generator=torch.Generator().manual_seed(1))
@@ -95,7 +95,7 @@ def test_loaded_model_computes_with_sparse_kernels(run: Path) -> None:
 def test_interrupted_run_and_run_without_a_common_model_are_explained(tmp_path: Path) -> None:
     text = "name: brains\nmethod: {name: fedavg}\ntask: {name: brain_age, downsample: 4}\n"
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"the run has no model, because it has not ended.*--resume"):
+    with pytest.raises(ConfigError, match=r"the run has no model, because it has not ended.*--start last"):
         load_model(tmp_path)
     with pytest.raises(ConfigError, match="the run has no best model; choose final"):
         load_model(tmp_path, "best")

@@ -109,7 +109,7 @@ def test_own_file_continues_a_run_with_its_own_code_alone(made: Path, received: 
     """The folder's code is not needed, so nobody has to trust it; nor is what its settings name imported."""
 
     def go_on(out: str) -> Result:
-        options = ["--env", "local", "--set", "method.rounds=2", "--continue-from", str(received)]
+        options = ["--env", "local", "--set", "method.rounds=2", "--start", str(received)]
         return CliRunner().invoke(app, ["run", str(made.parent / "s.yaml"), *options, "--out", str(tmp_path / out)])
 
     result = go_on("longer")

@@ -74,7 +74,7 @@ def describe_end(
             f"{ended} before its first round, and the server's log holds no error: a site that the job needs refused it"
         )
         remedy = (
-            "At each site, run flare-sparse check --kit KIT: it finds the usual reasons (classes not allowed, no data)."
+            "At each site, run flare-sparse check --site KIT: it finds the usual reasons (missing classes or data)."
         )
     else:
         happened = f"{ended}, and the server's log holds no error: a participant left the job"

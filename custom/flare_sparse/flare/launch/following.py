@@ -66,7 +66,7 @@ class JobFollower:
     ):
         self._connection, self._job, self._on_line = connection, job, on_line
         self._record, self._formatter = record, ProgressFormatter()
-        self._restarts, self._restart_command = restarts, restart_command or "this command, without --resume"
+        self._restarts, self._restart_command = restarts, restart_command or "this command, without --start"
         self._announced: dict[str, SiteActivity] = {}
         self.shown: set[int] = set() if shown is None else shown
         self.dropped: list[str] = []

@@ -155,7 +155,7 @@ def simulate(
         ConfigError: the path contains a space, which FLARE's simulator cannot handle.
         JobFailed: the job ended without a result.
     """
-    out = _resolve_folder(out)
+    out = resolve_folder(out)
     growing = GrowingRecord(out)
     server = _find_server_folder(out, recipe.name)
     record = server / "app_server" / RESULTS
@@ -196,13 +196,13 @@ def simulate_statistics(
         ConfigError: as in :func:`simulate`.
         JobFailed: the job ended without statistics.
     """
-    out = _resolve_folder(out)
+    out = resolve_folder(out)
     file = _find_server_folder(out, recipe.name) / result
     _execute(recipe, sites, site_files, out, PLAIN, file, observer)
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _resolve_folder(out: Path) -> Path:
+def resolve_folder(out: Path) -> Path:
     """Return the absolute path of a result folder, which must have no space."""
     out = out.resolve()
     if any(character.isspace() for character in str(out)):

@@ -46,6 +46,7 @@ def run_deployed(
     on_line: Callable[[str], None] = lambda line: None,
     resume: bool = False,
     restart_command: str = "",
+    before_submission: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Submit a recipe, follow its rounds, and collect its record in ``out``.
 
@@ -63,6 +64,7 @@ def run_deployed(
         resume: follow the job that was last submitted from ``out``, or download its result, instead of submitting the
             recipe; it is submitted if there is no such job, or it ended without a result.
         restart_command: command that submits the job again, for the user; empty: unknown.
+        before_submission: called once connected, when no older job from ``out`` runs.
 
     Returns:
         The summary of the run.
@@ -74,6 +76,7 @@ def run_deployed(
     out.mkdir(parents=True, exist_ok=True)
     with redirect_messages(out / "flare.log"), open_connection(kit, on_line) as connection:
         job = _find_job(connection, out, on_line, is_followed=resume)
+        before_submission()
         job, status, follower = _follow(connection, recipe, out, job, on_line=on_line, restart_command=restart_command)
         refusals = _list_refusals(connection, job)
         downloaded = _download(connection, job, out)

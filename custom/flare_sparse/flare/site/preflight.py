@@ -183,7 +183,7 @@ def _check_data_path(kit: Path, environment: Mapping[str, str]) -> tuple[Severit
     data = find_site_data(read_site_name(kit), find_local_folder(kit), environment)
     return (
         "WARN",
-        f"{data.path} exists but was not read; flare-sparse check CONFIG --kit {kit} reads it as that job would",
+        f"{data.path} exists but was not read; flare-sparse check CONFIG --site {kit} reads it as that job would",
     )
 
 

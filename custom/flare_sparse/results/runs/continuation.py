@@ -48,7 +48,7 @@ def keep_final_checkpoints(checkpoints: Path, *, has_history: bool = False) -> N
                     shutil.rmtree(folder / f"{number:08d}", ignore_errors=True)
     final = checkpoints.with_name(FINAL)
     shutil.rmtree(final, ignore_errors=True)
-    # Renamed: --resume must not find the checkpoints of a finished run.
+    # Renamed: --start last must not find the checkpoints of a finished run.
     if any(checkpoints.glob(f"*/{SERVER}/[0-9]*")):
         checkpoints.replace(final)
     else:
@@ -116,7 +116,9 @@ def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> Non
         CheckpointError: a checkpoint could not be written.
     """
     if not (run / SUMMARY).is_file():
-        raise ConfigError(f"--continue-from {run}: no record of a finished run; an interrupted one needs --resume")
+        raise ConfigError(
+            f"--start {run}: no record of a finished run; an interrupted one needs --out {run} --start last"
+        )
     # With the code that the longer run executes: the folder's own may be somebody else's, and is not executed.
     choices: dict[str, Choice[Any]] = {"method": study.config.method, "task": study.config.task}
     classes = {section: choice.entry for section, choice in choices.items() if choice.key != "name"}
@@ -124,19 +126,19 @@ def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> Non
     # Before anything is built from these settings, which may name other modules.
     _check_settings(run, finished.config, study.config)
     if expire_checkpoints(run, finished.config.federation.checkpoint_days):
-        raise ConfigError(f"--continue-from {EXPIRED.format(folder=run)}")
+        raise ConfigError(f"--start {EXPIRED.format(folder=run)}")
     if conflicts := find_conflicts(finished.config, features=[CONTINUATION]):
         rounds = study.config.method.config.rounds
         raise ConfigError(f"{run} cannot continue with {rounds} rounds: {'; '.join(conflicts)}")
     source = run / FINAL / f"{finished.config.name}-{finished.run_id}"
     if Store(source / SERVER, {}).find_newest() is None:
         raise ConfigError(
-            f"--continue-from {run}: {source / SERVER} holds no checkpoint, so the run cannot be continued. Runs with "
+            f"--start {run}: {source / SERVER} holds no checkpoint, so the run cannot be continued. Runs with "
             "--env sim, local and poc keep one; it may have been deleted"
         )
     if out.resolve() == run.resolve() or (out / SUMMARY).is_file():
         raise ConfigError(f"--out {out}: holds a finished run; choose another folder for the longer run")
-    # Copied beside and renamed: an interrupted command must not leave a part of the checkpoints to --resume.
+    # Copied beside and renamed: an interrupted command must not leave a part of the checkpoints to --start last.
     unfinished = out / f"{folder}.part"
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(out / folder, ignore_errors=True)
@@ -153,13 +155,13 @@ def _check_settings(run: Path, finished: RunConfig, config: RunConfig) -> None:
     """
     if differences := list(iterate_differences(_drop_rounds(finished), _drop_rounds(config))):
         raise ConfigError(
-            f"--continue-from {run}: only method.rounds may differ from the finished run, but also do "
+            f"--start {run}: only method.rounds may differ from the finished run, but also do "
             f"{'; '.join(differences[:6])}. Use its config.yaml, {run / 'config.yaml'}"
         )
     rounds, finished_rounds = config.method.config.rounds, finished.method.config.rounds
     if rounds <= finished_rounds:
         raise ConfigError(
-            f"--continue-from {run}: method.rounds is {rounds}, and the run has {finished_rounds} already; set a "
+            f"--start {run}: method.rounds is {rounds}, and the run has {finished_rounds} already; set a "
             f"larger total, such as method.rounds={2 * finished_rounds}"
         )
 

@@ -218,7 +218,7 @@ def _note_model(method: Method[Any, Any], model: str) -> str:
     if not site_model or model not in ("final", "best"):
         return ""
     can_adapt = bool(method.config.personal) or type(method).adapt is not Method.adapt
-    hint = "; flare-sparse adapt RUN --data DIR adapts and evaluates it" if can_adapt else ""
+    hint = "; flare-sparse evaluate RUN --data DIR --model adapted adapts it first" if can_adapt else ""
     return (
         f"{method.name}: this is the run's common model. The final metrics of the run are of each site's own model, "
         f"{site_model}{hint}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,51 @@ FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER)
 """Folders that describe the models and the sites of a finished run, or continue it."""
 
 
+_LAST = re.compile(r"last(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts: as a new one, or from what another has committed.
+
+    Attributes:
+        resume: the run that the result folder holds is continued from its last committed round.
+        step_back: number of commits that are discarded before; only with ``resume``.
+        replaces: the run that the result folder holds is deleted, once nothing can be refused any more.
+        run: result folder of a finished run, which the new one continues; None: none.
+    """
+
+    resume: bool = False
+    step_back: int = 0
+    replaces: bool = False
+    run: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str | Path | None) -> Start:
+        """Return what ``--start`` asks for: ``last``, ``last-N``, ``new``, or the result folder of a finished run.
+
+        Raises:
+            ConfigError: it is none of these.
+
+        >>> Start.parse("last-2")
+        Start(resume=True, step_back=2, replaces=False, run=None)
+        """
+        if text is None:
+            return cls()
+        if text == "new":
+            return cls(replaces=True)
+        if match := _LAST.fullmatch(str(text)):
+            if match[1] is not None and int(match[1]) == 0:
+                raise ConfigError(f"--start {text}: discards no commit; choose last, or last-1")
+            return cls(resume=True, step_back=int(match[1] or 0))
+        if not Path(text).is_dir():
+            raise ConfigError(
+                f"--start {text}: expected last, last-N, new, or the result folder of a finished run, and there is no "
+                "folder of this name"
+            )
+        return cls(run=Path(text))
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """A result folder, and how a run starts in it.
@@ -53,6 +99,7 @@ class RunFolder:
         path: the folder.
         resume: the run that it holds is continued from its last committed round.
         step_back: number of commits that are discarded before; only with ``resume``.
+        replaces: the run that it holds is deleted by :meth:`clear`.
 
     Examples:
         >>> RunFolder.choose("study").path
@@ -62,20 +109,35 @@ class RunFolder:
     path: Path
     resume: bool = False
     step_back: int = 0
+    replaces: bool = False
 
     @classmethod
-    def choose(cls, name: str, *, resume: bool = False, overwrite: bool = False) -> RunFolder:
-        """Return the folder of a run that names none: ``runs/NAME``, or ``runs/NAME-2`` if that run has finished.
+    def open(cls, name: str, study: Study, start: Start, out: Path | None = None) -> RunFolder:
+        """Return the folder of a run; a finished run that it continues gives it its checkpoints.
 
         Args:
-            name: name of the run.
-            resume: the run is continued: the newest folder of this name is used.
-            overwrite: the first folder is used whatever it holds.
+            name: name of the run, for a run that names no folder.
+            study: the run.
+            start: how it starts.
+            out: its folder; None: see :meth:`choose` and :meth:`continue_run`.
+
+        Raises:
+            ConfigError, CheckpointError: as :meth:`continue_run`.
         """
-        folder, number = cls(Path("runs") / name, resume), 1
-        while folder.is_finished and not overwrite:
+        if start.run is not None:
+            return cls.continue_run(start.run, study, out)
+        return cls.choose(name, start) if out is None else cls(out, start.resume, start.step_back, start.replaces)
+
+    @classmethod
+    def choose(cls, name: str, start: Start = Start()) -> RunFolder:
+        """Return the folder of a run that names none: ``runs/NAME``, or ``runs/NAME-2`` if that run has finished.
+
+        The newest folder of this name is that of a run that is continued; the first one is replaced whatever it holds.
+        """
+        folder, number = cls(Path("runs") / name, start.resume, start.step_back, start.replaces), 1
+        while folder.is_finished and not folder.replaces:
             following = replace(folder, path=Path("runs") / f"{name}-{number + 1}")
-            if resume and not following.path.exists():
+            if folder.resume and not following.path.exists():
                 break
             folder, number = following, number + 1
         return folder
@@ -98,7 +160,7 @@ class RunFolder:
         if folder.path != run and folder.has_checkpoint:
             raise ConfigError(
                 f"--out {folder.path}: holds an interrupted run. If it is this continuation, go on with it: the same "
-                f"command with --out {folder.path} --resume in place of --continue-from. Else choose another --out"
+                f"command with --out {folder.path} --start last. Else choose another --out"
             )
         prepare_continuation(run, study, folder.path, CHECKPOINTS)
         if study.config.encrypted:
@@ -144,22 +206,19 @@ class RunFolder:
         finally:
             os.close(lock)
 
-    def prepare(
-        self, *, overwrite: bool = False, keeps_state: bool = True, advise: Callable[[str], str] = str
-    ) -> RunFolder:
+    def prepare(self, *, keeps_state: bool = True, advise: Callable[[str], str] = str) -> RunFolder:
         """Prepare the folder, which :meth:`claim` has claimed, and return it with its absolute path.
 
         Args:
-            overwrite: the run that the folder holds is deleted.
             keeps_state: the checkpoints of a run lie in the folder, and not at a server.
-            advise: returns what the user has to type with a further flag, such as ``--overwrite``.
+            advise: returns what the user has to type for another start, such as ``new``.
 
         Raises:
             ConfigError: the folder cannot be written, or it holds a run that would be lost.
             DiskFull: its disk has too little space.
         """
         out = self.path
-        if not self.resume and not overwrite:
+        if not self.resume and not self.replaces:
             self._check_for_a_run(keeps_state=keeps_state, advise=advise)
         try:
             with tempfile.TemporaryFile(dir=out) as file:
@@ -171,21 +230,31 @@ class RunFolder:
         free = measure_free(out)
         if free is not None and free < LEAST_FREE:
             raise DiskFull(describe_disk(out, free))
-        if overwrite and not self.resume:
-            self.delete_record()
         return replace(self, path=out.resolve())
 
     def _check_for_a_run(self, *, keeps_state: bool, advise: Callable[[str], str]) -> None:
         if self.is_finished:
             raise ConfigError(
                 f"--out {self.path}: holds a finished run, which would be lost. Choose another folder, or replace it: "
-                f"{advise('--overwrite')}"
+                f"{advise('new')}"
             )
         if keeps_state and self.has_checkpoint:
             raise ConfigError(
                 f"--out {self.path}: holds an interrupted run. Continue it from its last committed round: "
-                f"{advise('--resume')}\nor start again from the beginning: {advise('--overwrite')}"
+                f"{advise('last')}\nor start again from the beginning: {advise('new')}"
             )
+
+    def clear(self) -> None:
+        """Delete the checkpoints of an earlier run, and with ``replaces`` its record and models, too.
+
+        A run calls it when nothing can be refused any more; it does nothing for one that is resumed.
+        """
+        if self.resume:
+            return
+        if self.replaces:
+            self.delete_record()
+        for name in (CHECKPOINTS, FINAL):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def delete_record(self) -> None:
         """Delete the record and the models of an earlier run, so that nothing of it is taken for the new one's."""
@@ -196,7 +265,7 @@ class RunFolder:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def open_checkpoints(self, study: Study, observer: Observer = SILENT) -> Path:
-        """Return the folder of the checkpoints; it is emptied unless a run is resumed.
+        """Return the folder of the checkpoints, which a run that is resumed must have; nothing is deleted.
 
         Args:
             study: the run.
@@ -209,11 +278,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         root = self.path / CHECKPOINTS
         if not self.resume:
-            shutil.rmtree(root, ignore_errors=True)
-            shutil.rmtree(self.path / FINAL, ignore_errors=True)
             return root
         if expire_checkpoints(self.path, study.config.federation.checkpoint_days):
-            raise CheckpointError(f"--resume: {EXPIRED.format(folder=self.path)}. Leave --resume out to start again")
+            raise CheckpointError(f"--start last: {EXPIRED.format(folder=self.path)}. Leave --start out to start again")
         store = study.open_checkpoints(root, SERVER)
         if store.list_numbers():
             self._discard_commits(store, observer)
@@ -223,11 +290,11 @@ class RunFolder:
             Store(folder, store.identity).check()
         if self.is_finished:
             raise CheckpointError(
-                f"--resume: {root} holds no checkpoint, because the run in {self.path} has finished. For more rounds: "
-                f"flare-sparse run {self.path / CONFIG} --set method.rounds=N --continue-from {self.path}"
+                f"--start last: {root} holds no checkpoint, because the run in {self.path} has finished. For more "
+                f"rounds: flare-sparse run {self.path / CONFIG} --set method.rounds=N --start {self.path}"
             )
         raise CheckpointError(
-            f"--resume: {root} holds no checkpoint: the run committed no round. Leave --resume out to start again"
+            f"--start last: {root} holds no checkpoint: the run committed no round. Leave --start out to start again"
         )
 
     def _discard_commits(self, store: Store, observer: Observer) -> None:
@@ -241,12 +308,12 @@ class RunFolder:
         # The identity is checked first: a commit of another job must stay.
         store.check()
         intact = store.list_intact()
-        # Without a checkpoint the run would silently start from round 1, which --overwrite says openly.
+        # Without a checkpoint the run would silently start from round 1, which --start new says openly.
         if self.step_back >= len(intact):
             raise CheckpointError(
-                f"--step-back {self.step_back}: {store.folder} holds {len(intact)} intact "
+                f"--start last-{self.step_back}: {store.folder} holds {len(intact)} intact "
                 f"checkpoint{'s' * (len(intact) != 1)}, so the run can step back by at most {max(len(intact) - 1, 0)}. "
-                "To repeat all rounds, run again with --overwrite instead of --resume and --step-back"
+                "To repeat all rounds: --start new"
             )
         for _ in range(self.step_back):
             observer.say(STEP_BACK.format(number=store.step_back()))
@@ -258,15 +325,14 @@ class RunFolder:
             ConfigError: TenSEAL is not installed, or the key contexts of a resumed run are missing.
         """
         folder = self.path / KEYS
-        if not self.resume:
-            shutil.rmtree(folder, ignore_errors=True)
-        if not study.config.encrypted:
-            return None
         # The checkpoints of an encrypted run hold ciphertexts: only the keys that wrote them can read them.
         if self.resume:
-            return KeyContexts.read(folder)
-        contexts = KeyContexts.generate()
-        contexts.write(folder)
+            return KeyContexts.read(folder) if study.config.encrypted else None
+        # Before anything is deleted: it needs a package that may be missing.
+        contexts = KeyContexts.generate() if study.config.encrypted else None
+        shutil.rmtree(folder, ignore_errors=True)
+        if contexts is not None:
+            contexts.write(folder)
         return contexts
 
     def keep_study(self, study: Study) -> None:

@@ -53,7 +53,7 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
             raise ConfigError(f"{file}: the run has no best model; choose final")
         raise ConfigError(
             f"{file}: the run has no model, because it has not ended; an interrupted run continues with the same "
-            "flare-sparse run command and --resume"
+            "flare-sparse run command and --start last"
         )
     return assembly.complete(read_model(file, assembly.layout))
 
@@ -83,7 +83,7 @@ def load_model(
 
     Examples:
         >>> import flare_sparse
-        >>> _ = flare_sparse.run("study.yaml", out="out", overwrite=True, observer=flare_sparse.Observer())
+        >>> _ = flare_sparse.run("study.yaml", out="out", start="new", observer=flare_sparse.Observer())
         >>> load_model("out")(torch.zeros(1, 2)).shape
         torch.Size([1, 1])
 

@@ -113,16 +113,13 @@ class Search:
         parsed = [_parse_axis(text) for text in axes]
         keys = [key for key, _ in parsed]
         if "seed" in keys:
-            raise ConfigError("--grid seed: use --seeds N, which runs every setting with the same N seeds")
+            raise ConfigError("seed: use --seeds N, which runs every setting with the same N seeds")
         if split := [key for key in keys if f"{key}.".startswith("task.split.")]:
             raise ConfigError(
-                f"--grid {split[0]}: settings are compared on the same validation subjects; set it for all "
-                "runs by --set"
+                f"{split[0]}: settings are compared on the same validation subjects; set it for all runs by --set"
             )
         if len(set(keys)) < len(keys):
-            raise ConfigError(
-                f"--grid: {next(key for key in keys if keys.count(key) > 1)} is named twice; give it once"
-            )
+            raise ConfigError(f"{next(key for key in keys if keys.count(key) > 1)} is named twice; give it once")
         try:
             import optuna
         except ImportError as error:
@@ -199,7 +196,7 @@ class Search:
             return getattr(self._optuna.distributions, f"{kind}Distribution")(*ends, log=len(values) > 1)
         except ValueError as error:
             raise ConfigError(
-                f"--grid {key}={','.join(values)}: expected LOW..HIGH or LOW..HIGH,log, with LOW below HIGH (above 0 "
+                f"{key}={','.join(values)}: expected LOW..HIGH or LOW..HIGH,log, with LOW below HIGH (above 0 "
                 "for log), and --trials N"
             ) from error
 
@@ -357,5 +354,5 @@ def _parse_axis(text: str) -> tuple[str, list[str]]:
         else:
             parts[-1] += character
     if not key or not equals or not all(part.strip() for part in parts):
-        raise ConfigError(f"--grid {text!r}: expected KEY.PATH=VALUE,VALUE, such as method.sparsity=0.8,0.9")
+        raise ConfigError(f"{text!r}: expected KEY.PATH=VALUE,VALUE, such as method.sparsity=0.8,0.9")
     return key, [part.strip() for part in parts]

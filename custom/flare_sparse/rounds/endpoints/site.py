@@ -203,7 +203,10 @@ class SiteEndpoint:
             if is_out_of_memory(error):
                 text = f"site {self.site.name}: memory ran out in round {request.round}: {describe_exception(error)}"
                 raise OutOfMemory(text) from error
-            action, remedy = f"round {request.round} ({request.kind})", "Correct the task, then resume with --resume"
+            action, remedy = (
+                f"round {request.round} ({request.kind})",
+                "Correct the task, then resume with --start last",
+            )
             raise TaskFailed(self.site.name, action, error, remedy) from error
         # Once, of the last model: each further model would tell more of small groups.
         if request.round > self.method.config.rounds and update.metrics and self.site.evaluated is not None:

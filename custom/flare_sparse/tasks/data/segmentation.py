@@ -11,10 +11,11 @@ import torch
 from nibabel.affines import voxel_sizes
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from ...core.errors import DataError
-from .cases import CaseFiles
-from .nifti import check_voxels, format_shape, read_nifti, read_values, round_labels
+from .cases import Case, CaseFiles
+from .nifti import check_voxels, format_shape, read_nifti, round_labels
 
 Normalization = Literal["volume", "nonzero", "none"]
 Item = tuple[Tensor, Tensor, Tensor]
@@ -77,7 +78,7 @@ class Preparation:
         check_grid(file, labels, image_file, image)
         if len(labels.shape) > 3 and labels.shape[3] != 1:
             raise DataError(f"{file.name}: {format_shape(labels.shape)} voxels; expected one label for each voxel")
-        whole = round_labels(file, read_values(file, labels).reshape(labels.shape[:3]))
+        whole = round_labels(file, _read_values(file, labels).reshape(labels.shape[:3]))
         classes = np.zeros(whole.shape, dtype=np.uint8)
         for value in np.unique(whole).astype(int).tolist():
             if value in self.values:
@@ -123,11 +124,22 @@ def _count_channels(count: int) -> str:
 
 def _list_channels(file: Path, image: Any) -> list[np.ndarray]:
     """Return the channels of an image, float32 ``(d, h, w)``."""
-    values = read_values(file, image)
+    values = _read_values(file, image)
+    check_voxels(file, values)
     channels = [values[..., c] for c in range(values.shape[3])] if values.ndim == 4 else [values]
     for channel in channels:
-        check_voxels(file, channel)
+        if channel.min() == channel.max():
+            raise DataError(f"all voxels of {file.name} are equal: the image is empty")
     return channels
+
+
+def _read_values(file: Path, image: Any) -> np.ndarray:
+    try:
+        values = np.asarray(image.dataobj, dtype=np.float32)
+    except Exception as error:
+        raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
+    # Axes of length 1 after the fourth, which NIfTI allows.
+    return values.reshape(values.shape[:4])
 
 
 def check_grid(file: Path, image: Any, reference_file: Path, reference: Any, axes: int = 3) -> None:
@@ -237,14 +249,6 @@ class Volumes:
     labels: Tensor
     spacing: Tensor
 
-    def build_item(self) -> Item:
-        """Return the case with the label map on the network's grid, for training."""
-        return self.image, self.grid_labels, self.spacing
-
-    def build_evaluated(self) -> Item:
-        """Return the case with the label map on the image's own grid, for evaluation."""
-        return self.image, self.labels, self.spacing
-
 
 def read_volumes(files: CaseFiles, preparation: Preparation) -> Volumes:
     """Read the files of a case.
@@ -257,6 +261,32 @@ def read_volumes(files: CaseFiles, preparation: Preparation) -> Volumes:
     labels = preparation.read_labels(labels_file, files.images[0], first)
     spacing = torch.from_numpy(voxel_sizes(first.affine)).float()
     return Volumes(image, preparation.resample_labels(labels, image.shape[1:]), labels, spacing)
+
+
+class SegmentationDataset(Dataset[Item]):
+    """Cases as items.
+
+    Args:
+        cases: the cases.
+        preparation: how their files are read.
+        trains: label maps on the network's grid, for training; False: on the image's own grid, for evaluation.
+    """
+
+    def __init__(self, cases: Sequence[Case[Volumes]], preparation: Preparation, *, trains: bool):
+        self._cases, self._preparation, self._trains = cases, preparation, trains
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    def __getitem__(self, index: int) -> Item:
+        """Return one case.
+
+        Raises:
+            DataError: a file has become unreadable.
+        """
+        case = self._cases[index]
+        volumes = case.cached or read_volumes(case.files, self._preparation)
+        return volumes.image, volumes.grid_labels if self._trains else volumes.labels, volumes.spacing
 
 
 _DRAWS = 6
