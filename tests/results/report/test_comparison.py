@@ -130,6 +130,16 @@ def test_deployed_run_has_metrics_only(printed: Any, tmp_path: Path) -> None:
     assert "Compared with trivial baselines" not in (tmp_path / "page" / "report.html").read_text()
 
 
+@pytest.mark.slow
+def test_run_of_a_script_has_no_baselines_and_needs_no_trust_for_that(printed: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(printed[0]["fedavg"], tmp_path / "run"))
+    shutil.rmtree(folder / "evaluations")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["task"] = {"script": "client.py", "model": "model.Net"}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert json.loads(call(folder, "--json").stdout)["runs"][0]["note"] == "a training script reads the data itself"
+
+
 def test_json_prints_and_writes_no_page(printed: Any, tmp_path: Path) -> None:
     result = call(printed[0]["fedavg"], "--json", "--out", tmp_path)
     assert result.exit_code == 2

@@ -289,7 +289,9 @@ def _select_settings(config: dict[str, Any]) -> dict[str, Any]:
     task = dict(config.get("task", {}))
     if split := task.get("split"):
         task["split"] = {name: value for name, value in split.items() if name != "fold"}
-    return {name: value for name, value in {**config, "task": task}.items() if name not in ("seed", "name")}
+    return {
+        name: value for name, value in {**config, "task": task}.items() if name not in ("seed", "name", "deployment")
+    }
 
 
 def label_groups(groups: list[list[RunResult]]) -> list[str]:
