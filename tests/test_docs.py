@@ -298,6 +298,19 @@ def check_shown(page: str, command: str, output: str) -> None:
         printed = printed[place + 1 :]
 
 
+def test_every_mark_of_what_a_command_prints_has_its_block_and_a_command_that_exists() -> None:
+    marks = 0
+    for page in (ROOT / "docs").glob("*.md"):
+        found = SHOWN.findall(page.read_text())
+        assert len(found) == page.read_text().count("<!-- shows: "), page
+        for command, shown in found:
+            assert command.startswith("flare-sparse "), page
+            assert find_unknown_options(command.removeprefix("flare-sparse ")) == set(), page
+            assert shown.strip(), page
+        marks += len(found)
+    assert marks > 8
+
+
 @pytest.mark.long
 def test_commands_print_what_their_pages_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
