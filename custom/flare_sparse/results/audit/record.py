@@ -11,10 +11,10 @@ from ...core.errors import ConfigError, DataError
 from ...core.seeds import limit_threads
 from ...tasks.task import Examples, SiteData
 from ..runs.load import load_study, read_run_model
-from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, PICTURES, RunResult
+from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, RunResult
 from .attacks import Attacker, AuditOptions, RunAttacks
 from .result import AttackResult
-from .server import Inversion, ServerAttacks, save_pictures
+from .server import Inversion, ServerAttacks
 from .training import Retraining
 
 
@@ -54,8 +54,6 @@ def audit_run(
             inversions, reason = _invert_messages(assembly, data, examples, options, on_progress)
             results += [inversion.to_result(options.policy_name) for inversion in inversions]
             skipped += [{"attacker": "server", "attack": "inversion", "reason": reason}] if reason else []
-            folder.mkdir(exist_ok=True)
-            save_pictures(inversions, folder / PICTURES)
     record = {
         "run": run.path.resolve().name,
         "run_id": run.summary["run"],

@@ -185,14 +185,3 @@ class ServerAttacks:
             and isinstance(batch[0], Tensor)
             and (batch[0].is_floating_point() or batch[0].dtype == torch.uint8)
         )
-
-
-def save_pictures(inversions: list[Inversion], file: Any) -> None:
-    """Write true and rebuilt inputs as arrays ``true-MESSAGE-SIZE`` and ``rebuilt-MESSAGE-SIZE``."""
-    arrays = {}
-    for inversion in inversions:
-        if inversion.best is not None:
-            key = f"{inversion.message}-{inversion.batch_size}"
-            arrays[f"true-{key}"] = inversion.best.true.numpy()
-            arrays[f"rebuilt-{key}"] = inversion.best.rebuilt.detach().numpy()
-    np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from ...core.ranking import bin_risks, estimate_survival, find_curve
 from ...tasks.task import Kind
 from ..runs.predictions import RUN, CasePicture, Predictions
-from ..runs.results import AUDIT_FOLDER, PICTURES, RunResult, compute_site_gains, group_by_seed, label_groups
+from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
 from ..runs.sweep import SettingsResult
 
 # Figures are rendered without a display; the backend must be set before pyplot is imported.
@@ -145,34 +145,6 @@ def draw_layer_densities(runs: list[RunResult]) -> Figure:
     figure, axes = _draw_bars(runs, _average_by_group(runs, percentages), "{:.3g} %")
     axes.set(xlabel="live entries, %", title="Live entries of each layer", xlim=(0, 112))
     return figure
-
-
-def draw_inversions(runs: list[RunResult]) -> Figure:
-    """Draw a true input beside the one that was rebuilt from a message, by message; the middle slice of a volume."""
-    pictures = list_pictures(runs[0])
-    figure, axes = plt.subplots(2, len(pictures), figsize=(1.6 * len(pictures), 3.6), layout="constrained")
-    for column, (label, true, rebuilt) in zip(axes.T.reshape(len(pictures), 2), pictures, strict=True):
-        for axis, picture, name in zip(column, (true, rebuilt), ("true", "rebuilt"), strict=True):
-            axis.imshow(_select_slice(picture), cmap="gray", vmin=true.min(), vmax=true.max())
-            axis.set_title(f"{label}\n{name}" if name == "true" else name, fontsize=9)
-            axis.axis("off")
-    return figure
-
-
-def list_pictures(run: RunResult) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Return label, true and rebuilt picture of each inverted message; none without an audit or for rows of tables."""
-    file = run.path / AUDIT_FOLDER / PICTURES
-    if not (run.audit and file.is_file()):
-        return []
-    with np.load(file) as stored:
-        keys = [key.removeprefix("true-") for key in stored.files if key.startswith("true-") and stored[key].ndim > 2]
-        return [(key.replace("-", ", "), stored[f"true-{key}"], stored[f"rebuilt-{key}"]) for key in keys]
-
-
-def _select_slice(picture: np.ndarray) -> np.ndarray:
-    """Return the first channel of a picture ``(channels, h, w)``, or its middle slice of a volume."""
-    first = picture[0]
-    return np.asarray(first if first.ndim == 2 else first[first.shape[0] // 2])
 
 
 def _average_by_group(runs: list[RunResult], values: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:

@@ -29,7 +29,6 @@ from .tables import (
     build_subgroups,
     compare_bytes,
     describe_means,
-    describe_tests,
     format_metric,
 )
 from .template import fill_template
@@ -130,14 +129,6 @@ FIGURES = (
         figures.draw_layer_densities,
         lambda runs: any(run.layer_densities and min(run.layer_densities.values()) < 1 for run in runs),
     ),
-    ReportFigure(
-        "inversion",
-        "Inputs rebuilt from messages",
-        "From an update or from scores of 1, 2, 4 and 8 examples of the first run, by flare-sparse audit: the input "
-        "that was rebuilt best.",
-        figures.draw_inversions,
-        lambda runs: bool(figures.list_pictures(runs[0])),
-    ),
 )
 
 
@@ -179,7 +170,6 @@ def embed_figure(data: bytes, title: str, caption: str, alt: str) -> SimpleNames
 def _build_content(runs: list[RunResult]) -> dict[str, Any]:
     """Return the variables of the template."""
     first, labels = runs[0], ", ".join(label_groups(group_by_seed(runs)))
-    names = sorted({site for run in runs for site in run.sites})
     return {
         "title": first.summary["name"] if len(runs) == 1 else f"{len(runs)} runs: {labels}",
         "subtitle": _describe_runs(runs),
@@ -204,8 +194,6 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
         "privacy": build_privacy(runs),
         "attacks": build_attacks(runs),
         "events": build_events(runs),
-        "sites": [_build_site_row(site, runs) for site in names],
-        "without_contribution": [entry for run in runs for entry in _list_without_contribution(run)],
     }
 
 
@@ -244,32 +232,6 @@ def _build_run_row(run: RunResult) -> SimpleNamespace:
         seed=run.summary["seed"],
         seconds=f"{run.summary['seconds']:.0f}",
     )
-
-
-def _build_site_row(site: str, runs: list[RunResult]) -> SimpleNamespace:
-    evaluations = [run.summary["final"]["sites"] for run in runs]
-    tests = describe_tests(next((sites[site] for sites in evaluations if site in sites), {}))
-    cells = [
-        SimpleNamespace(
-            text=format_metric(run.site_metrics.get(site)), worst=bool(run.worst_site and run.worst_site[0] == site)
-        )
-        for run in runs
-    ]
-    return SimpleNamespace(name=site, tests=tests, cells=cells)
-
-
-def _list_without_contribution(run: RunResult) -> list[SimpleNamespace]:
-    """Return the sites that did not contribute to a round, with the reason."""
-    entries = []
-    for line in run.rounds:
-        reasons = {**line["rejected"], **dict.fromkeys(line["timed_out"], "did not reply in time")}
-        reasons |= dict.fromkeys(line.get("quarantined", []), "quarantined after repeated misses")
-        reasons |= line.get("excluded", {})
-        entries += [
-            SimpleNamespace(run=run.label, round=line["round"], site=site, reason=reason)
-            for site, reason in sorted(reasons.items())
-        ]
-    return entries
 
 
 def _read_config(run: RunResult) -> str:

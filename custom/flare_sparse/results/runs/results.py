@@ -31,8 +31,6 @@ AUDIT_FILE = "audit.json"
 """File with the record of ``flare-sparse audit``, in the result folder."""
 AUDIT_FOLDER = "audit"
 """Folder with what an interrupted audit continues from, in the result folder."""
-PICTURES = "inversion.npz"
-"""File in that folder with true and rebuilt inputs."""
 
 
 @dataclass(frozen=True)
