@@ -7,12 +7,13 @@ An arm is FedAvg's configuration of a cohort with another method section: ``topk
 settings are an arm's own; NeuroSFL with ``budget``; or what others do: FedAvg in few bits with as many rounds as the
 bytes pay for, FedAvg whose messages SZ3 (``pip install pysz``) shortens to their share, and top-k without a memory at
 FL4Health's 20 bytes an entry, two coordinates in int64 and a float32. Each seed tests another fifth
-of the subjects of every site, and 15 % of the others are for validation. A cohort's top-k is the arm with the smallest
-mean ratio to FedAvg's error at 1/100 on the validation subjects of the *other* cohorts and of the first seed. Metrics
-are those of the model as the sites hold it after the last message; every message counts.
+of the subjects of every site, and 15 % of the others are for validation. At each share a cohort's top-k is the
+arm with the smallest mean ratio to FedAvg's error on the validation subjects of the *other* cohorts, of all seeds.
+Metrics are those of the model as the sites hold it after the last message; every message counts.
 
-Each run writes one file; finished runs are not repeated, and several processes may share the work. ``--report`` prints
-the tables, ``--docs`` writes them to docs/results/bytes.md and ``--picture`` draws them.
+Each run writes one file; finished runs are not repeated, and several processes may share the work. A share that pays
+for no message has no run. ``--report`` prints the tables, ``--docs`` writes them to docs/results/bytes.md and
+``--picture`` draws them.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.needs import Need
@@ -394,14 +396,21 @@ def compare(name: str, rows: Mapping[_Key, Any], label: str, share: int, part: s
     return Difference(1 - found.first, 1 - found.second, -found.value, -found.high, -found.low, found.verdict)
 
 
-def choose(name: str, rows: Mapping[_Key, Any], seed: int) -> str:
-    """Return the arm of top-k that the other cohorts choose."""
+def choose(name: str, rows: Mapping[_Key, Any], share: int) -> str:
+    """Return the arm of top-k that the other cohorts choose at a share, of those that every seed has."""
+    seeds = sorted({seed for *_, seed in rows})
+    # At the smallest share some messages of small models pay for no entry.
+    known = [label for label in TOP_KS if any((name, label, share, seeds[-1]) in rows for name in COHORTS)]
+    others = [
+        cohort
+        for cohort in COHORTS
+        if cohort != name and all((cohort, label, share, seed) in rows for label in known for seed in seeds)
+    ]
 
     def measure(label: str) -> float:
-        found = [compare(c, rows, label, CHOSEN_AT, "validation", [seed]) for c in COHORTS if c != name]
+        found = [compare(cohort, rows, label, share, "validation", seeds) for cohort in others]
         return float(np.mean([difference.first / difference.second for difference in found]))
 
-    known = [label for label in TOP_KS if all((c, label, CHOSEN_AT, seed) in rows for c in COHORTS)]
     return min(known, key=measure)
 
 
@@ -426,12 +435,11 @@ class Result:
 
 def collect_results(rows: Mapping[_Key, Any]) -> list[Result]:
     """Return all lines of the table that have runs."""
-    first = min(seed for *_, seed in rows)
     results = []
     for name in COHORTS:
-        chosen = choose(name, rows, first)
-        arms = [(TOP_K, chosen), *((label, label) for label in (*RIVALS, *FIXED[1:]))]
-        for (arm, label), share in product(arms, (1, *SHARES)):
+        chosen = [(TOP_K, choose(name, rows, share), share) for share in SHARES]
+        others = [(label, label, share) for label in (*RIVALS, *FIXED[1:]) for share in (1, *SHARES)]
+        for arm, label, share in (*chosen, *others):
             seeds = sorted(seed for c, a, s, seed in rows if (c, a, s) == (name, label, share))
             if seeds := [seed for seed in seeds if (name, FEDAVG, 1, seed) in rows]:
                 sent = [
@@ -443,43 +451,53 @@ def collect_results(rows: Mapping[_Key, Any]) -> list[Result]:
 
 
 def format_tables(rows: Mapping[_Key, Any]) -> str:
-    """Return the table of differences, and that of the choice."""
+    """Return the tables of top-k by cohort, of all other arms, and of the choice."""
     results = collect_results(rows)
     lines = [
-        "| minus FedAvg, in % of its error | FedAvg's error | seeds | " + " | ".join(f"1/{s}" for s in SHARES) + " |"
+        "| top-k minus FedAvg, in % of its error | FedAvg's error | " + " | ".join(f"1/{s}" for s in SHARES) + " |"
     ]
-    lines.append("| --- " * (len(SHARES) + 3) + "|")
-    for arm, name in product((TOP_K, *RIVALS), COHORTS):
-        own = {result.share: result for result in results if (result.arm, result.cohort) == (arm, name)}
-        if not own:
+    lines.append("| --- " * (len(SHARES) + 2) + "|")
+    for name, cohort in COHORTS.items():
+        own = {result.share: result for result in results if (result.arm, result.cohort) == (TOP_K, name)}
+        cells = []
+        for share in SHARES:
+            if share not in own:
+                cells.append("no entry fits")
+                continue
+            text = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*own[share].percent)
+            cells.append(f"{text}, {ARMS[own[share].label].rounds:g} x")
+        one = own[CHOSEN_AT]
+        error = f"{one.difference.second:.3g} {cohort.unit if cohort.unit != 'AUC' else '(1 - AUC)'}"
+        lines.append(f"| {cohort.title} | {error.strip()} | {' | '.join(cells)} |")
+    lines += ["", "| minus FedAvg, in % of its error | " + " | ".join(COHORTS) + " |"]
+    lines.append("| --- " * (len(COHORTS) + 1) + "|")
+    for arm, share in product((*FIXED[1:], *RIVALS), (1, *SHARES)):
+        found = {result.cohort: result for result in results if (result.arm, result.share) == (arm, share)}
+        if not found:
             continue
-        cells = ["" if s not in own else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*own[s].percent) for s in SHARES]
-        one, unit = next(iter(own.values())), COHORTS[name].unit
-        error = f"{one.difference.second:.3g} {unit}" if unit != "AUC" else f"{one.difference.second:.3f} (1 - AUC)"
-        title = f"{arm}: {COHORTS[name].title}" + (f" ({one.label})" if arm == TOP_K else "")
-        seeds = ", ".join(str(own[share].seeds) for share in SHARES if share in own)
-        lines.append(f"| {title} | {error.strip()} | {seeds} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| NeuroSFL minus FedAvg, in % of its error | times fewer bytes | difference |",
-        "| --- | --- | --- |",
-    ]
-    for result in (result for result in results if result.arm in FIXED):
-        cell = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*result.percent)
-        lines.append(f"| {result.arm}: {COHORTS[result.cohort].title} | {result.fewer:.0f} | {cell} |")
-    first = min(seed for *_, seed in rows)
+        fewer = sorted(result.fewer for result in found.values())
+        ends = dict.fromkeys(f"{value:.{int(value < 1)}f}" for value in (fewer[0], fewer[-1]))
+        title = f"{arm}, {f'1/{share}, ' * (share > 1)}{' to '.join(ends)} times fewer bytes"
+        cells = []
+        for name in COHORTS:
+            value, low, high = found[name].percent if name in found else (math.nan,) * 3
+            mark = "" if low <= 0 <= high else "*"
+            cells.append(f"{value:+.0f}{mark}" if name in found else "")
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    seeds = sorted({seed for *_, seed in rows})
     lines += ["", "| validation, 1/100, in % of FedAvg's error | " + " | ".join(TOP_KS) + " |"]
     lines.append("| --- " * (len(TOP_KS) + 1) + "|")
     for name, cohort in COHORTS.items():
         cells = []
         for label in TOP_KS:
-            if (name, label, CHOSEN_AT, first) in rows:
-                found = compare(name, rows, label, CHOSEN_AT, "validation", [first])
-                cells.append(f"{100 * found.value / found.second:+.1f}")
+            own_seeds = [seed for seed in seeds if (name, label, CHOSEN_AT, seed) in rows]
+            if own_seeds:
+                difference = compare(name, rows, label, CHOSEN_AT, "validation", own_seeds)
+                cells.append(f"{100 * difference.value / difference.second:+.1f}")
             else:
                 cells.append("")
         lines.append(f"| {cohort.title} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
 
 
 def draw_results(results: list[Result]) -> Figure:
@@ -533,7 +551,11 @@ def main() -> int:
         file.parent.mkdir(parents=True, exist_ok=True)
         with claim(file) as is_claimed:
             if is_claimed:
-                row = run(key, arguments.data, arguments.out, loaded)
+                try:
+                    row = run(key, arguments.data, arguments.out, loaded)
+                except ConfigError as error:
+                    print(*key, error, flush=True)
+                    continue
                 write_json(file, row)
                 print(*key, f"{row['bytes'] / 1e3:.0f} kB, {row['seconds']:.0f} s", flush=True)
     rows = read_rows(arguments.out)

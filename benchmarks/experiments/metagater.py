@@ -1,14 +1,17 @@
-"""Adaptation of MetaGater and its baselines to target sites: CIFAR-10 with two classes per site, and brain age.
+"""Adaptation of MetaGater and its baselines to target sites: images of two classes a site, and brain age.
 
     python benchmarks/experiments/metagater.py cifar_small ../shared/data --rounds 120 --seeds 1 2 3
     python benchmarks/experiments/metagater.py cifar_main ../shared/data --rounds 200 --seeds 1 2 3
     python benchmarks/experiments/metagater.py cifar_moderate ../shared/data --rounds 400 --seeds 1 2 3
+    python benchmarks/experiments/metagater.py cifar_moderate_small ../shared/data --rounds 40 --seeds 1
+    python benchmarks/experiments/metagater.py mnist ../shared/data --rounds 200 --seeds 1 2 --curve
     python benchmarks/experiments/metagater.py brain ../shared/data --rounds 100 --seeds 1 2 3
 
 Target sites take no part in training. Every site keeps 20 % of its examples for validation or testing: those of the
 training sites choose the steps of each arm and seed, those of the targets choose nothing. The step of adaptation, and
 the step of training where an arm lists several, are those whose model is best on the validation examples after one step
-on the training examples of each training site; in ``cifar_main`` of ten of them, drawn by the seed.
+on the training examples of each training site; in ``cifar_main`` of ten of them, drawn by the seed. ``--curve`` trains
+with the chosen step again for fewer rounds: the arms have no schedule, so that these are the rounds of the long run.
 
 Each run is one process without FLARE, ends with the same bits as a FLARE job, and writes one JSON file to ``--out``:
 finished runs are not repeated, several processes may share the work. ``metagater_report.py`` turns the files into
@@ -85,6 +88,8 @@ class Setting:
         layers: layers with gates.
         arms: the rows, by label.
         sites: numbers of sites and of their examples.
+        file: images below the data folder.
+        participation: share of the sites in a round.
         validation_sites: number of training sites that choose the steps, drawn by the seed; None: all.
     """
 
@@ -94,6 +99,8 @@ class Setting:
     arms: dict[str, Arm]
     sites: dict[str, int]
     validation_sites: int | None = None
+    file: str = "cifar10/cifar10_jpeg.npz"
+    participation: float = PARTICIPATION
 
 
 def build_cifar_arms(batch: int, alphas: tuple[float, ...], pruned: Sequence[str] = ("2.0.conv",)) -> dict[str, Arm]:
@@ -116,6 +123,25 @@ def build_cifar_arms(batch: int, alphas: tuple[float, ...], pruned: Sequence[str
         ),
         "MetaGater without gates": Arm("metagater", proximal),
         "MetaSNIP": Arm("metasnip", {**proximal, "layers": list(pruned)}),
+    }
+
+
+def build_mnist_arms() -> dict[str, Arm]:
+    """Return the arms of Table 1, without gates, by local steps; xi is the accuracy of local solutions."""
+    plain = {"optimizer": "sgd", "batch_size": 64}
+    rates = (0.025, 0.05, 0.1, 0.2)
+    by_rate = {f"lr {rate:g}": {"training": {**plain, "lr": rate}} for rate in rates}
+    inner = {f"{name}, alpha 0.05": {**settings, "adapt_lr": 0.05} for name, settings in by_rate.items()}
+    proximal = {f"lr {rate:g}": {"training": {**plain, "lr": rate / LAMBDA}} for rate in rates}
+    gater = {"proximity": LAMBDA, "momentum_cap": 0.9, "lasso": 0}
+    return {
+        "FedAvg + one step": Arm("fedavg_one_step", {"local_steps": 1}, by_rate),
+        "Per-FedAvg (FO)": Arm("per_fedavg", {"local_steps": 1}, inner),
+        "MetaGater, 1 local step": Arm("metagater", {**gater, "local_steps": 1}, proximal),
+        "MetaGater, 2 local steps": Arm("metagater", {**gater, "local_steps": 2}, proximal),
+        "MetaGater, up to 5 steps, xi = 0.01": Arm(
+            "metagater", {**gater, "local_steps": 5, "local_accuracy": 0.01}, proximal
+        ),
     }
 
 
@@ -171,6 +197,23 @@ SETTINGS = {
         {"sites": 20, "targets": 10, "min_examples": 221, "max_examples": 2792},
         validation_sites=10,
     ),
+    "cifar_moderate_small": Setting(
+        "image_classification",
+        {**CIFAR, "model": {"name": "image_cnn6"}},
+        ("4", "5"),
+        build_cifar_arms(64, (0.01,), ("4.0.conv", "5.0.conv")),
+        {"sites": 10, "targets": 5, "min_examples": 221, "max_examples": 500},
+        validation_sites=2,
+    ),
+    "mnist": Setting(
+        "image_classification",
+        {"image": (1, 28, 28), "classes": 10, "model": {"name": "image_mlp", "hidden": [100]}},
+        (),
+        build_mnist_arms(),
+        {"sites": 20, "targets": 5, "min_examples": 116, "max_examples": 383},
+        file="mnist/mnist_small.npz",
+        participation=0.25,
+    ),
     "brain": Setting("table", BRAIN, (), build_brain_arms(), {"targets": 10, "smallest_target": 20}),
 }
 
@@ -178,26 +221,28 @@ SETTINGS = {
 EXTRA_TESTS = 200
 
 
-def load_sites(task: Task, sizes: Mapping[str, int], data: Path, seed: int) -> tuple[dict[str, Examples], list[str]]:
+def load_sites(setting: Setting, task: Task, data: Path, seed: int) -> tuple[dict[str, Examples], list[str]]:
     """Return the examples of all sites, and the names of the target sites.
 
     Args:
+        setting: numbers of sites, of targets and of their examples.
         task: loads the examples.
-        sizes: numbers of sites, of targets and of their examples.
-        data: folder with cifar10/ and brain_morphometry/.
+        data: folder with cifar10/, mnist/ and brain_morphometry/.
         seed: seed of the partition, of the targets and of the split at each site.
     """
-    load = load_brain_sites if "smallest_target" in sizes else load_cifar_sites
-    return load(task, dict(sizes), data, seed)
+    sizes = dict(setting.sites)
+    if "smallest_target" in sizes:
+        return load_brain_sites(task, sizes, data, seed)
+    return load_image_sites(task, sizes, data / setting.file, seed)
 
 
-def load_cifar_sites(task: Task, sizes: dict[str, int], data: Path, seed: int) -> tuple[dict[str, Examples], list[str]]:
+def load_image_sites(task: Task, sizes: dict[str, int], path: Path, seed: int) -> tuple[dict[str, Examples], list[str]]:
     """Return sites of two classes each, and the names of the target sites.
 
     A site tests on 20 % of its own images. A target tests on up to ``EXTRA_TESTS`` images of its classes that no site
     holds as well, because the test images of a target of 30 are too few.
     """
-    path, targets = data / "cifar10" / "cifar10_jpeg.npz", sizes.pop("targets")
+    targets = sizes.pop("targets")
     cohort = task.cohort(path)
     parts = partition_few_classes(cohort, sizes.pop("sites") + targets, **sizes, seed=seed)
     chosen = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()[:targets]
@@ -262,7 +307,7 @@ class Sites:
 
 
 def build_sites(setting: Setting, task: Task, layout: Layout, data: Path, seed: int) -> Sites:
-    examples, targets = load_sites(task, setting.sites, data, seed)
+    examples, targets = load_sites(setting, task, data, seed)
     sites = {name: build_site(LocalTask.open(name, task, own, layout, seed)) for name, own in examples.items()}
     others = [name for name in sites if name not in targets]
     order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -311,7 +356,9 @@ def build_method(name: str, settings: Mapping[str, Any], layout: Layout, seed: i
     return METHODS[name](METHODS[name].Config.model_validate(settings), layout, seed)
 
 
-def run(setting: Setting, label: str, data: Path, rounds: int, seed: int, out: Path) -> dict[str, Any]:
+def run(
+    setting: Setting, label: str, data: Path, rounds: int, seed: int, out: Path, curve: Sequence[int] = ()
+) -> dict[str, Any]:
     """Train with each step of an arm, choose steps by validation, adapt at the targets; write the model to ``out``."""
     arm = setting.arms[label]
     task = build_task(setting, gated=arm.gated)
@@ -319,7 +366,7 @@ def run(setting: Setting, label: str, data: Path, rounds: int, seed: int, out: P
     sites = build_sites(setting, task, layout, data, seed)
     candidates, validation = {}, {}
     for name, step in arm.steps.items():
-        settings = {"rounds": rounds, "participation": PARTICIPATION, **arm.settings, **step}
+        settings = {"rounds": rounds, "participation": setting.participation, **arm.settings, **step}
         if arm.method == "metasnip":
             settings["sparsity"] = read_sparsity(out, seed)
             final = read_model(out / f"MetaGater without gates-{seed}.safetensors", layout)
@@ -330,7 +377,13 @@ def run(setting: Setting, label: str, data: Path, rounds: int, seed: int, out: P
     step, rate = choose_steps(validation, task.metric)
     chosen = candidates[step]
     save_model(out / f"{label}-{seed}.safetensors", layout, chosen.weights)
+    points = {}
+    for fewer in curve:
+        settings = {**chosen.settings, "rounds": fewer}
+        model = train(arm.method, settings, layout, weights, sites.training, task.metric, seed)
+        points[fewer] = evaluate_adapted(model.build_method(rate), model, sites.targets)[task.metric.name]
     return {
+        "curve": points,
         "label": label,
         "seed": seed,
         "rounds": rounds,
@@ -409,15 +462,17 @@ def time_adaptation(method: Any, model: Candidate, sites: Mapping[str, Site]) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setting", choices=SETTINGS)
-    parser.add_argument("data", type=Path, help="folder with cifar10/ and brain_morphometry/")
+    parser.add_argument("data", type=Path, help="folder with cifar10/, mnist/ and brain_morphometry/")
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", help="labels of the arms; default: all")
+    parser.add_argument("--curve", action="store_true", help="also after a twentieth, an eighth, a quarter and a half")
     parser.add_argument("--out", type=Path, default=Path("runs/metagater"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     setting, out = SETTINGS[arguments.setting], arguments.out / arguments.setting
     out.mkdir(parents=True, exist_ok=True)
+    curve = [arguments.rounds // part for part in (20, 8, 4, 2)] if arguments.curve else []
     for seed in arguments.seeds:
         for label in setting.arms:
             if arguments.arms and label not in arguments.arms:
@@ -427,7 +482,7 @@ def main() -> int:
                 if not is_claimed:
                     continue
                 began = time.monotonic()
-                result = run(setting, label, arguments.data, arguments.rounds, seed, out)
+                result = run(setting, label, arguments.data, arguments.rounds, seed, out, curve)
                 write_json(file, result)
             chosen, metric = result["chosen"], result["metric"]
             figure = result["targets"][str(chosen["adapt_lr"])][metric]

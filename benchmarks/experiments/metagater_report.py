@@ -1,4 +1,4 @@
-"""Write docs/results/texts.md and its plot from the files of ``metagater.py``.
+"""Write docs/results/texts.md, docs/papers/metagater.md and their plots from the files of ``metagater.py``.
 
     python benchmarks/experiments/metagater_report.py [--out runs/metagater]
 
@@ -38,6 +38,14 @@ TITLES = {
     "cifar_main": "CIFAR-10, main setting: 40 sites train, 20 a round; 10 more are targets; 221 to 2,792 images a site",
     "brain": "Brain age from morphometry: 39 scan sites train, half of them a round; 10 others are targets",
 }
+PRINTED = {
+    "FedAvg + one step": "98.78",
+    "Per-FedAvg (FO)": "99.05",
+    "MetaGater, 1 local step": "99.2",
+    "MetaGater, 2 local steps": "99.4",
+    "MetaGater, up to 5 steps, xi = 0.01": "",
+}
+"""Arms of the paper's Table 1 with its accuracies."""
 Run = dict[str, Any]
 
 
@@ -51,14 +59,83 @@ def main() -> int:
         if any((rows := group_runs(runs)).values()):
             tables[setting] = rows
     sections = [format_table(setting, rows) + format_steps(rows) for setting, rows in tables.items()]
-    write_section("texts", "metagater", "\n".join(sections))
-    plot_targets(tables, ROOT / "docs" / "images" / "metagater.png")
+    if sections:
+        write_section("texts", "metagater", "\n".join(sections))
+        plot_targets(tables, ROOT / "docs" / "images" / "metagater.png")
+    for setting, write, order in (
+        ("mnist", format_mnist, tuple(PRINTED)), ("cifar_moderate_small", format_moderate, ORDER)
+    ):  # fmt: skip
+        runs = [json.loads(file.read_text()) for file in sorted((folder / setting).glob("*.json"))]
+        if runs:
+            name = f"metagater_{setting}"
+            write_section("../papers/metagater", name, write(group_runs(runs, order)))
+            if setting == "mnist":
+                plot_curve(group_runs(runs, order), ROOT / "docs" / "images" / "paper_metagater.png")
     return 0
 
 
-def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
+def format_mnist(rows: dict[str, list[Run]]) -> str:
+    """Return Table 1 of the paper, with ours and the steps that validation chose."""
+    seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
+    lines = ["| | accuracy, %: paper | accuracy, % | before the step | chosen steps, by seed | training, s |"]
+    lines += ["| --- " * 6 + "|"]
+    for label, paper in PRINTED.items():
+        own = [next(run for run in rows[label] if run["seed"] == seed) for seed in seeds]
+        figures = [get_figures(run) for run in own]
+        cells = [
+            paper,
+            format_spread([100 * f["accuracy"] for f in figures], 1),
+            format_spread([100 * f["accuracy_before"] for f in figures], 1),
+            "; ".join(f"{run['chosen']['step']}, adapt {run['chosen']['adapt_lr']:g}" for run in own),
+            format_spread([run["training_s"] for run in own], 0),
+        ]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return f"Seeds: {len(seeds)}.\n\n" + "\n".join(lines) + "\n"
+
+
+def format_moderate(rows: dict[str, list[Run]]) -> str:
+    """Return the smaller version of Tables 3 and 4, one column a figure."""
+    lines = ["| | accuracy, % | before the step | closed, % | train, s | adapt, s | sent / dense |", "| --- " * 7 + "|"]
+    for label, runs in rows.items():
+        figures = [get_figures(run) for run in runs]
+        closed = [f.get("pruned", f.get("channel_sparsity")) for f in figures]
+        cells = [
+            format_spread([100 * f["accuracy"] for f in figures], 1),
+            format_spread([100 * f["accuracy_before"] for f in figures], 1),
+            "" if None in closed else format_spread([100 * value for value in closed], 0),
+            format_spread([run["training_s"] for run in runs], 0) if "training_s" in runs[0] else "as without gates",
+            format_spread([run["adapt_s"] for run in runs], 2),
+            format_spread([run["bytes"] / run["dense_bytes"] for run in runs], 3) if "bytes" in runs[0] else "",
+        ]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    rounds, seeds = next(iter(rows.values()))[0]["rounds"], len(next(iter(rows.values())))
+    return f"Rounds: {rounds}; seeds: {seeds}.\n\n" + "\n".join(lines).replace("|  |", "| |") + "\n"
+
+
+def plot_curve(rows: dict[str, list[Run]], path: Path) -> None:
+    """Draw the accuracy at the targets after one step by rounds of training, as the paper's Figure 4 does."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for number, (label, runs) in enumerate(rows.items()):
+        curves = [
+            {**{int(t): value for t, value in run["curve"].items()}, run["rounds"]: get_figures(run)["accuracy"]}
+            for run in runs
+        ]
+        rounds = sorted(curves[0])
+        means = [100 * mean(curve[t] for curve in curves) for t in rounds]
+        for curve in curves:
+            axes.plot(rounds, [100 * curve[t] for t in rounds], ".", color=f"C{number}", alpha=0.5)
+        axes.plot(rounds, means, color=f"C{number}", label=label)
+    axes.set(xlabel="rounds of training", ylabel="accuracy at targets after a step, %", xscale="log")
+    axes.set_xticks(rounds, [str(t) for t in rounds])
+    axes.minorticks_off()
+    axes.legend(fontsize="small")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def group_runs(runs: list[Run], order: tuple[str, ...] = ORDER) -> dict[str, list[Run]]:
     """Return the runs by arm, of the seeds that all arms have finished: a mean over other seeds compares nothing."""
-    labels = [label for label in ORDER if any(run["label"] == label for run in runs)]
+    labels = [label for label in order if any(run["label"] == label for run in runs)]
     finished = [run["seed"] for run in runs]
     seeds = {seed for seed in finished if finished.count(seed) == len(labels)}
     return {label: [run for run in runs if run["label"] == label and run["seed"] in seeds] for label in labels}

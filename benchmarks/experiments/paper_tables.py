@@ -341,25 +341,6 @@ def lora_method(text: str) -> str:
     return f"method={{name: lora_a2, {text}, rounds: 8, {training}}}"
 
 
-def list_mnist() -> tuple[Row, ...]:
-    """Return MetaGater without gates, and its baselines, by local steps (Table 1)."""
-    training = "training: {optimizer: sgd, lr: %s, batch_size: 64}"
-    targets = "targets: [site-21, site-22, site-23, site-24, site-25]"
-    shared = f"rounds: 200, participation: 0.25, adapt_lr: 0.1, {targets}"
-    gater = f"name: metagater, proximity: 0.2, momentum_cap: 0.9, lasso: 0, {training % 0.25}"
-    arms = {
-        "FedAvg + one step": (f"name: fedavg_one_step, {training % 0.05}", "98.78"),
-        "Per-FedAvg": (f"name: per_fedavg, {training % 0.05}", "99.05"),
-        "MetaGater, 1 local step": (f"{gater}, local_steps: 1", "99.2"),
-        "MetaGater, 2 local steps": (f"{gater}, local_steps: 2", "99.4"),
-        "MetaGater, up to 20 steps, xi = 0.01": (f"{gater}, local_steps: 20, local_accuracy: 0.01", ""),
-    }
-    return tuple(
-        Row(label, (f"method={{{method}, {shared}}}",), {"accuracy, %": paper} if paper else {})
-        for label, (method, paper) in arms.items()
-    )
-
-
 LORA_SETTINGS = ("simulator.sites=4", "task.max_length=20", "task.split={test: 0.3}")
 TABLES: dict[str, Table] = {
     "scbf_methods": Table(
@@ -432,14 +413,6 @@ TABLES: dict[str, Table] = {
         list_sparsities(AT_THE_END),
         choose("MAE", "attack accuracy"),
         is_attacked=True,
-    ),
-    "metagater_mnist": Table(
-        "metagater",
-        "metagater_mnist",
-        "mnist/mnist_small.npz",
-        (),
-        list_mnist(),
-        choose("accuracy, %", "processor, s"),
     ),
     "lora_ablations": Table(
         "lora_a2",
