@@ -19,12 +19,12 @@ with (DOCS / "paper_values.csv").open(newline="", encoding="utf-8") as table:
     ROWS = list(csv.DictReader(table))
 ADDITIONS = {
     "fedsparsify": {"aggregation", "server", "model_average", "finetune"},
-    "scbf": {"budget", "max_exact_channels", "sampled_channels"},
+    "scbf": {"budget"},
     "scbfwp": {"target_pruned_fraction"},
-    "lora_a2": {"ranks", "budget"},
+    "lora_a2": {"ranks"},
     "neurosfl": {
-        "aggregation", "server", "model_average", "iter_snip", "iterations", "step_spacing", "score_share",
-        "random_layers", "random_site", "average_over_owners",
+        "aggregation", "server", "model_average", "iter_snip", "iterations", "score_share",
+        "random_layers", "random_site",
     },
     "metagater": {"adapt_lr", "targets"},
 }  # fmt: skip

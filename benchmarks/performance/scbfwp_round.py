@@ -57,7 +57,7 @@ def run(folder: Path, rounds: int, prunings: int) -> list[dict[str, Any]]:
     config = load_config(
         CONFIG,
         [
-            f"method={{name: fawp, prunings: {prunings}, ranking: layer, rounds: {rounds}, training: {training}}}",
+            f"method={{name: fawp, prunings: {prunings}, rounds: {rounds}, training: {training}}}",
             "task.downsample=1",
             "simulator={sites: 2, data: {phantom: {subjects: 40}}}",
             "federation.min_sites=2",

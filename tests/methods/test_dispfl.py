@@ -22,9 +22,8 @@ def test_drop_fraction_falls_from_its_initial_value_to_zero() -> None:
     assert [config.compute_drop_fraction(r) for r in (0, 5, 10)] == pytest.approx([0.5, 0.25, 0])
 
 
-@pytest.mark.parametrize("regrow", ["gradient", "random"])
-def test_live_counts_per_tensor_never_change(bench: Any, regrow: str) -> None:
-    method = bench.method("dispfl", sparsity=0.6, regrow=regrow)
+def test_live_counts_per_tensor_never_change(bench: Any) -> None:
+    method = bench.method("dispfl", sparsity=0.6)
     names = ["site-1", "site-2"]
     state = method.init(bench.weights, names)
     counts = [[int(part.sum()) for part in bench.layout.unflatten(row).values()] for row in state.masks]
@@ -45,7 +44,7 @@ def test_live_counts_per_tensor_never_change(bench: Any, regrow: str) -> None:
 
 
 def test_equal_masks_and_all_neighbours_give_the_plain_average(bench: Any) -> None:
-    method = bench.method("dispfl", neighbours="full", shared_initial_mask=True)
+    method = bench.method("dispfl")
     weights = torch.rand(3, bench.layout.size, generator=torch.Generator().manual_seed(1))
     mask = torch.rand(bench.layout.size, generator=torch.Generator().manual_seed(2)) < 0.5
     owners = ("site-1", "site-2", "site-3")
@@ -57,7 +56,7 @@ def test_equal_masks_and_all_neighbours_give_the_plain_average(bench: Any) -> No
 def test_site_that_never_trained_takes_no_part_in_averages(bench: Any) -> None:
     """A site without training examples keeps its start; it would pull its neighbours towards it in every round."""
     sites = {**bench.sites(2), "site-3": bench.site(3, examples=0)}
-    settings = {"neighbours": "full", "sparsity": 0.3, "rounds": 2}
+    settings = {"sparsity": 0.3, "rounds": 2}
     alone, _ = bench.run("dispfl", bench.sites(2), **settings)
     beside, _ = bench.run("dispfl", sites, **settings)
     assert beside.state.trained == ("site-1", "site-2")
@@ -77,7 +76,7 @@ def test_random_neighbours_are_chosen_from_the_sites_that_have_trained(bench: An
 
 def test_regrown_entries_arrive_as_zero_in_bfloat16(bench: Any) -> None:
     """An entry that is dropped leaves no rounding residual behind, neither at the site nor at the server."""
-    method = bench.method("dispfl", rounds=6, sparsity=0.5, regrow="random", neighbours="full")
+    method = bench.method("dispfl", rounds=6, sparsity=0.5)
     regrown: list[torch.Tensor] = []
     masks: list[Mask] = []
     received: list[torch.Tensor] = []
@@ -102,7 +101,7 @@ def test_regrown_entries_arrive_as_zero_in_bfloat16(bench: Any) -> None:
     outcome, _ = run_locally(
         method, bench.weights, {"site-1": site}, bench.task.metric, transport=Transport(values="bfloat16")
     )
-    assert sum(values.numel() for values in regrown) > 50
+    assert sum(values.numel() for values in regrown) > 40
     assert not torch.cat(regrown).any()
     assert outcome.rounds[-1].rejected == {}
     # With one site, an entry that has just regrown is zero in the request, too.

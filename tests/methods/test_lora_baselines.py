@@ -63,11 +63,11 @@ def test_ffa_lora_keeps_a_and_sends_it_once(adapted: Any) -> None:
     }
 
 
-@given(st.integers(0, 500), st.integers(1, 6), st.booleans())
-def test_factorisation_is_the_best_approximation_of_its_rank(seed: int, rank: int, balanced: bool) -> None:
+@given(st.integers(0, 500), st.integers(1, 6))
+def test_factorisation_is_the_best_approximation_of_its_rank(seed: int, rank: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     left, right = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((7, 4), (4, 9)))
-    b, a = factorise(left, right, rank, balanced=balanced)
+    b, a = factorise(left, right, rank)
     u, s, v = torch.linalg.svd(left @ right, full_matrices=False)
     best = (u[:, :rank] * s[:rank]) @ v[:rank]
     assert b.shape == (7, rank)
@@ -145,10 +145,9 @@ def test_hetlora_site_gives_up_ranks_that_shrink(adapted: Any) -> None:
     assert not again.expected.accepts("site-1", method.select_first_ranks(4))
 
 
-@pytest.mark.parametrize("split", ["balanced", "left"])
-def test_flexlora_keeps_slots_that_no_contributing_site_has(adapted: Any, split: str) -> None:
+def test_flexlora_keeps_slots_that_no_contributing_site_has(adapted: Any) -> None:
     """A round with a site of rank 1 alone; with both factors zero the other slots would never train again."""
-    method = adapted.method("flexlora", ranks=RANKS, split=split, training=TRAINING)
+    method = adapted.method("flexlora", ranks=RANKS, training=TRAINING)
     state = method.init(adapted.weights, [])
     only_one, *_ = collect_updates(method, state, adapted)
     after = method.learn(state, [only_one])
@@ -158,18 +157,16 @@ def test_flexlora_keeps_slots_that_no_contributing_site_has(adapted: Any, split:
     assert bool((highest.patch.to_vector() != after.weights)[(upper & method.slots.factors["B"]).bits].any())
 
 
-@pytest.mark.parametrize("split", ["balanced", "left"])
-def test_flexlora_keeps_a_where_the_product_is_zero(adapted: Any, split: str) -> None:
+def test_flexlora_keeps_a_where_the_product_is_zero(adapted: Any) -> None:
     """Sites that return B = 0 leave A as it is; the product stays zero."""
-    method = adapted.method("flexlora", split=split)
+    method = adapted.method("flexlora")
     state = method.init(adapted.weights, [])
     sent = Contribution("site-1", Patch.from_vector(adapted.weights, Mask.full(method.layout.size)), "weights", 8)
     assert torch.equal(method.learn(state, [sent]).weights, adapted.weights)
 
 
-@pytest.mark.parametrize("sparsity_weighted", [True, False])
-def test_hetlora_keeps_slots_that_no_contributing_site_has(adapted: Any, sparsity_weighted: bool) -> None:
-    method = adapted.method("hetlora", ranks=RANKS, sparsity_weighted=sparsity_weighted, training=TRAINING)
+def test_hetlora_keeps_slots_that_no_contributing_site_has(adapted: Any) -> None:
+    method = adapted.method("hetlora", ranks=RANKS, training=TRAINING)
     state = method.init(adapted.weights, [])
     updates = collect_updates(method, state, adapted)
     after = method.learn(state, updates[:2])

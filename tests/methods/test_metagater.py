@@ -196,7 +196,7 @@ def test_first_model_sent_is_the_initial_one_bit_for_bit(gated: Net) -> None:
 @pytest.mark.parametrize("local_proximity", [None, 0.0])
 def test_without_acceleration_a_round_equals_fedprox_or_fedavg(gated: Net, local_proximity: float | None) -> None:
     """Step = 1 / lambda: the uniform mean of the sites' models, with proximal term (FedProx) or without (FedAvg)."""
-    settings = {"acceleration": False, "step": 5.0, "proximity": 0.2, "local_proximity": local_proximity}
+    settings = {"momentum_cap": 0, "step": 5.0, "proximity": 0.2, "local_proximity": local_proximity}
     method = gated.method(local_steps=3, **settings)
     state = method.init(gated.weights, sorted(gated.examples))
     pull = 0.2 if local_proximity is None else 0.0
@@ -215,7 +215,7 @@ def test_without_acceleration_a_round_equals_fedprox_or_fedavg(gated: Net, local
 @pytest.mark.slow
 def test_without_acceleration_a_run_equals_uniform_fedavg(gated: Net) -> None:
     settings = {"local_steps": 2, "rounds": 3}
-    ours, _ = gated.run(acceleration=False, step=5.0, local_proximity=0.0, output="pr_next", **settings)
+    ours, _ = gated.run(momentum_cap=0, step=5.0, local_proximity=0.0, output="ag", **settings)
     sites = {name: gated.site(name) for name in gated.examples}
     method = METHODS["fedavg_one_step"](
         METHODS["fedavg_one_step"].Config.model_validate({"weighting": "uniform", "training": FULL_BATCH, **settings}),
@@ -229,7 +229,7 @@ def test_without_acceleration_a_run_equals_uniform_fedavg(gated: Net) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.1, 0.5])
 def test_shorter_step_equals_reptile(gated: Net, epsilon: float) -> None:
-    before, after = gated.states(1, acceleration=False, step=epsilon / 0.2, local_proximity=0.0, local_steps=4)
+    before, after = gated.states(1, momentum_cap=0, step=epsilon / 0.2, local_proximity=0.0, local_steps=4)
     method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
     ends = [
         s.train(before.w, Mask.full(method.layout.size), method.config.training, 1, steps=4) for s in sites.values()
@@ -391,19 +391,12 @@ def test_sites_weigh_equally_whatever_their_number_of_examples() -> None:
     assert torch.allclose(net.run()[0].weights, uneven.run()[0].weights, atol=1e-6)
 
 
-@pytest.mark.parametrize("output", ["pr", "pr_next", "ag"])
+@pytest.mark.parametrize("output", ["pr", "ag"])
 def test_output_selects_the_sequence(two: Net, output: str) -> None:
-    """After three rounds of vector 11: 0.8 was sent last; 0.4 * 1.36 + 0.6 * 1.04 comes next; 1.04 is w^ag."""
+    """After three rounds of vector 11: 0.8 was sent last; 1.04 is w^ag."""
     outcome, _ = two.run(output=output, training={**FULL_BATCH, "lr": 1.0})
-    wanted = {"pr": 0.8, "pr_next": 1.168, "ag": 1.04}[output]
+    wanted = {"pr": 0.8, "ag": 1.04}[output]
     assert outcome.weights.item() == pytest.approx(wanted, abs=1e-6)
-
-
-def test_restart_continues_from_the_aggregated_sequence(two: Net) -> None:
-    states = two.states(4, restart_every=2, training={**FULL_BATCH, "lr": 1.0})
-    assert states[2].w.item() == states[2].ag.item() == pytest.approx(0.72, abs=1e-6)
-    assert states[3].sent.item() == pytest.approx(0.72, abs=1e-6)
-    assert states[3].w.item() == states[3].ag.item()
 
 
 def test_momentum_cap_bounds_alpha(two: Net) -> None:
@@ -452,7 +445,7 @@ def test_targets_only_adapt(gated: Net) -> None:
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_run_continued_from_a_saved_state_equals_the_uninterrupted_one(gated: Net, stop: int, tmp_path: Any) -> None:
     """The state is three tensors and a number; saving and loading it changes no bit of what follows."""
-    settings = {"lasso": 0.02, "rounds": 6, "participation": 0.67, "restart_every": 4}
+    settings = {"lasso": 0.02, "rounds": 6, "participation": 0.67}
     states = gated.states(**settings)
     saved = tmp_path / "state.pt"
     torch.save(

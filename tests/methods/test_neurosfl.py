@@ -227,9 +227,8 @@ def test_progressive_masks_are_nested_and_have_the_scheduled_counts(bench: Any) 
     assert state.round == 1
 
 
-def test_progressive_counts_are_spaced_exponentially_or_linearly() -> None:
+def test_progressive_counts_are_spaced_exponentially() -> None:
     assert compute_keep_counts(1000, 10, 3) == [215, 46, 10]
-    assert compute_keep_counts(1000, 10, 3, exponential=False) == [670, 340, 10]
 
 
 @pytest.mark.parametrize("layers", ["uniform", "erk"])

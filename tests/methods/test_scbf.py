@@ -352,21 +352,9 @@ def test_estimate_needs_no_data(bench: Any) -> None:
 def test_note_describes_threshold_and_removable_units(bench: Any) -> None:
     assert "threshold exact" in bench.method("scbf").describe()
     assert f"{bench.layout.num_parameters // 10:,} parameters a message" in bench.method("scbf", budget=0.1).describe()
-    assert "drawn at random" in bench.method("scbf", max_exact_channels=1).describe()
     assert "layer by layer" in bench.method("scbf", channels="layerwise").describe()
     assert "10 units of 1 layers can be removed" in bench.method("scbfwp").describe()
     assert bench.method("fedavg").describe() == ""
-
-
-@pytest.mark.slow
-def test_equal_seeds_give_equal_bits_with_sampled_channels(bench: Any) -> None:
-    settings = {"max_exact_channels": 1, "sampled_channels": 5000}
-    first, second = (
-        run_locally(bench.method("scbf", **settings), bench.weights, bench.sites(), bench.task.metric) for _ in range(2)
-    )
-    assert (
-        compute_digest(first[0].weights) == compute_digest(second[0].weights) != bench.compute_digest("scbf", rate=0.9)
-    )
 
 
 class RevealsNothing:

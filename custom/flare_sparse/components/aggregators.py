@@ -89,11 +89,10 @@ class FlexLoRAMean(MethodAggregator[ModelState]):
     Args:
         rank: r_k of a site, of whose adapters the first r_k slots count.
         ranks: r_k of single sites, by name.
-        split: ``"balanced"``: sqrt(S) in each factor; ``"left"``: all of S in B.
         min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
     """
 
-    _always_serialize_args = ("rank", "ranks", "split", "min_sites")
+    _always_serialize_args = ("rank", "ranks", "min_sites")
     method_class = FlexLoRA
     state_class = ModelState
 
@@ -101,13 +100,12 @@ class FlexLoRAMean(MethodAggregator[ModelState]):
         self,
         rank: int = 8,
         ranks: Mapping[str, int] | None = None,
-        split: Literal["balanced", "left"] = "balanced",
         min_sites: int = 1,
         persistor_id: str = "persistor",
         resume_from: str = "",
     ):
-        self.rank, self.ranks, self.split = rank, dict(ranks or {}), split
-        super().__init__(min_sites, persistor_id, resume_from, rank=rank, ranks=self.ranks, split=split)
+        self.rank, self.ranks = rank, dict(ranks or {})
+        super().__init__(min_sites, persistor_id, resume_from, rank=rank, ranks=self.ranks)
 
     def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
         assert isinstance(self._method, FlexLoRA), "init_state() comes first"
@@ -165,7 +163,7 @@ class MetaStep(MethodAggregator[MetaGaterState]):
     _always_serialize_args = ("proximity", "lasso", "min_sites")
     method_class = MetaGater
     state_class = MetaGaterState
-    rarer = ("step", "acceleration", "momentum_cap", "restart_every", "scale_prox", "closed_channels", "output")
+    rarer = ("step", "momentum_cap", "scale_prox", "closed_channels", "output")
 
     def __init__(
         self,

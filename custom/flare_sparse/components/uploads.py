@@ -124,7 +124,6 @@ class RankUpload(UploadFilter):
 
     Args:
         rank: r_k, number of slots by adapted module; not less than the adapters' rank: all slots.
-        budget: ``"slots"`` over the whole model (the paper), or as many ``"scalars"`` as ``rank`` ranks have.
         schedule: ``"alternate"``: B in odd rounds and A in even ones; ``"b_only"``: always B (FFA-LoRA).
         heads: patterns of names of trained tensors that are no adapters, such as ``["classifier.*"]``; these leave in
             full. Whatever no pattern names belongs to the frozen base model.
@@ -133,18 +132,17 @@ class RankUpload(UploadFilter):
         ComponentError: an argument is invalid.
     """
 
-    _always_serialize_args = ("rank", "budget", "schedule", "heads")
+    _always_serialize_args = ("rank", "schedule", "heads")
 
     def __init__(
         self,
         rank: int = 8,
-        budget: Literal["slots", "scalars"] = "slots",
         schedule: Literal["alternate", "b_only"] = "alternate",
         heads: Sequence[str] = (),
     ):
         super().__init__()
-        self.rank, self.budget, self.schedule, self.heads = rank, budget, schedule, list(heads)
-        self._config = check_settings(self, LoRAA2Config, {"rank": rank, "budget": budget, "schedule": schedule})
+        self.rank, self.schedule, self.heads = rank, schedule, list(heads)
+        self._config = check_settings(self, LoRAA2Config, {"rank": rank, "schedule": schedule})
 
     def get_layout(self, arrays: Arrays) -> Layout:
         return guess_layout({n: a for n, a in arrays.items() if FACTOR_NAME.fullmatch(n) or self._is_head(n)})
@@ -170,8 +168,7 @@ class RankUpload(UploadFilter):
         if self.rank >= slots.rank:
             return method.select_exchanged(t)
         scores = compute_slot_scores(slots, delta, start, active)
-        chosen = select_slots(slots, scores, self.rank, active, per_scalar=self.budget == "scalars")
-        return chosen | slots.other_entries
+        return select_slots(slots, scores, self.rank, active) | slots.other_entries
 
 
 def layout_of_rest(arrays: Arrays, layout: Layout) -> Layout:

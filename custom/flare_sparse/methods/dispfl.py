@@ -6,9 +6,10 @@ mask and sends each site the entrywise average of its neighbours, which is the s
 sees every personal model.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import final
 
 import torch
 from pydantic import Field
@@ -21,32 +22,24 @@ from ..core.seeds import make_generator
 from ..training import Site
 from .method import TRAIN, MaskPreset, Method, MethodConfig
 from .scores.erk import compute_erk_densities, draw_random_mask
-from .support.masks import compute_cosine_fraction, drop_and_regrow
+from .support.masks import drop_and_regrow
 
 
 class DisPFLConfig(MethodConfig):
     sparsity: float = Field(0.5, ge=0, lt=1)
     """share of a personal model's maskable entries that is off"""
-    layer_density: Literal["erk", "uniform"] = "erk"
-    """density of each tensor"""
-    shared_initial_mask: bool = False
-    """all sites start with the same mask"""
-    neighbours: Literal["random", "ring", "full"] = "random"
-    """the sites whose models a site receives"""
     num_neighbours: int = Field(2, ge=1)
-    """number of random neighbours"""
+    """number of random sites whose models a site receives; all, where there are no more"""
     initial_drop_fraction: float = Field(0.5, ge=0, le=1)
     """alpha: share of a tensor's live entries that moves in round 1; falls to 0"""
-    regrow: Literal["gradient", "random"] = "gradient"
-    """how the entries to regrow are chosen"""
     maskable: MaskPreset = "all_trainable"
     """which parameters a personal mask covers"""
 
     def needs(self) -> Needs:
-        needs = super().needs() | {Need.OWN_MODEL.because("sparse with the site's own mask")}
-        if self.regrow == "gradient":
-            reason = "a site regrows entries by the gradient of its trained model"
-            needs |= {Need.PACKAGE_STEPS.because(reason, "set regrow to random")}
+        needs = super().needs() | {
+            Need.OWN_MODEL.because("sparse with the site's own mask"),
+            Need.PACKAGE_STEPS.because("a site regrows entries by the gradient of its trained model"),
+        }
         if self.initial_drop_fraction > 0:
             reason = "the share of entries that every round drops and regrows falls to 0 over method.rounds"
             needs |= {Need.NUMBER_OF_ROUNDS.because(reason)}
@@ -54,7 +47,7 @@ class DisPFLConfig(MethodConfig):
 
     def compute_drop_fraction(self, r: int) -> float:
         """Return the share of live entries that moves in the 0-based round ``r`` (cosine annealing)."""
-        return compute_cosine_fraction(self.initial_drop_fraction, r, self.rounds)
+        return self.initial_drop_fraction / 2 * (1 + math.cos(math.pi * r / self.rounds))
 
 
 @dataclass(frozen=True)
@@ -98,15 +91,10 @@ class DisPFL(Method[DisPFLConfig, DisPFLState]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> DisPFLState:
         owners = tuple(sorted(sites))
         maskable = Mask.from_preset(self.layout, self.config.maskable)
-        density = 1 - self.config.sparsity
-        densities = (
-            compute_erk_densities(self.layout, maskable, density)
-            if self.config.layer_density == "erk"
-            else {tensor.name: density for tensor in self.layout.tensors}
-        )
+        densities = compute_erk_densities(self.layout, maskable, 1 - self.config.sparsity)
         rows = []
         for name in owners:
-            generator = make_generator(self.seed, "dispfl mask", "" if self.config.shared_initial_mask else name)
+            generator = make_generator(self.seed, "dispfl mask", name)
             rows.append((draw_random_mask(self.layout, maskable, densities, generator) | ~maskable).bits)
         masks = torch.stack(rows)
         return DisPFLState(1, owners, weights * masks, masks)
@@ -114,9 +102,8 @@ class DisPFL(Method[DisPFLConfig, DisPFLState]):
     def select_sites(self, state: DisPFLState, sites: Sequence[str]) -> list[str]:
         return super().select_sites(state, [name for name in sites if name in state.owners])
 
-    def ask(self, state: DisPFLState, sites: Sequence[str]) -> dict[str, Assignment]:
-        active = self.select_sites(state, sites)
-        return {name: self._build_personal_assignment(state, name, active) for name in active}
+    def build_assignments(self, kind: str, state: DisPFLState, sites: Sequence[str]) -> dict[str, Assignment]:
+        return {name: self._build_personal_assignment(state, name, sites) for name in sites}
 
     def _build_personal_assignment(self, state: DisPFLState, name: str, active: Sequence[str]) -> Assignment:
         """Return a site's mask and, inside it, the average over the neighbours that hold an entry."""
@@ -130,15 +117,9 @@ class DisPFL(Method[DisPFLConfig, DisPFLState]):
         # the place of one that has something to share.
         candidates = state.trained or state.owners
         others = sorted(other for other in candidates if other != name and other in active)
-        if self.config.neighbours == "ring" and others:
-            ring = sorted([*others, name])
-            position = ring.index(name)
-            others = sorted({ring[position - 1], ring[(position + 1) % len(ring)]} - {name})
-        elif self.config.neighbours == "random":
-            generator = make_generator(self.seed, "dispfl neighbours", state.round, name)
-            order = torch.randperm(len(others), generator=generator)[: self.config.num_neighbours]
-            others = [others[i] for i in order.tolist()]
-        return sorted([name, *others])
+        generator = make_generator(self.seed, "dispfl neighbours", state.round, name)
+        order = torch.randperm(len(others), generator=generator)[: self.config.num_neighbours]
+        return sorted([name, *(others[i] for i in order.tolist())])
 
     def answer(self, request: Request, site: Site) -> Update:
         training = self.config.get_training(request.round)
@@ -157,9 +138,7 @@ class DisPFL(Method[DisPFLConfig, DisPFLState]):
         return drop_and_regrow(self.layout, request.trainable, maskable, weights, growth, fraction)
 
     def _score_growth(self, request: Request, site: Site, weights: Tensor) -> Tensor:
-        """Return scores ``(P,)`` for regrowing: the gradient's magnitude on one minibatch, or random numbers."""
-        if self.config.regrow == "random":
-            return torch.rand(self.layout.size, generator=make_generator(self.seed, "regrow", site.name, request.round))
+        """Return scores ``(P,)`` for regrowing: the gradient's magnitude on one minibatch."""
         batch_size = self.config.training.batch_size
         gradients = site.trainer.compute_gradients(weights, batch_size, 1, request.round, batch_statistics=False)
         return next(gradients)[0].abs()

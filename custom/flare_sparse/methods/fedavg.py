@@ -19,7 +19,6 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.exchange import Assignment, Contribution, Patch, Request, Update
-from ..core.mask import Mask
 from ..core.needs import Need, Needs
 from ..training import Site
 from .method import Method, MethodConfig, ModelState, broadcast
@@ -82,9 +81,6 @@ class LocalOnly(Method[LocalOnlyConfig, ModelState]):
 
     def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
         return state
-
-    def model(self, state: ModelState) -> Patch:
-        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
     def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
         model = self.model(state)

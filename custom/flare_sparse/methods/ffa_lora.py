@@ -7,13 +7,11 @@ for all, the average of the products is the product of the averages. The server 
 from collections.abc import Sequence
 from typing import final
 
-from torch import Tensor
-
-from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, UpdateSpec
+from ..core.exchange import Assignment, Contribution, Patch, Request, UpdateSpec
 from ..core.mask import Mask
 from ..core.params import Layout
 from .aggregation.weighted import weigh_by_examples, weighted_sum
-from .method import ModelState, broadcast
+from .method import ModelState
 from .support.lora import LoRAConfig, LoRAMethod
 
 
@@ -29,12 +27,6 @@ class FFALoRA(LoRAMethod[LoRAConfig, ModelState]):
         super().__init__(config, layout, seed)
         self._exchanged: Mask = ~self.slots.factors["A"]
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
-        return ModelState(1, weights)
-
-    def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
-        return broadcast(sites, self.build_assignment(EVALUATE, state))
-
     def build_assignment(self, kind: str, state: ModelState) -> Assignment:
         full_model = self.model(state)
         model = Patch.from_vector(state.weights, self._exchanged, "previous") if state.round > 1 else full_model
@@ -47,6 +39,3 @@ class FFALoRA(LoRAMethod[LoRAConfig, ModelState]):
     def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
         values = self._exchanged.take(state.weights + weighted_sum(contributions, weigh_by_examples))
         return ModelState(state.round + 1, self._exchanged.put(values, state.weights.clone()))
-
-    def model(self, state: ModelState) -> Patch:
-        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

@@ -6,26 +6,20 @@ sees all factors of every site.
 """
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ..core.mask import Mask
+from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
-from .method import TRAIN, ModelState, train_locally
+from .method import ModelState, train_locally
 from .support.lora import RankedConfig, RankedMethod
 
 
-class FlexLoRAConfig(RankedConfig):
-    split: Literal["balanced", "left"] = "balanced"
-    """which factors take the singular values: sqrt(S) in each, or all of S in B"""
-
-
 @final
-class FlexLoRA(RankedMethod[FlexLoRAConfig, ModelState]):
+class FlexLoRA(RankedMethod[RankedConfig, ModelState]):
     """A site of rank r_k receives, trains and returns the first r_k slots of every module.
 
     After the first round, slot ``i`` of a module in ``state.weights`` is the ``i``-th singular direction of the mean
@@ -33,20 +27,10 @@ class FlexLoRA(RankedMethod[FlexLoRAConfig, ModelState]):
     """
 
     name = "flexlora"
-    Config = FlexLoRAConfig
+    Config = RankedConfig
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
-        return ModelState(1, weights)
-
-    def ask(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
-        return self._build_assignments(TRAIN, state, self.select_sites(state, sites))
-
-    def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
-        """Return the request to evaluate the model of each site's own rank."""
-        return self._build_assignments(EVALUATE, state, sites)
-
-    def _build_assignments(self, kind: str, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
-        """Return an assignment for each site, one object for each rank."""
+    def build_assignments(self, kind: str, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
+        """Return the first slots for each site, one object for each rank."""
         ranks = {site: self.config.get_rank(site) for site in sites}
         masks = {rank: self.select_first_ranks(rank) for rank in set(ranks.values())}
         assignments = {
@@ -71,7 +55,7 @@ class FlexLoRA(RankedMethod[FlexLoRAConfig, ModelState]):
                 [w * adapter.view_matrix(v, "B").double() for w, v in zip(shares, vectors, strict=True)], dim=1
             )
             stacked_a = torch.cat([adapter.view_matrix(v, "A").double() for v in vectors])
-            b, a = factorise(weighted_b, stacked_a, adapter.rank, balanced=self.config.split == "balanced")
+            b, a = factorise(weighted_b, stacked_a, adapter.rank)
             # A slot whose A and B are both zero has no gradient and would never train again. Where the product has no
             # direction, A stays; so does B, unless a site has reported that it is zero.
             is_empty = ~b.any(0)
@@ -81,12 +65,11 @@ class FlexLoRA(RankedMethod[FlexLoRAConfig, ModelState]):
             adapter.view_matrix(weights, "A").copy_(torch.where(is_empty[:, None], previous_a.double(), a))
         return ModelState(state.round + 1, weights)
 
-    def model(self, state: ModelState) -> Patch:
-        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
-
-def factorise(left: Tensor, right: Tensor, rank: int, *, balanced: bool = True) -> tuple[Tensor, Tensor]:
+def factorise(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the factors of the best approximation of ``left @ right`` of a rank, without forming the product.
+
+    The square roots of the singular values are in both of them.
 
     With ``left = Q R`` and ``right.T = P T`` the singular values are those of the small ``R T.T``.
 
@@ -94,7 +77,6 @@ def factorise(left: Tensor, right: Tensor, rank: int, *, balanced: bool = True) 
         left: ``(d1, n)``.
         right: ``(n, d2)``.
         rank: rank of the result; directions beyond the rank of the product are zero.
-        balanced: sqrt(S) in both factors; otherwise all of S in the left one.
 
     Returns:
         ``(d1, rank)`` and ``(rank, d2)``, strongest direction first.
@@ -105,8 +87,7 @@ def factorise(left: Tensor, right: Tensor, rank: int, *, balanced: bool = True) 
     # Singular values of a product of lower rank are rounding, not exact zeros.
     is_positive = s > s.max() * max(s.numel(), 1) * torch.finfo(s.dtype).eps
     kept = min(rank, int(is_positive.sum()))
-    scale_left, scale_right = (s.sqrt(), s.sqrt()) if balanced else (s, torch.ones_like(s))
     b, a = left.new_zeros(left.shape[0], rank), right.new_zeros(rank, right.shape[1])
-    b[:, :kept] = (q @ u * scale_left)[:, :kept]
-    a[:kept] = ((p @ v.T) * scale_right).T[:kept]
+    b[:, :kept] = (q @ u * s.sqrt())[:, :kept]
+    a[:kept] = ((p @ v.T) * s.sqrt()).T[:kept]
     return b, a

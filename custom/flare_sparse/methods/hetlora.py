@@ -15,11 +15,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask, floor_fraction
 from ..training import Site
 from .aggregation.weighted import normalize_capped, weigh_by_examples, weighted_sum
-from .method import TRAIN
 from .support.lora import RankedConfig, RankedMethod
 from .support.masks import unite_masks
 
@@ -27,8 +26,6 @@ from .support.masks import unite_masks
 class HetLoRAConfig(RankedConfig):
     decay: float = Field(0.99, gt=0, le=1)
     """gamma: a site gives up its ranks beyond floor(gamma * r_k)"""
-    sparsity_weighted: bool = True
-    """weigh a site by ||B_k A_k||; false: by its examples"""
 
 
 @dataclass(frozen=True)
@@ -58,14 +55,7 @@ class HetLoRA(RankedMethod[HetLoRAConfig, HetLoRAState]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> HetLoRAState:
         return HetLoRAState(1, weights, (), ())
 
-    def ask(self, state: HetLoRAState, sites: Sequence[str]) -> dict[str, Assignment]:
-        return self._build_assignments(TRAIN, state, self.select_sites(state, sites))
-
-    def ask_final(self, state: HetLoRAState, sites: Sequence[str]) -> dict[str, Assignment]:
-        """Return the request to evaluate the model of each site's own rank."""
-        return self._build_assignments(EVALUATE, state, sites)
-
-    def _build_assignments(self, kind: str, state: HetLoRAState, sites: Sequence[str]) -> dict[str, Assignment]:
+    def build_assignments(self, kind: str, state: HetLoRAState, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the truncated model for each site, one object for each rank."""
         current = dict(zip(state.owners, state.ranks, strict=True))
         ranks = {name: min(self.get_initial_rank(name), current.get(name, self.slots.rank)) for name in sites}
@@ -111,10 +101,9 @@ class HetLoRA(RankedMethod[HetLoRAConfig, HetLoRAState]):
 
         Where all sites have given a slot up, its ``B`` is zero.
         """
-        weigh = self._weigh_by_size if self.config.sparsity_weighted else weigh_by_examples
         # Ordered as weighted_sum orders them, so that each weight meets its own site.
         ordered = sorted(contributions, key=lambda contribution: contribution.site)
-        weights = weigh(ordered)
+        weights = self._weigh_by_size(ordered)
         owned = unite_masks(c.patch.mask for c, weight in zip(ordered, weights, strict=True) if weight > 0)
         ranks = dict(zip(state.owners, state.ranks, strict=True))
         previous_ranks = [min(self.get_initial_rank(c.site), ranks.get(c.site, self.slots.rank)) for c in ordered]
@@ -144,6 +133,3 @@ class HetLoRA(RankedMethod[HetLoRAConfig, HetLoRAState]):
             a, b = adapter.view_matrix(vector, "A").double(), adapter.view_matrix(vector, "B").double()
             total += float(((b.T @ b) * (a @ a.T)).sum())
         return math.sqrt(max(total, 0.0))
-
-    def model(self, state: HetLoRAState) -> Patch:
-        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

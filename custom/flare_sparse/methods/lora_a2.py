@@ -14,27 +14,20 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask
 from ..core.needs import Need, Needs
 from ..core.seeds import make_generator
 from ..training import Site, TrainingConfig
 from .aggregation.weighted import weigh_by_examples, weighted_sum
-from .method import broadcast, train_locally
+from .method import train_locally
 from .scores.ranks import Factor, compute_slot_scores, select_slots
 from .support.lora import RankedConfig, RankedMethod
 
 
 class LoRAA2Config(RankedConfig):
-    budget: Literal["slots", "scalars"] = "slots"
-    """unit of r_k: r_k * N slots over the whole model (the paper), or as many scalars as r_k ranks of every module
-    have, chosen by score per scalar"""
     score: Literal["contribution", "magnitude", "sensitivity", "random"] = "contribution"
     """score of a slot: ||dB_i A_i||; ||dB_i|| alone; sum of |weight * gradient| (Table 9); or chance"""
-    trial: Literal["epochs", "gradient"] = "epochs"
-    """what the scores are computed from: the delta of trial_epochs, or a full-batch gradient"""
-    trial_epochs: int = Field(1, ge=1)
-    """epochs that only score the ranks; their result is discarded"""
     b_lr_ratio: float = Field(5.0, gt=0)
     """eta_B / eta_A; training.lr is eta_A, also of a trained head"""
     schedule: Literal["alternate", "b_only"] = "alternate"
@@ -78,9 +71,6 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> LoRAA2State:
         return LoRAA2State(1, weights, Mask.full(self.layout.size))
 
-    def ask_final(self, state: LoRAA2State, sites: Sequence[str]) -> dict[str, Assignment]:
-        return broadcast(sites, self.build_assignment(EVALUATE, state))
-
     def build_assignment(self, kind: str, state: LoRAA2State) -> Assignment:
         """Return an assignment of the last change; a site without the previous model receives both factors."""
         active = self.get_active_factor(state.round)
@@ -102,17 +92,11 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
         slots = self.slots.find_slots(mask, active)
         if slots is None or not self.slots.other_entries <= mask:
             return False
-        rank = min(self.config.get_rank(site), self.slots.rank)
-        if self.config.budget == "slots":
-            return int(slots.sum()) == rank * self.slots.num_modules
-        widths = self.slots.get_slot_widths(active)
-        return int(widths[slots].sum()) <= rank * int(widths.sum()) // self.slots.rank
+        return int(slots.sum()) == min(self.config.get_rank(site), self.slots.rank) * self.slots.num_modules
 
     def count_min_entries(self, active: Factor, site: str) -> int:
         """Return the number of entries of the narrowest slots that fill a site's budget, and of the rest."""
         slots, widths = self.slots, self.slots.get_slot_widths(active)
-        if self.config.budget == "scalars":
-            return slots.other_entries.count
         narrowest = widths.sort().values[: min(self.config.get_rank(site), slots.rank) * slots.num_modules]
         return int(narrowest.sum()) + slots.other_entries.count
 
@@ -142,25 +126,22 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
         if rank >= self.slots.rank:
             return self.slots.factors[active]
         scores = self._score_slots(active, training, request, site)
-        return select_slots(self.slots, scores, rank, active, per_scalar=self.config.budget == "scalars")
+        return select_slots(self.slots, scores, rank, active)
 
     def _score_slots(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Tensor:
-        """Return a score for every slot ``(N * r,)``, from a trial whose result is discarded."""
+        """Return a score for every slot ``(N * r,)``, from a trial of one epoch whose result is discarded."""
         start, t = site.weights, request.round
         if self.config.score == "random":
             generator = make_generator(self.seed, "slots", site.name, t)
             return torch.rand(self.slots.num_modules * self.slots.rank, generator=generator)
-        if self.config.trial == "gradient":
-            delta = _compute_mean_gradient(site, start, training, t)
-        else:
-            trial = training.model_copy(update={"epochs": self.config.trial_epochs})
-            scale = self._build_step_scale(active)
-            delta = site.train(start, request.trainable, trial, t, stream="trial", step_scale=scale).cpu() - start
+        trial, scale = training.model_copy(update={"epochs": 1}), self._build_step_scale(active)
+        trained = site.train(start, request.trainable, trial, t, stream="trial", step_scale=scale).cpu()
+        delta = trained - start
         if self.config.score == "contribution":
             return compute_slot_scores(self.slots, delta, start, active)
         if self.config.score == "magnitude":
             return self.slots.compute_norms(delta, active)
-        weights = start + delta if self.config.trial == "epochs" else start
+        weights = start + delta
         sensitivity = (weights * _compute_mean_gradient(site, weights, training, t)).abs()
         return self.slots.compute_sums(sensitivity, active)
 
@@ -174,9 +155,6 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
             exchanged.bits, state.weights + weighted_sum(contributions, weigh_by_examples), state.weights
         )
         return LoRAA2State(state.round + 1, weights, exchanged)
-
-    def model(self, state: LoRAA2State) -> Patch:
-        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
 
 def _compute_mean_gradient(site: Site, weights: Tensor, training: TrainingConfig, t: int) -> Tensor:

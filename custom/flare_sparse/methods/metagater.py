@@ -14,7 +14,7 @@ A baseline of "MetaGater: Fast Learning of Conditional Channel Gated Networks vi
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, final
+from typing import Literal, TypeVar, final
 
 import torch
 from pydantic import Field
@@ -72,12 +72,12 @@ def advance(w: Tensor, pr: Tensor, g: Tensor, steps: StepSizes, prox: Prox, *, s
     return prox(w - steps.eta * g, steps.eta if scale else steps.beta), prox(pr - steps.beta * g, steps.beta)
 
 
-@final
-class MetaGater(AdaptationMethod[MetaLearningConfig, MetaGaterState]):
+ConfigT = TypeVar("ConfigT", bound=MetaLearningConfig)
+
+
+class MetaLearningMethod(AdaptationMethod[ConfigT, MetaGaterState]):
     """Sites solve a proximal problem in a few steps; the server takes accelerated proximal steps on their deltas."""
 
-    name = "metagater"
-    Config = MetaLearningConfig
     update_content = "delta"
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> MetaGaterState:
@@ -105,7 +105,7 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, MetaGaterState]):
         gradient = -self.config.proximity * delta
         advanced = advance(state.w, pr, gradient, steps, self.apply_prox, scale=self.config.scale_prox)
         w, ag = (torch.where(self._buffers.bits, pr + delta, x) for x in advanced)
-        return MetaGaterState(state.round + 1, ag if self.config.is_restart(state.round) else w, ag, pr)
+        return MetaGaterState(state.round + 1, w, ag, pr)
 
     def get_sum_weights(self, kind: str) -> Weights:
         return weigh_equally
@@ -127,16 +127,6 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, MetaGaterState]):
             return {}
         mapping = (state.sent - state.ag)[~self._buffers.bits] / self.config.step
         return {"gradient_mapping": float(mapping.double().square().sum())}
-
-    def adapt(self, site: Site, trainable: Mask) -> Tensor:
-        """Take one step of the gates, then one of the backbone behind the new gates (section 3.3).
-
-        Both steps run on the network without the permanently closed channels, which neither of them changes.
-        """
-        gates = self.gates.phi & trainable
-        smaller, live = site.remove_channels(self.gates.find_closed_channels(trainable))
-        stages = [Mask(live.take(stage.bits)) for stage in (gates, trainable - self.gates.phi)]
-        return live.put(take_one_step(smaller, smaller.weights, stages, self.config), site.weights.clone())
 
     def model(self, state: MetaGaterState) -> Patch:
         """Return w_t^pr, which round t sends; after the last round the sequence that ``output`` names."""
@@ -163,6 +153,24 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, MetaGaterState]):
         return Mask.from_tensors(self.layout, lambda tensor: tensor.role == "buffer")
 
 
+@final
+class MetaGater(MetaLearningMethod[MetaLearningConfig]):
+    """Target sites adapt the gates first, then the backbone behind them."""
+
+    name = "metagater"
+    Config = MetaLearningConfig
+
+    def adapt(self, site: Site, trainable: Mask) -> Tensor:
+        """Take one step of the gates, then one of the backbone behind the new gates (section 3.3).
+
+        Both steps run on the network without the permanently closed channels, which neither of them changes.
+        """
+        gates = self.gates.phi & trainable
+        smaller, live = site.remove_channels(self.gates.find_closed_channels(trainable))
+        stages = [Mask(live.take(stage.bits)) for stage in (gates, trainable - self.gates.phi)]
+        return live.put(take_one_step(smaller, smaller.weights, stages, self.config), site.weights.clone())
+
+
 class MetaSNIPConfig(MetaLearningConfig):
     sparsity: float = Field(0.25, ge=0, lt=1)
     """share of the pruned layers' channels or weights"""
@@ -173,23 +181,15 @@ class MetaSNIPConfig(MetaLearningConfig):
 
 
 @final
-class MetaSNIP(AdaptationMethod[MetaSNIPConfig, MetaGaterState]):
+class MetaSNIP(MetaLearningMethod[MetaSNIPConfig]):
     """Rounds as in MetaGater; a target scores its channels once, prunes the lowest and takes one masked step."""
 
     name = "metasnip"
     Config = MetaSNIPConfig
-    update_content = "delta"
 
     def __init__(self, config: MetaSNIPConfig, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
-        self._metagater = MetaGater(config, layout, seed)
         self._convolutions = self._find_convolutions()
-
-    def init(self, weights: Tensor, sites: Sequence[str]) -> MetaGaterState:
-        return self._metagater.init(weights, sites)
-
-    def train(self, request: Request, site: Site) -> Update:
-        return self._metagater.train(request, site)
 
     def answer(self, request: Request, site: Site) -> Update:
         update = super().answer(request, site)
@@ -197,18 +197,6 @@ class MetaSNIP(AdaptationMethod[MetaSNIPConfig, MetaGaterState]):
             return update
         metrics = {**update.metrics, "pruned": self._pruned_fraction}
         return Update(update.patch, update.content, update.num_examples, metrics)
-
-    def learn(self, state: MetaGaterState, contributions: Sequence[Contribution]) -> MetaGaterState:
-        return self._metagater.learn(state, contributions)
-
-    def get_sum_weights(self, kind: str) -> Weights:
-        return self._metagater.get_sum_weights(kind)
-
-    def count_paper_scalars(self, sites: int) -> int:
-        return self._metagater.count_paper_scalars(sites)
-
-    def model(self, state: MetaGaterState) -> Patch:
-        return self._metagater.model(state)
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
         """Prune by one SNIP pass over the site's examples, then take one step inside the mask."""

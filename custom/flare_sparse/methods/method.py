@@ -26,7 +26,7 @@ A complete toy method, in which every site votes for every entry and the server 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, cast
 
 import torch
 from pydantic import Field
@@ -130,8 +130,9 @@ class Method(ABC, Generic[ConfigT, StateT]):
     An instance holds its settings only. All results of training are in the state, a frozen dataclass of tensors, masks,
     numbers and names that is passed in and returned. A method runs without FLARE.
 
-    By default a round is one of FedAvg: the sampled sites receive the model, train the entries of its mask and return
-    them. A subclass overrides what its paper changes.
+    By default the server holds one dense model, and a round is one of FedAvg: the sampled sites receive the model,
+    train the entries of its mask and return them; at the end all evaluate it. A subclass overrides what its paper
+    changes.
 
     Attributes:
         config: the method's settings.
@@ -168,14 +169,14 @@ class Method(ABC, Generic[ConfigT, StateT]):
     def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
 
-    @abstractmethod
     def init(self, weights: Tensor, sites: Sequence[str]) -> StateT:
-        """Return the state before the first request.
+        """Return the state before the first request, by default a :class:`ModelState`.
 
         Args:
             weights: initial weights ``(P,)``.
             sites: all sites of the run.
         """
+        return cast(StateT, ModelState(1, weights))
 
     @abstractmethod
     def learn(self, state: StateT, contributions: Sequence[Contribution]) -> StateT:
@@ -188,9 +189,12 @@ class Method(ABC, Generic[ConfigT, StateT]):
         """
         return weigh_by_examples
 
-    @abstractmethod
     def model(self, state: StateT) -> Patch:
-        """Return the global model, which is saved and, unless ``ask_final`` is overridden, evaluated."""
+        """Return the global model, which is saved and, unless ``ask_final`` is overridden, evaluated.
+
+        By default it is all of ``state.weights``.
+        """
+        return Patch.from_vector(cast(ModelState, state).weights, Mask.full(self.layout.size))
 
     def get_state_class(self, start: StateT) -> type[Any]:
         """Return the class of the states after the rounds, given the state before the first request."""
@@ -204,22 +208,27 @@ class Method(ABC, Generic[ConfigT, StateT]):
         return state
 
     def ask(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
-        """Return the next assignment of each sampled site, by site name; by default all receive the same one.
+        """Return the next assignment of each sampled site, by site name.
 
-        A broadcast is one object for all sites, so that its message is encoded once. Kind and round identify a request:
-        a site that keeps something between rounds (``site.memory``) takes the same two as a retry and starts from its
-        memory before the first attempt.
+        Kind and round identify a request: a site that keeps something between rounds (``site.memory``) takes the same
+        two as a retry and starts from its memory before the first attempt.
 
         Args:
             state: the current state.
             sites: the sites that are connected.
         """
-        sampled = self.select_sites(state, sites)
-        return broadcast(sampled, self.build_assignment(TRAIN, state))
+        return self.build_assignments(TRAIN, state, self.select_sites(state, sites))
 
     def select_sites(self, state: StateT, sites: Sequence[str]) -> list[str]:
         """Return the sites that take part in the round, a random sample of the connected ones."""
         return sample_sites(sites, self.config.participation, self.seed, state.round)
+
+    def build_assignments(self, kind: str, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
+        """Return the assignments of some sites, by name; by default all receive the same one.
+
+        A broadcast is one object for all sites, so that its message is encoded once.
+        """
+        return broadcast(sites, self.build_assignment(kind, state))
 
     def build_assignment(self, kind: str, state: StateT) -> Assignment:
         """Return the assignment of a broadcast. By default all entries of the model are trained and returned."""
@@ -234,10 +243,14 @@ class Method(ABC, Generic[ConfigT, StateT]):
         """
         return train_locally(request, site, self.config.get_training(request.round), self.update_content)
 
+    @property
+    def final_kind(self) -> str:
+        """Kind of the last request; by default the sites evaluate the result."""
+        return EVALUATE
+
     def ask_final(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
-        """Return the last assignment of each site: evaluate the result."""
-        model = self.model(state)
-        return broadcast(sites, Assignment(Request(EVALUATE, self.config.rounds + 1, model, model.mask)))
+        """Return the last assignment of each site; ``state.round`` is that after the last round."""
+        return self.build_assignments(self.final_kind, state, sites)
 
     def configure_for(self, capabilities: Mapping[str, Capabilities]) -> Self:
         """Return the method restricted to the sites' capabilities; it never exceeds the job's settings."""

@@ -26,7 +26,7 @@ from ..wire.envelope import HEADER_BYTES
 from ..wire.number_format import NumberFormat
 from .aggregation.robust import aggregate
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
-from .aggregation.weighted import Weights, average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
+from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
 from .method import SCORE, TRAIN, MaskPreset, broadcast
 from .scores.erk import compute_erk_densities, draw_random_mask, shuffle_mask
 from .scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
@@ -48,8 +48,6 @@ class NeuroSFLConfig(AveragingConfig):
     """average over minibatches, or prune in steps (De Jorge et al.)"""
     iterations: int = Field(10, ge=1)
     """minibatches or steps of iter_snip"""
-    step_spacing: Literal["exponential", "linear"] = "exponential"
-    """how the live counts of progressive steps are spaced"""
     saliency_batches: int | None = Field(None, ge=1)
     """minibatches per saliency; null: all training examples, as in the paper's equations"""
     score_share: float = Field(1.0, gt=0, le=1)
@@ -60,8 +58,6 @@ class NeuroSFLConfig(AveragingConfig):
     """how a random mask spreads its entries over the tensors"""
     random_site: bool = False
     """individual_snip: the mask of one site, drawn at random, for all (the paper's section 5.1)"""
-    average_over_owners: bool = False
-    """individual_snip: average over the sites that hold an entry instead of counting zeros"""
     maskable: MaskPreset = "conv_linear_weights"
     """which parameters may be masked"""
 
@@ -229,10 +225,7 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
     def ask(self, state: NeuroSFLState, sites: Sequence[str]) -> dict[str, Assignment]:
         if state.round == 0:
             return broadcast(sites, self._build_score_assignment(state))
-        return self._build_assignments(TRAIN, state, self.select_sites(state, sites))
-
-    def ask_final(self, state: NeuroSFLState, sites: Sequence[str]) -> dict[str, Assignment]:
-        return self._build_assignments(self.final_kind, state, sites)
+        return super().ask(state, sites)
 
     def _build_score_assignment(self, state: NeuroSFLState) -> Assignment:
         model = self.model(state)
@@ -252,10 +245,10 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
         """Number of scores that a site sends, where it does not send all."""
         return max(self._num_live, floor_fraction(self.config.score_share, self._maskable.count))
 
-    def _build_assignments(self, kind: str, state: NeuroSFLState, sites: Sequence[str]) -> dict[str, Assignment]:
+    def build_assignments(self, kind: str, state: NeuroSFLState, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the same model for all sites, or the global one under each site's own mask."""
         if not state.owners:
-            return broadcast(sites, self.build_assignment(kind, state))
+            return super().build_assignments(kind, state, sites)
         masks = {name: mask for name, mask in zip(state.owners, state.masks, strict=True) if name in sites}
         return {
             name: Assignment(
@@ -289,13 +282,10 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
     def learn(self, state: NeuroSFLState, contributions: Sequence[Contribution]) -> NeuroSFLState:
         if state.round == 0:
             return self._select_masks(state, contributions)
-        if state.owners and self.config.average_over_owners:
-            weights, memory = average_over_owners(contributions, weigh_by_examples, state.weights), state.memory
-        else:
-            rule, optimizer = self.config.aggregation, self.config.server
-            weights, memory = take_server_step(
-                contributions, state.weights, state.memory, rule, optimizer, self.layout.num_parameters
-            )
+        rule, optimizer = self.config.aggregation, self.config.server
+        weights, memory = take_server_step(
+            contributions, state.weights, state.memory, rule, optimizer, self.layout.num_parameters
+        )
         live, average = unite_masks(state.masks), self.config.model_average
         if state.owners:
             # An entry keeps its value in a round that all sites miss which hold it.
@@ -308,8 +298,7 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
         """Return the state with the masks of this step's scores: T_q(sum_k |s_k|), Eq. 7."""
         step = state.step + 1
         maskable = self._maskable
-        exponential = self.config.step_spacing == "exponential"
-        counts = compute_keep_counts(maskable.count, self._num_live, self.config.score_steps, exponential=exponential)
+        counts = compute_keep_counts(maskable.count, self._num_live, self.config.score_steps)
         model, count = self.model(state), counts[step - 1]
         pool, weights = maskable & model.mask, model.to_vector()
         masks = [self._select_live(s.abs(), count, pool, weights) for s in self._collect_scores(contributions)]

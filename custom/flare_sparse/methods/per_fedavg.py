@@ -35,10 +35,6 @@ class PerFedAvgConfig(AdaptationConfig):
 
     local_steps: int = Field(1, ge=1)
     """tau: meta-steps of a site in a round"""
-    variant: Literal["first_order", "hessian_free"] = "first_order"
-    """first_order: no second derivatives; hessian_free: their product by differences"""
-    delta: float = Field(1e-3, gt=0)
-    """half the distance of the two gradients of hessian_free, relative to the direction"""
 
     @model_validator(mode="after")
     def _check_training(self) -> Self:
@@ -69,9 +65,6 @@ class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
     Config = PerFedAvgConfig
     trains_all_entries = True
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
-        return ModelState(1, weights)
-
     def train(self, request: Request, site: Site) -> Update:
         weights, live = site.start, request.trainable.bits.to(site.trainer.device)
         learning_rate = self.config.get_training(request.round).compute_learning_rate(request.round)
@@ -92,23 +85,15 @@ class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
         return site.train(weights, statistics, training, request.round, steps=steps, stream="statistics")
 
     def compute_meta_gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
-        """Return ``(I - alpha Hessian) grad f(w - alpha grad f(w))`` ``(P,)``, each factor on its own minibatch.
-
-        First order leaves the Hessian out. Hessian free approximates (section 5 of the paper):
-        ``Hessian v = (grad f(w + delta v) - grad f(w - delta v)) / (2 delta)``.
+        """Return ``grad f(w - alpha grad f(w))`` ``(P,)``, the paper's first-order variant, each on its own minibatch.
 
         Args:
             site: computes gradients.
             weights: ``(P,)`` w.
-            stream: names the minibatches; ``stream`` to ``stream + 2`` are used.
+            stream: names the minibatches; ``stream`` and ``stream + 1`` are used.
         """
-        alpha, delta = self.config.adapt_lr, self.config.delta
-        adapted = weights - alpha * self._compute_gradient(site, weights, stream)
-        v = self._compute_gradient(site, adapted, stream + 1)
-        if self.config.variant == "first_order":
-            return v
-        up, down = (self._compute_gradient(site, weights + sign * delta * v, stream + 2) for sign in (1, -1))
-        return v.sub((up - down) / (2 * delta), alpha=alpha)
+        adapted = weights - self.config.adapt_lr * self._compute_gradient(site, weights, stream)
+        return self._compute_gradient(site, adapted, stream + 1)
 
     def _compute_gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
         """Return the clipped gradient ``(P,)`` of one minibatch."""
@@ -123,9 +108,6 @@ class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
 
     def get_sum_weights(self, kind: str) -> Weights:
         return weigh_equally
-
-    def model(self, state: ModelState) -> Patch:
-        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
 
 class FedAvgOneStepConfig(AdaptationConfig):
@@ -147,9 +129,6 @@ class FedAvgOneStep(AdaptationMethod[FedAvgOneStepConfig, ModelState]):
     Config = FedAvgOneStepConfig
     trains_all_entries = True
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
-        return ModelState(1, weights)
-
     def train(self, request: Request, site: Site) -> Update:
         return train_locally(request, site, self.config.get_training(request.round), steps=self.config.local_steps)
 
@@ -158,6 +137,3 @@ class FedAvgOneStep(AdaptationMethod[FedAvgOneStepConfig, ModelState]):
 
     def get_sum_weights(self, kind: str) -> Weights:
         return weigh_by_examples if self.config.weighting == "examples" else weigh_equally
-
-    def model(self, state: ModelState) -> Patch:
-        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

@@ -69,12 +69,6 @@ class ChannelConfig(MethodConfig):
     count: average over the sites that reveal an entry"""
     channels: Literal["paths", "layerwise"] = "paths"
     """channel paths through the network, or the neurons of each layer separately"""
-    normalize_layers: bool = False
-    """divide each layer's squared deltas by their mean before adding"""
-    max_exact_channels: int = Field(5_000_000, ge=1)
-    """largest number of channel paths for which the threshold is exact"""
-    sampled_channels: int = Field(1_000_000, ge=1000)
-    """channel paths sampled to estimate the threshold of larger networks"""
 
     def needs(self) -> Needs:
         return super().needs() | list_selective_needs(self.aggregation) | {WHOLE_UNITS}
@@ -132,13 +126,7 @@ class ChannelSelector:
     def _build_groups(self, layout: Layout) -> Groups:
         if self._config.channels == "layerwise":
             return NeuronGroups(layout, self._config.biases)
-        return build_groups(
-            layout,
-            self._config.biases,
-            layer_mean=self._config.normalize_layers,
-            max_listed=self._config.max_exact_channels,
-            sample_size=self._config.sampled_channels,
-        )
+        return build_groups(layout, self._config.biases)
 
 
 class ChannelMethod(SelectiveMethod[ChannelConfigT]):

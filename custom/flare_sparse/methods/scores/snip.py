@@ -67,22 +67,16 @@ def compute_private_saliency(
     return gradient.mul_(weights if factors is None else factors).abs_()
 
 
-def compute_keep_counts(total: int, keep: int, steps: int, *, exponential: bool = True) -> list[int]:
+def compute_keep_counts(total: int, keep: int, steps: int) -> list[int]:
     """Return the live counts ``k_1 > ... > k_T' = keep`` of progressive IterSNIP (NeuroSFL, section 3.1.2).
 
-    Exponential (De Jorge et al. 2021): ``k_j = round(total^(1 - j/T') * keep^(j/T'))``; linear:
-    ``k_j = round(total - (total - keep) * j / T')``.
+    They fall exponentially (De Jorge et al. 2021): ``k_j = round(total^(1 - j/T') * keep^(j/T'))``.
 
     Args:
         total: number of entries before pruning.
         keep: number of live entries after the last step.
         steps: number of steps ``T'``.
-        exponential: whether the schedule is exponential or linear.
     """
-    shares = [j / steps for j in range(1, steps + 1)]
-    if exponential and keep > 0:
-        counts = [round(total ** (1 - x) * keep**x) for x in shares]
-    else:
-        counts = [round(total - (total - keep) * x) for x in shares]
+    counts = [round(total ** (1 - j / steps) * keep ** (j / steps)) for j in range(1, steps)]
     # The last power may be off by rounding; the final count must be exact.
-    return [*counts[:-1], keep]
+    return [*counts, keep]

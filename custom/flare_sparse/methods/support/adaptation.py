@@ -15,7 +15,7 @@ from ...core.needs import Need, Needs
 from ...tasks.task import COUNTS
 from ...training import Site, TrainingConfig
 from ...training.loop import TrainingDiverged
-from ..method import Method, MethodConfig, StateT, broadcast, sample_sites
+from ..method import Method, MethodConfig, StateT, sample_sites
 from .schedules import StepSizes, compute_step_sizes
 
 
@@ -126,6 +126,7 @@ class AdaptationMethod(Method[AdaptationConfigT, StateT]):
     """A method whose target sites adapt the final model and report metrics; their personal models stay there."""
 
     final_kinds = frozenset({ADAPT})
+    final_kind = ADAPT
 
     @property
     def named_sites(self) -> tuple[str, ...]:
@@ -156,9 +157,7 @@ class AdaptationMethod(Method[AdaptationConfigT, StateT]):
 
     def ask_final(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the request to adapt, for the targets that are connected or, where there is none, for all sites."""
-        model = self.model(state)
-        targets = [site for site in sites if site in self.config.targets]
-        return broadcast(targets or sites, Assignment(Request(ADAPT, self.config.rounds + 1, model, model.mask)))
+        return super().ask_final(state, [site for site in sites if site in self.config.targets] or sites)
 
 
 def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: AdaptationConfig) -> Tensor:
@@ -189,12 +188,9 @@ class MetaLearningConfig(AdaptationConfig):
     at the latest; null: no other end"""
     step: float = Field(1.0, gt=0)
     """beta_t, the server's step; eta_t = beta_t / alpha_t"""
-    acceleration: bool = True
-    """false: alpha_t = 1; FedProx with step 1 / lambda, Reptile with less"""
     momentum_cap: float = Field(1.0, ge=0, le=1)
-    """largest momentum of the acceleration; 1: as in the paper"""
-    restart_every: int | None = Field(None, ge=1)
-    """rounds after which the acceleration restarts"""
+    """largest momentum of the acceleration; 1: as in the paper; 0: none, alpha_t = 1, which is FedProx with step
+    1 / lambda, and Reptile with less"""
     lasso: float = Field(1e-4, ge=0)
     """mu: weight of the penalty H on the gates' output channels"""
     penalty: Literal["group_lasso", "l1"] = "group_lasso"
@@ -204,8 +200,8 @@ class MetaLearningConfig(AdaptationConfig):
     closed_channels: Literal["permanent", "reopenable"] = "reopenable"
     """reopenable: a zero group is sent and may grow again, as in the paper; permanent: neither it nor its filter is
     sent or trained again"""
-    output: Literal["pr", "pr_next", "ag"] = "pr"
-    """the result: the model last sent (the paper), the one that would be sent next, or w_T^ag"""
+    output: Literal["pr", "ag"] = "pr"
+    """the result: the model last sent (the paper), or w_T^ag"""
 
     def needs(self) -> Needs:
         needs = {Need.READABLE_MODEL.because("the server takes steps of its own along the sites' mean")}
@@ -215,14 +211,4 @@ class MetaLearningConfig(AdaptationConfig):
 
     def compute_steps(self, t: int) -> StepSizes:
         """Return alpha_t, beta_t and eta_t."""
-        return compute_step_sizes(
-            t,
-            beta=self.step,
-            acceleration=self.acceleration,
-            momentum_cap=self.momentum_cap,
-            restart_every=self.restart_every,
-        )
-
-    def is_restart(self, t: int) -> bool:
-        """Return whether the acceleration restarts after round ``t``."""
-        return self.acceleration and self.restart_every is not None and t % self.restart_every == 0
+        return compute_step_sizes(t, beta=self.step, momentum_cap=self.momentum_cap)

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...core.errors import MetricsError
-from ...core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
+from ...core.exchange import EVALUATE, Contribution, Patch, Request, Update
 from ...core.mask import Mask
 from ...core.needs import Need, Needs
 from ...core.settings import Settings
@@ -31,7 +31,7 @@ from ..aggregation.server_step import (
     take_server_step,
     update_model_average,
 )
-from ..method import Method, MethodConfig, broadcast
+from ..method import Method, MethodConfig
 from .adaptation import PersonalTrainingDiverged, attribute_divergence, check_finite
 
 _LOG = logging.getLogger(__name__)
@@ -251,7 +251,6 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
 
     @property
     def final_kind(self) -> str:
-        """Kind of the last request."""
         return EVALUATE if self.config.finetune is None else FINETUNE
 
     def answer(self, request: Request, site: Site) -> Update:
@@ -273,7 +272,9 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
         return fine_tune(site, trainable, self.config.finetune.list_trainings(self.config.get_training(t), t), t)
 
     def finalize(self, state: StateT) -> StateT:
-        return finalize_average(state)
+        """Return the state with the average of the models in place of the last model, where there is one."""
+        average = state.memory.average
+        return state if average is None else replace(state, weights=average)
 
     def describe(self, state: StateT | None = None) -> str:
         average = self.config.model_average
@@ -283,10 +284,6 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
             f"the run ended before the first averaged round (model_average.start {average.start:g} of "
             f"{self.config.rounds} rounds): its model is the last one, no average; lower model_average.start"
         )
-
-    def ask_final(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
-        model = self.model(state)
-        return broadcast(sites, Assignment(Request(self.final_kind, self.config.rounds + 1, model, model.mask)))
 
 
 class FedAvgRounds(AveragingMethod[FedAvgConfig, AveragedState]):
@@ -305,12 +302,3 @@ class FedAvgRounds(AveragingMethod[FedAvgConfig, AveragedState]):
         live = Mask.full(self.layout.size)
         memory = update_model_average(memory, weights, live, config.model_average, state.round, config.rounds)
         return AveragedState(state.round + 1, weights, memory)
-
-    def model(self, state: AveragedState) -> Patch:
-        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
-
-
-def finalize_average(state: StateT) -> StateT:
-    """Return the state with the average of the models in place of the last model, where there is one."""
-    average = state.memory.average
-    return state if average is None else replace(state, weights=average)

@@ -16,11 +16,6 @@ def unite_masks(masks: Iterable[Mask]) -> Mask:
     return reduce(Mask.__or__, masks)
 
 
-def compute_cosine_fraction(initial: float, r: int, rounds: int) -> float:
-    """Return ``initial / 2 * (1 + cos(pi * r / rounds))``, which falls from ``initial`` to 0; ``r`` is 0-based."""
-    return initial / 2 * (1 + math.cos(math.pi * r / rounds))
-
-
 def drop_and_regrow(
     layout: Layout, live: Mask, maskable: Mask, weights: Tensor, growth: Tensor, fraction: float
 ) -> Mask:

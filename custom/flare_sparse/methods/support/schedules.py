@@ -54,20 +54,14 @@ class StepSizes:
     eta: float
 
 
-def compute_step_sizes(
-    t: int, *, beta: float = 1.0, acceleration: bool = True, momentum_cap: float = 1.0, restart_every: int | None = None
-) -> StepSizes:
+def compute_step_sizes(t: int, *, beta: float = 1.0, momentum_cap: float = 1.0) -> StepSizes:
     """Return MetaGater's step sizes: ``alpha_t = 2 / (t + 1)``, ``alpha_t * eta_t = beta_t`` (Lin et al. 2021, 5.1).
 
     Args:
         t: round, 1-based.
         beta: beta_t, the same in every round.
-        acceleration: False sets alpha to 1, which makes the three sequences one.
-        momentum_cap: largest Nesterov momentum; alpha is at least 1 minus this.
-        restart_every: rounds after which alpha restarts at 1.
+        momentum_cap: largest Nesterov momentum; alpha is at least 1 minus this. At 0 alpha is 1, which makes the three
+            sequences one.
     """
-    if not acceleration:
-        return StepSizes(1.0, beta, beta)
-    since = t if restart_every is None else (t - 1) % restart_every + 1
-    alpha = max(2 / (since + 1), 1 - momentum_cap)
+    alpha = max(2 / (t + 1), 1 - momentum_cap)
     return StepSizes(alpha, beta, beta / alpha)

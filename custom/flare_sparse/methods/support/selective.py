@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ...core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ...core.mask import Mask, floor_fraction, top_k
 from ...core.needs import Need, Needs
 from ...training import Site
 from ..aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
-from ..method import ConfigT, Method, broadcast, is_evaluated
+from ..method import ConfigT, Method, is_evaluated
 from .masks import unite_masks
 
 Aggregation = Literal["sum", "mean", "count"]
@@ -95,9 +95,6 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
     def download_rate(self) -> float:
         """Share of the parameters whose changes a site receives in a round."""
         return 1.0
-
-    def ask_final(self, state: SelectiveState, sites: Sequence[str]) -> dict[str, Assignment]:
-        return broadcast(sites, self.build_assignment(EVALUATE, state))
 
     def finalize(self, state: SelectiveState) -> SelectiveState:
         if state.held is None:

@@ -6,7 +6,7 @@ See docs/algorithms.md, section 3.8.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from pydantic import Field
@@ -40,8 +40,6 @@ class PruningConfig(MethodConfig):
     counting_site: str = "sites"
     """sites: all sites count zeros, on their training examples; or the name of the one site that holds the server's
     validation set and does not train"""
-    ranking: Literal["network", "layer"] = "network"
-    """one ranking over all layers, or one per layer"""
     min_units_left: float = Field(0.05, ge=0, lt=1)
     """share of its units that every layer keeps; at least one unit"""
 
@@ -158,7 +156,6 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
             pool_apoz(contributions, self._count_entries),
             max(surplus, 0),
             at_least=self.config.min_units_left,
-            per_layer=self.config.ranking == "layer",
         )
         live = build_live_mask(self.layout, self.layers, live_units)
         weights = torch.where(live.bits, state.weights, 0.0)

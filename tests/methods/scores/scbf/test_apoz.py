@@ -177,24 +177,17 @@ def outputs(local_site: Site, weights: Tensor) -> Tensor:
 def test_units_are_removed_by_apoz_then_layer_then_index() -> None:
     kept = [torch.tensor([True, True, True]), torch.tensor([True, False, True, True])]
     share = [Fraction(n, 10) for n in (3, 9, 3, 9, 10, 3, 1)]
-    remaining = remove_idle_units(kept, share, 3, at_least=0.0, per_layer=False)
+    remaining = remove_idle_units(kept, share, 3, at_least=0.0)
     assert [part.tolist() for part in remaining] == [[False, False, True], [False, False, True, True]]
 
 
 def test_every_layer_keeps_its_minimum() -> None:
     kept = [torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.bool)]
     share = [Fraction(1)] * 4 + [Fraction(0)] * 4
-    remaining = remove_idle_units(kept, share, 6, at_least=0.5, per_layer=False)
+    remaining = remove_idle_units(kept, share, 6, at_least=0.5)
     assert [int(part.sum()) for part in remaining] == [2, 2]
-    one = remove_idle_units(kept, share, 8, at_least=0.0, per_layer=False)
+    one = remove_idle_units(kept, share, 8, at_least=0.0)
     assert [int(part.sum()) for part in one] == [1, 1]
-
-
-def test_ranking_per_layer_removes_a_share_of_each_layer() -> None:
-    kept = [torch.ones(12, dtype=torch.bool), torch.ones(4, dtype=torch.bool)]
-    share = [Fraction(1)] * 12 + [Fraction(0)] * 4
-    remaining = remove_idle_units(kept, share, 4, at_least=0.0, per_layer=True)
-    assert [int(part.sum()) for part in remaining] == [9, 3]
 
 
 def test_units_with_too_few_entries_for_their_counts_raise() -> None:

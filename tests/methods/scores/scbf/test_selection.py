@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from flare_sparse.compute.structure import build_channel_graph
 from flare_sparse.core.errors import SelectionError
-from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.scores.scbf.groups import Biases, Groups, Selection
 from flare_sparse.methods.scores.scbf.paths import compute_energies, list_norms
@@ -225,18 +224,6 @@ def test_budget_beyond_the_parameters_without_biases_raises() -> None:
     groups = ChannelGroups(LAYOUT, build_channel_graph(LAYOUT), "never")
     with pytest.raises(SelectionError, match="may be revealed: lower the budget"):
         groups.select_by_budget(random_delta(1), 1.0)
-
-
-def test_layer_mean_divides_the_energies_of_each_layer_by_their_mean() -> None:
-    """A last layer with deltas a hundred times larger dominates unless energies are divided by the layer mean."""
-    layout = Layout.from_module(build_model("mlp", features=30, hidden=(8, 8)))
-    delta = random_delta(3, layout)
-    tensors = layout.unflatten(delta)
-    next(t for n, t in tensors.items() if n.endswith("output.weight")).mul_(100)
-    plain = build_groups(layout).select_by_rate(delta, 0.1, "negative", generator())
-    scaled = build_groups(layout, layer_mean=True).select_by_rate(delta, 0.1, "negative", generator())
-    assert plain != scaled
-    assert Mask.empty(layout.size) <= scaled
 
 
 def test_number_of_paths_and_selected_paths_of_the_papers_network() -> None:

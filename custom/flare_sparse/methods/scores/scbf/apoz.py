@@ -96,36 +96,23 @@ def pool_apoz(contributions: Sequence[Contribution], positions: Tensor) -> list[
 
 
 def remove_idle_units(
-    kept: Sequence[Tensor], apoz: Sequence[Fraction], remove: int, *, at_least: float, per_layer: bool
+    kept: Sequence[Tensor], apoz: Sequence[Fraction], remove: int, *, at_least: float
 ) -> list[Tensor]:
-    """Remove the units with the highest APoZ, ties by layer, then by index; return the remaining units.
+    """Remove the units with the highest APoZ of all layers, ties by layer, then by index; return the remaining units.
 
     Args:
         kept: bool ``(units,)`` for each layer: units that have not been removed so far.
         apoz: APoZ of every unit of all layers.
         remove: number of units to remove; fewer if the layers' minimum forbids it.
         at_least: share of a layer's initial units that it keeps, one unit at least.
-        per_layer: rank each layer by itself and remove its share of the units, instead of ranking all layers together.
     """
     remaining = [units.clone() for units in kept]
     minimums = [max(1, round(at_least * len(units))) for units in kept]
-    first = [sum(len(units) for units in kept[:number]) for number in range(len(kept))]
-    for pool, quota in _split_quota(kept, remove, per_layer=per_layer):
-        units = [(number, unit) for number in pool for unit in torch.nonzero(kept[number]).flatten().tolist()]
-        ranked = sorted((-apoz[first[number] + unit], number, unit) for number, unit in units)
-        removed = 0
-        for _, number, unit in ranked:
-            if removed < quota and int(remaining[number].sum()) > minimums[number]:
-                remaining[number][unit] = False
-                removed += 1
+    units = [(number, unit) for number, layer in enumerate(kept) for unit in range(len(layer))]
+    live = [(-share, *place) for share, place in zip(apoz, units, strict=True) if kept[place[0]][place[1]]]
+    removed = 0
+    for _, number, unit in sorted(live):
+        if removed < remove and int(remaining[number].sum()) > minimums[number]:
+            remaining[number][unit] = False
+            removed += 1
     return remaining
-
-
-def _split_quota(kept: Sequence[Tensor], remove: int, *, per_layer: bool) -> list[tuple[list[int], int]]:
-    """Return the pools of layers that are ranked together, and the number of units that each pool loses."""
-    if not per_layer:
-        return [(list(range(len(kept))), remove)]
-    live = [int(units.sum()) for units in kept]
-    # Rounded cumulative sums, so that the quotas of the layers add up to `remove` exactly.
-    ends = [round(remove * sum(live[: number + 1]) / max(sum(live), 1)) for number in range(len(live))]
-    return [([number], end - start) for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]

@@ -27,8 +27,6 @@ class ChannelGroups(Groups):
         layout: layout of the network.
         graph: channel graph of the network.
         biases: see :class:`Groups`.
-        layer_mean: divide the energies of each layer by their mean, so that no layer dominates the norms
-            (docs/algorithms.md, section 3.4).
         max_listed: up to this number, all paths are listed and exactly k of them selected.
         sample_size: for more paths, the threshold is the quantile of this number of paths drawn uniformly: the share
             of paths above it is alpha with a standard error of ``sqrt(alpha * (1 - alpha) / sample_size)``.
@@ -40,11 +38,10 @@ class ChannelGroups(Groups):
         graph: ChannelGraph,
         biases: Biases = "selected",
         *,
-        layer_mean: bool = False,
         max_listed: int = 5_000_000,
         sample_size: int = 1_000_000,
     ):
-        self._graph, self._layer_mean, self._sample_size = graph, layer_mean, sample_size
+        self._graph, self._sample_size = graph, sample_size
         # For each section of _build_unit_sections, the index of the graph's value whose units it belongs to.
         self._unit_values: list[int] = []
         sections = [*self._build_weight_sections(layout), *self._build_unit_sections(layout)]
@@ -89,7 +86,7 @@ class ChannelGroups(Groups):
         self, delta: Tensor, rate: float, selection: Selection, generator: torch.Generator
     ) -> list[Tensor]:
         """See :meth:`Groups.select_groups`."""
-        energy = self._compute_energies(delta)
+        energy = compute_energies(self._graph, self.layout, delta)
         if self.is_exact:
             norms = list_norms(self._graph, energy)
             exists = norms > -INFINITY
@@ -114,12 +111,8 @@ class ChannelGroups(Groups):
 
     def compute_scores(self, delta: Tensor) -> list[Tensor]:
         """See :meth:`Groups.compute_scores`."""
-        energy = self._compute_energies(delta)
-        return self._order_by_section(*compute_extreme_norms(self._graph, energy, largest=True))
-
-    def _compute_energies(self, delta: Tensor) -> list[Tensor]:
         energy = compute_energies(self._graph, self.layout, delta)
-        return [e / e.mean() if bool(e.any()) else e for e in energy] if self._layer_mean else energy
+        return self._order_by_section(*compute_extreme_norms(self._graph, energy, largest=True))
 
     def _order_by_section(self, edges: list[Tensor], units: list[Tensor]) -> list[Tensor]:
         """Return the values of edges, which are those of the weights, then those of the units of each other section."""
