@@ -145,7 +145,7 @@ def test_subject_without_age_is_usable_for_sex(damaged: Path) -> None:
 
 
 def test_unknown_participant_in_subset_is_explained(brains: Path) -> None:
-    with pytest.raises(DataError, match="sub-77: unknown participant: it has no row"):
+    with pytest.raises(DataError, match="sub-77: there is no such case"):
         task().load(SiteData("a", brains, ("sub-01001", "sub-77")), seed=0)
 
 

@@ -14,7 +14,7 @@ from ..core.errors import ConfigError, FlareSparseError
 from ..privacy.dp.forecast import Forecast
 from ..results.runs.record import sum_traffic
 from ..rounds.local.dry_run import DryTrainer, dry_run
-from ..tasks.data.partition import PARTITIONERS
+from ..tasks.data.partition import PARTITIONERS, partition_cohort
 from ..tasks.task import SiteData, Task
 from ..training import Site
 from .memory import measure_step
@@ -123,10 +123,7 @@ def forecast_privacy(study: Study, subjects: int | None) -> dict[str, Any]:
 
 
 def _count_subjects(config: RunConfig, task: Task) -> dict[str, int]:
-    """Return the number of training subjects by site, as far as the settings or the index of the data say it.
-
-    Examples of a data set count as subjects of their own; ``flare-sparse check`` reads the data and groups them.
-    """
+    """Return the number of training subjects by site, as far as the settings or the index of the data say it."""
     simulator, split = config.simulator, config.task.config.split
     if config.federation.examples:
         return dict(config.federation.examples)
@@ -135,8 +132,11 @@ def _count_subjects(config: RunConfig, task: Task) -> dict[str, int]:
     path, partition = simulator.data.path, simulator.data.partition
     if simulator.data.has_path_per_site or partition.name not in PARTITIONERS or not path.exists():
         return {}
-    ids = PARTITIONERS[partition.name](task.cohort(path), simulator.sites, **partition.config.model_dump())
-    return {name: len(split.assign(own, config.seed).train) for name, own in sorted(ids.items())}
+    cohort = task.cohort(path)
+    ids = partition_cohort(partition.name, cohort, simulator.sites, **partition.config.model_dump())
+    subject_of = dict(zip(cohort.ids, cohort.subjects or cohort.ids, strict=True))
+    subjects = {name: {subject_of[example] for example in own} for name, own in sorted(ids.items())}
+    return {name: len(split.assign(own, config.seed).train) for name, own in subjects.items()}
 
 
 def build_dry_sites(config: RunConfig, assembly: Assembly) -> dict[str, Site]:
@@ -173,7 +173,7 @@ def name_sites(config: RunConfig, task: Task, named: Sequence[str] = ()) -> list
     if simulator is not None and simulator.data.partition is not None and simulator.data.partition.name == "natural":
         path, settings = simulator.data.path, simulator.data.partition.config.model_dump()
         if path is not None and path.exists():
-            return sorted(PARTITIONERS["natural"](task.cohort(path), count, **settings))
+            return sorted(partition_cohort("natural", task.cohort(path), count, **settings))
         if count is None:
             raise ConfigError(
                 f"the sites are those that the data names, and there is no data at {path}; add --set "

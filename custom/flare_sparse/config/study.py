@@ -8,12 +8,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from ..core.checkpoint.store import Store
@@ -21,9 +19,9 @@ from ..core.errors import ConfigError, DataError, list_first, suggest
 from ..core.findings import Finding
 from ..core.names import list_similar
 from ..core.observer import SILENT, Observer
-from ..tasks.data.partition import PARTITIONERS, Partition, list_folders_without_examples, list_renamed_sites
+from ..tasks.data.partition import list_folders_without_examples, list_renamed_sites, partition_cohort
 from ..tasks.data.phantom import write_phantoms
-from ..tasks.task import Cohort, SiteData, Task
+from ..tasks.task import SiteData, Task
 from .assemble import Assembly, assemble, open_checkpoints
 from .loading import load_config
 from .schema import PhantomConfig, RunConfig, SimulatorConfig
@@ -90,9 +88,7 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
             "fill the folder, or remove it"
         )
     try:
-        # Where the data names the sites, a subject may have been at several.
-        divide = PARTITIONERS[kind] if kind == "natural" or not cohort.subjects else partial(_divide_subjects, kind)
-        ids = divide(cohort, count, **settings)
+        ids = partition_cohort(kind, cohort, count, **settings)
         naming = {key: settings[key] for key in ("column", "missing") if key in settings}
         renamed = list_renamed_sites(cohort, **naming) if kind == "natural" else {}
     # The partitioners know columns and counts, but not the file that they came from.
@@ -107,19 +103,6 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
             f"{path}: sites whose names differ only in spelling are different sites: {groups}; if not, correct them"
         )
     return {name: SiteData(name, path, ids[name]) for name in sorted(ids)}
-
-
-def _divide_subjects(kind: str, cohort: Cohort, count: int | None, **settings: Any) -> Partition:
-    """Return a partition in which all examples of a subject are at one site, by the columns of its first example."""
-    first = {subject: row for row, subject in reversed(list(enumerate(cohort.subjects)))}
-    rows = sorted(first.values())
-    columns = {name: np.asarray(values)[rows] for name, values in cohort.columns.items()}
-    parts = PARTITIONERS[kind](Cohort(tuple(cohort.subjects[row] for row in rows), columns), count, **settings)
-    site_of = {subject: site for site, subjects in parts.items() for subject in subjects}
-    return {
-        site: tuple(name for name, own in zip(cohort.ids, cohort.subjects, strict=True) if site_of.get(own) == site)
-        for site in parts
-    }
 
 
 def _prepare_phantoms(simulator: SimulatorConfig, folder: Path) -> Path:

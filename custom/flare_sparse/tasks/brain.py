@@ -1,8 +1,6 @@
 """Brain age and sex from T1-weighted volumes in BIDS data sets."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,16 +14,15 @@ from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .classes import compute_binary_metrics
 from .data import bids
 from .data.augmentation import Augmentation
-from .data.cases import split_cases
-from .data.screening import screen_subjects
-from .data.volumes import Normalization, VolumeDataset, VolumeExample, build_preprocessing, read_voxels
+from .data.cases import CaseSettings, load_cases
+from .data.volumes import Normalization, build_preprocessing, read_voxels
 from .models import ModelConfig
 from .models.config import require_input
 from .models.fields import Volume
-from .task import Cohort, Examples, Metric, SiteData, build_examples
+from .task import Cohort, Examples, Metric, SiteData
 
 
-class BrainConfig(AdaptedTaskConfig):
+class BrainConfig(CaseSettings, AdaptedTaskConfig):
     """Preprocessing of the volumes, and the network."""
 
     model: Annotated[ModelConfig, require_input("volume")] = ModelConfig(name="brain_age_cnn_3mm")
@@ -43,10 +40,6 @@ class BrainConfig(AdaptedTaskConfig):
     """random changes of the training inputs; none by default"""
     derivative: bids.DerivativeName | None = None
     """folder in derivatives/ whose T1w images are read, such as fmriprep; null: the data set's own"""
-    cache: bool = True
-    """keep all inputs in memory; false: read the file at each access"""
-    skip_bad_subjects: bool = False
-    """skip and count unusable subjects; false: refuse to train if there are any"""
 
     @model_validator(mode="after")
     def _check_downsample(self) -> Self:
@@ -84,45 +77,22 @@ class BrainTask(AdaptableTask, ABC):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every subject once."""
-        subjects, shape, spacing = (
-            bids.read_subjects(data.path, self.config.derivative),
-            self.config.shape,
-            self.config.spacing,
-        )
-        downsample, normalization = self.config.downsample, self.config.normalization
-        preprocess = build_preprocessing(downsample, normalization)
+        config, subjects = self.config, bids.read_subjects(data.path, self.config.derivative)
+        preprocess = build_preprocessing(config.downsample, config.normalization)
 
-        def read_example(name: str) -> VolumeExample:
-            subject = subjects.get(name, bids.Subject())
-            target, file = self.get_target(subject), subject.get_image()
-            voxels = read_voxels(file, shape, spacing)
-            return VolumeExample(file, target, preprocess(voxels) if self.config.cache else None)
+        def read_example(subject: bids.Subject) -> tuple[Tensor, Tensor]:
+            target = torch.tensor([self.get_target(subject)])
+            return preprocess(read_voxels(subject.get_image(), config.shape, config.spacing)), target
 
-        def get_subject(name: str) -> str:
-            return subjects[name].name if name in subjects else name
-
-        ids = data.select(subjects, get_subject)
-        skip = self.config.skip_bad_subjects
-        examples, skipped = screen_subjects(ids, read_example, skip_bad_subjects=skip, source=data.path)
-
-        def build_dataset(names: Sequence[str]) -> VolumeDataset:
-            return VolumeDataset([examples[name] for name in names], shape, downsample, spacing, normalization)
-
-        split = split_cases({name: get_subject(name) for name in examples}, self.config.split, seed)
-        found = build_examples(split, build_dataset, skipped)
+        loaded = load_cases(config, data, seed, subjects, read_example)
+        warnings = []
         # Those of a simulated site are chosen from the rows.
-        if unlisted := sorted(subjects[name].name for name in subjects.keys() - set(ids) if subjects[name].row is None):
-            text = f"{len(unlisted)} {bids.NO_ROW}: {list_first(unlisted, 3)}"
-            found = replace(found, warnings=(*found.warnings, text))
-        if others := [file.name for name in examples for file in subjects[name].others]:
-            text = f"{len(others)} further runs of T1w images are left out: {list_first(others, 3)}"
-            found = replace(found, warnings=(*found.warnings, text))
-        if all(get_subject(name) == name for name in examples):
-            return found
-        train, test, validation = (
-            [get_subject(name) for name in names] for names in (split.train, split.test, split.validation)
-        )
-        return replace(found, train_subjects=train, test_subjects=test, validation_subjects=validation)
+        unused = subjects.keys() - set(data.select(subjects, lambda name: subjects[name].subject))
+        if unlisted := sorted(subjects[name].subject for name in unused if subjects[name].row is None):
+            warnings.append(f"{len(unlisted)} {bids.NO_ROW}: {list_first(unlisted, 3)}")
+        if others := [file.name for subject in loaded.files.values() for file in subject.others]:
+            warnings.append(f"{len(others)} further runs of T1w images are left out: {list_first(others, 3)}")
+        return loaded.build_examples(warnings=warnings)
 
     def augment(self, batch: Any, generator: torch.Generator) -> Any:
         """Return the minibatch with changed volumes; the first axis of a volume in RAS is left to right."""

@@ -5,7 +5,7 @@ Dice and the 95 % Hausdorff distance are defined for every case, so that their m
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -21,15 +21,15 @@ from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .data.augmentation import Augmentation
 from .data.cases import (
     CaseFiles,
+    CaseSettings,
     Derivative,
     Suffixes,
     describe_left_out,
     find_cases,
     find_images,
-    read_cases,
+    load_cases,
     read_cohort,
     select_cases,
-    split_cases,
 )
 from .data.nifti import read_nifti
 from .data.pairs import Pairs
@@ -37,7 +37,7 @@ from .data.segmentation import (
     Item,
     Normalization,
     Preparation,
-    SegmentationDataset,
+    Volumes,
     read_volumes,
     sample_patch,
     take_central_patch,
@@ -46,7 +46,7 @@ from .data.segmentation import (
 from .models import ModelConfig
 from .models.config import require_input
 from .models.fields import Count, Volume
-from .task import Cohort, Examples, Metric, Picture, SiteData, describe_skipped
+from .task import Cohort, Examples, Metric, Picture, SiteData
 
 
 def name_metrics(classes: Sequence[str], *, hd95: bool) -> list[str]:
@@ -99,7 +99,7 @@ Label = Annotated[int, Field(ge=1, le=_MAX_LABEL)]
 Spacing = Annotated[float, Field(ge=0.1, le=20)]
 
 
-class SegmentationConfig(AdaptedTaskConfig):
+class SegmentationConfig(CaseSettings, AdaptedTaskConfig):
     """Files, classes, preprocessing, patches and network; the same at every site."""
 
     model: Annotated[ModelConfig, require_input("patch")] = ModelConfig(name="basic_unet")
@@ -131,10 +131,6 @@ class SegmentationConfig(AdaptedTaskConfig):
     """compute the 95 % Hausdorff distance, which takes longer than Dice"""
     augmentation: Augmentation = Field(default_factory=Augmentation)
     """random changes of the training patches; none by default"""
-    cache: bool = True
-    """keep all cases in memory; false: read the files at each access"""
-    skip_bad_subjects: bool = False
-    """skip and count unusable cases; false: refuse to train if there are any"""
 
     @field_validator("window")
     @classmethod
@@ -187,23 +183,10 @@ class Segmentation(AdaptableTask):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every case once; the cases of a subject are in the same part of the split."""
-        cases, preparation = self._find_cases(data.path), self.config.preparation
-
-        examples, skipped = read_cases(
-            cases,
-            data.select(cases, lambda name: cases[name].subject),
-            lambda files: read_volumes(files, preparation),
-            cache=self.config.cache,
-            skip_bad_subjects=self.config.skip_bad_subjects,
-            source=data.path,
-        )
-        split = split_cases({name: cases[name].subject for name in examples}, self.config.split, seed)
-        train, validation, test = (
-            SegmentationDataset([examples[name] for name in names], preparation, trains=names is split.train)
-            for names in (split.train, split.validation, split.test)
-        )
-        found = Examples(train, test, len(skipped), split.train, split.test, (), validation, split.validation)
-        return replace(found, warnings=(*describe_skipped(skipped), *describe_left_out(cases, data.path)))
+        cases, read = self._find_cases(data.path), partial(read_volumes, preparation=self.config.preparation)
+        loaded = load_cases(self.config, data, seed, cases, read)
+        warnings = describe_left_out(cases, data.path)
+        return loaded.build_examples(Volumes.build_item, Volumes.build_evaluated, warnings=warnings)
 
     def _find_cases(self, path: Path) -> dict[str, CaseFiles]:
         if self.config.hd95 and find_spec("scipy") is None:

@@ -166,18 +166,13 @@ class TableTask(Task):
             x, y = inputs[chosen].astype(np.float32), targets[chosen].astype(np.float32)
             return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
-        examples = build_examples(split, build_dataset, skipped, features.names)
+        subject_of = self._get_subjects(table, rows) if config.group else None
+        examples = build_examples(split, build_dataset, skipped, features.names, subject_of)
         if config.scaling == "site" and features.numbers.any():
             examples = replace(examples, notes=(_describe_scale(len(split.train)),))
         if warning := config.describe_scale_mismatch(targets[[rows[name] for name in split.train]]):
             examples = replace(examples, warnings=(*examples.warnings, warning))
-        if config.group is None:
-            return examples
-        subject_of = self._get_subjects(table, rows)
-        train, test, validation = (
-            [subject_of[name] for name in names] for names in (split.train, split.test, split.validation)
-        )
-        return replace(examples, train_subjects=train, test_subjects=test, validation_subjects=validation)
+        return examples
 
     def _number_rows(self, table: Table) -> dict[str, int]:
         """Return the rows that are examples, by identifier."""

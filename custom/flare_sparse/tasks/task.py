@@ -611,6 +611,7 @@ def build_examples(
     build_dataset: Callable[[Sequence[str]], Dataset[Any]],
     skipped: Sequence[str] = (),
     columns: Sequence[str] = (),
+    subject_of: Mapping[str, str] | None = None,
 ) -> Examples:
     """Return the examples of a split.
 
@@ -619,16 +620,17 @@ def build_examples(
         build_dataset: returns the data set of some identifiers, in their order.
         skipped: for each unusable example why it is in none of them.
         columns: names of the columns of a tabular input.
+        subject_of: subject of each identifier; None: every example is a subject of its own.
     """
     train, test, validation = (build_dataset(ids) for ids in (split.train, split.test, split.validation))
     found = Examples(train, test, len(skipped), split.train, split.test, columns, validation, split.validation)
-    return replace(found, warnings=describe_skipped(skipped))
-
-
-def describe_skipped(problems: Sequence[str]) -> tuple[str, ...]:
-    """Return a warning of the examples that are skipped; none if there are none."""
-    text = f"{len(problems)} examples are skipped, since they cannot be used: {list_first(problems, 3)}"
-    return (text,) if problems else ()
+    if skipped:
+        text = f"{len(skipped)} examples are skipped, since they cannot be used: {list_first(skipped, 3)}"
+        found = replace(found, warnings=(text,))
+    if subject_of is None or all(name == subject for name, subject in subject_of.items()):
+        return found
+    subjects = [[subject_of[name] for name in ids] for ids in (split.train, split.test, split.validation)]
+    return replace(found, train_subjects=subjects[0], test_subjects=subjects[1], validation_subjects=subjects[2])
 
 
 def load_examples(task: Task, data: SiteData, seed: int) -> Examples:

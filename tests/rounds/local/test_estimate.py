@@ -9,7 +9,7 @@ import pytest
 from rows import JOBS
 from small_data import NATURAL_SITES, list_overrides
 
-from flare_sparse.api.estimate import compare_methods, compute_figures, name_sites, parse_link
+from flare_sparse.api.estimate import compare_methods, compute_figures, forecast_privacy, name_sites, parse_link
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.policy.policy import PRESETS, read_policy
@@ -120,6 +120,23 @@ def test_methods_are_compared_on_the_settings_that_they_share() -> None:
 def test_rate_of_a_link_has_a_unit(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a rate such as 10mbit"):
         parse_link(text)
+
+
+def test_forecast_counts_subjects_and_not_their_rows(tmp_path: Path) -> None:
+    """Of 30 subjects at each site, six are for testing; each has three rows."""
+    rows = [f"p{subject},{visit},{subject % 7}" for subject in range(60) for visit in range(3)]
+    (tmp_path / "t.csv").write_text("\n".join(["patient,x,y", *rows]))
+    study = tmp_path / "study.yaml"
+    study.write_text(
+        f"""name: visits
+method: {{name: fedavg, rounds: 2, training: {{batch_size: 4}}}}
+task: {{name: table, kind: regression, target: y, features: [x], group: patient, scaling: {{x: [1, 1]}}}}
+privacy: {{noise_multiplier: 1.0}}
+simulator: {{sites: 2, data: {{path: {tmp_path / "t.csv"}, partition: {{kind: iid}}}}}}
+"""
+    )
+    sites = forecast_privacy(Study.load(study), None)["privacy"]["sites"]
+    assert {name: site["subjects"] for name, site in sites.items()} == {"site-1": 24, "site-2": 24}
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from flare_sparse.tasks.task import Examples, SiteData, Task, build_examples, lo
 
 ROWS = 30
 PACKAGE = Path(flare_sparse.__file__).parent
-SELECTS = {"select", "_select", "select_cases", "find_absent_rows"}
+SELECTS = {"select", "_select", "select_cases", "load_cases", "find_absent_rows"}
 READS = {
     *("cohort", "read_table", "read_rows", "read_subjects", "find_cases", "find_classes", "find_images"),
     *("find_raw_cases", "find_bids_cases", "compute_fingerprint", "write_predictions"),

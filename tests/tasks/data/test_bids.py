@@ -131,7 +131,7 @@ def test_sessions_are_examples_of_their_subject_with_the_age_at_the_session(tmp_
     )
     (path / "sub-01" / "sub-01_sessions.tsv").write_text("session_id\tage\nses-a\t40\nses-b\tn/a\n")
     subjects = read_subjects(path)
-    assert {name: subject.name for name, subject in subjects.items()} == {
+    assert {name: subject.subject for name, subject in subjects.items()} == {
         "sub-01_ses-a": "sub-01",
         "sub-01_ses-b": "sub-01",
         "sub-02": "sub-02",

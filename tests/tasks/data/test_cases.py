@@ -47,6 +47,7 @@ def test_bids_cases_are_sessions_with_the_row_of_their_subject(bids: Path) -> No
     assert [case.problem for case in cases.values()] == [""] * 3
     cohort = read_cohort(cases)
     assert cohort.columns["site"].tolist() == ["A", "A", "B"]
+    assert cohort.subjects == ("sub-1", "sub-1", "sub-2")
     # nnU-Net's file for the task nnunet lists no cases.
     (bids / "dataset.json").write_text(json.dumps({"channel_names": {"0": "T1w"}, "labels": {"background": 0}}))
     assert find_cases(bids, derivative="manual") == cases

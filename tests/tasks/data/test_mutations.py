@@ -260,10 +260,11 @@ def test_each_subject_of_a_mutated_bids_tree_is_read_refused_or_named(tmp_path: 
                 named = " ".join(examples.warnings)
                 parts: list[Any] = [examples.train, examples.test]
                 names = [*examples.train_ids, *examples.test_ids]
-                used = dict(zip(names, [one for part in parts for one in part._examples], strict=True))
-                for name, example in used.items():
-                    assert example.target in {find_number(age) for age in ages[name.split("_")[0]]}
-                    assert example.file in images
+                used = dict(zip(names, [one.image for part in parts for one in part._files], strict=True))
+                targets = [part[index][1].item() for part in parts for index in range(len(part))]
+                for name, target in zip(names, targets, strict=True):
+                    assert target in {find_number(age) for age in ages[name.split("_")[0]]}
+                    assert used[name] in images
             taken = {name.split("_")[0] for name in used}
             # A text names the first three of a kind, or 30 of a refusal, and counts all.
             is_counted = re.search(r" and \d+ more", named)
@@ -271,7 +272,7 @@ def test_each_subject_of_a_mutated_bids_tree_is_read_refused_or_named(tmp_path: 
             for subject in (folders | ages.keys() if used or subset is None else set(ages)) - taken:
                 assert subject in named or is_counted, (subject, named)
             for file in images if used else ():
-                is_used = any(example.file == file for example in used.values())
+                is_used = file in used.values()
                 stem = "_".join(part for part in (file.relative_to(root).parts[0], file.parent.parent.name) if part)
                 # Of two formats and of several runs, the first is read and the others are named.
                 assert is_used or file.name in named or stem.split("_")[0] in named or is_counted, (file, named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from flare_sparse.tasks.data.partition import (
     list_renamed_sites,
     partition_by_range,
     partition_by_site,
+    partition_cohort,
     partition_dirichlet,
     partition_few_classes,
     partition_iid,
@@ -230,3 +232,30 @@ def test_few_classes_partition_explains_unusable_settings(sites: int, wanted: di
     members = Cohort(tuple(map(str, range(800))), {"label": np.arange(800) % 8})
     with pytest.raises(DataError, match=message):
         partition_few_classes(members, sites, **wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("natural", {"column": "label", "split": {"0": 2}}),
+        ("iid", {}),
+        ("age", {"column": "label"}),
+        ("dirichlet", {"min_examples": 1}),
+        ("few_classes", {"classes": 1, "min_examples": 2, "max_examples": 4}),
+    ],
+)
+def test_examples_of_a_subject_are_at_one_site(kind: str, options: dict[str, Any]) -> None:
+    """Every subject has two sessions; their labels may differ, and those of the first one count."""
+    names = [f"sub-{subject}_ses-{session}" for subject in range(20) for session in (1, 2)]
+    labels = np.array([str((subject + session) % 2) for subject in range(20) for session in (0, 1)])
+    cohort = Cohort(tuple(names), {"label": labels}, tuple(name.partition("_")[0] for name in names))
+    parts = partition_cohort(kind, cohort, 3, **options)
+    owners = [{name.partition("_")[0] for name in part} for part in parts.values()]
+    assert len(owners) == 3
+    assert sum(map(len, owners)) == len(set().union(*owners))
+    assert sum(map(len, parts.values())) == 2 * sum(map(len, owners))
+
+
+def test_subject_may_have_been_at_two_sites_that_the_data_names() -> None:
+    cohort = Cohort(("a_1", "a_2", "b_1"), {"site": np.array(["x", "y", "y"])}, ("a", "a", "b"))
+    assert partition_cohort("natural", cohort, None) == {"x": ("a_1",), "y": ("a_2", "b_1")}

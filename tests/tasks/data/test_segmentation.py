@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.tasks.data.cases import Case, CaseFiles
-from flare_sparse.tasks.data.segmentation import Preparation, SegmentationDataset, read_volumes
+from flare_sparse.tasks.data.cases import CaseFiles
+from flare_sparse.tasks.data.segmentation import Preparation, read_volumes
 
 PLAIN: dict[str, Any] = {
     "channels": 1, "spacing": None, "window": None, "normalization": "none", "values": {1: 1, 5: 2},
@@ -72,23 +72,14 @@ def test_image_and_labels_are_turned_to_ras_together(tmp_path: Path, values: np.
 
 def test_image_is_resampled_and_its_label_map_kept_for_evaluation(files: CaseFiles, labels: np.ndarray) -> None:
     preparation = Preparation(**{**PLAIN, "spacing": (2.0, 1.0, 0.5)})
-    case = Case(files, read_volumes(files, preparation))
-    image, classes, spacing = SegmentationDataset([case], preparation, trains=False)[0]
+    volumes = read_volumes(files, preparation)
+    image, classes, spacing = volumes.build_evaluated()
     assert (image.shape, classes.shape, spacing.tolist()) == ((1, 2, 5, 12), (4, 5, 6), [1, 1, 1])
     # The mean of two voxels along the first axis; the last one is refined.
     assert image[0, 0, 0, 0] == (0 + 30) / 2
-    _, trained, _ = SegmentationDataset([case], preparation, trains=True)[0]
+    _, trained, _ = volumes.build_item()
     assert trained.shape == (2, 5, 12)
     assert trained[0, 2, 6:8].tolist() == [2, 2]
-
-
-def test_uncached_case_is_read_to_the_same_values(files: CaseFiles) -> None:
-    preparation = Preparation(**{**PLAIN, "normalization": "volume"})
-    from_memory, from_disk = (
-        SegmentationDataset([case], preparation, trains=True)[0]
-        for case in (Case(files, read_volumes(files, preparation)), Case(files))
-    )
-    assert all(torch.equal(a, b) for a, b in zip(from_memory, from_disk, strict=True))
 
 
 def test_normalization_is_over_the_volume_or_over_voxels_that_are_not_zero(files: CaseFiles) -> None:

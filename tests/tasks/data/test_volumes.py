@@ -17,8 +17,6 @@ from torch import nn
 
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.data.volumes import (
-    VolumeDataset,
-    VolumeExample,
     build_preprocessing,
     normalize_brain,
     read_voxels,
@@ -121,15 +119,6 @@ def test_standardised_volume_equals_that_of_monai(downsample: int) -> None:
     voxels = np.random.default_rng(1).random((9, 8, 7), np.float32)
     steps = [EnsureChannelFirst(channel_dim="no_channel"), nn.AvgPool3d(downsample), NormalizeIntensity()]
     assert torch.equal(build_preprocessing(downsample)(voxels), Compose(steps)(voxels).as_tensor())
-
-
-def test_volumes_from_memory_and_from_disk_are_equal(tmp_path: Path) -> None:
-    file = nifti(tmp_path / "a.nii.gz")
-    ready = build_preprocessing(2)(read_voxels(file, SHAPE))
-    kept, read = (VolumeDataset([VolumeExample(file, 41.5, prepared)], SHAPE, 2) for prepared in (ready, None))
-    assert torch.equal(kept[0][0], read[0][0])
-    assert torch.equal(kept[0][1], torch.tensor([41.5]))
-    assert (len(kept), kept[0][1].dtype) == (1, torch.float32)
 
 
 def test_brain_has_median_zero_and_robust_deviation_one_and_background_zero() -> None:

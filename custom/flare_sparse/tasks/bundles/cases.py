@@ -1,43 +1,17 @@
 """Cases of a MONAI bundle: a site's files after the bundle's deterministic transforms."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ...core.errors import DataError, describe_exception
-from ..data.cases import Case, CaseFiles
 from ..data.nifti import format_shape
 from ..data.segmentation import AFFINE_TOLERANCE_MM, measure_distance
 
 Item = Mapping[str, Tensor]
 """Image ``(channels, d, h, w)`` of a case and its label, a map ``(1, d, h, w)`` or a class ``(1,)``, by name."""
-
-
-class CaseDataset(Dataset[Item]):
-    """Cases after their deterministic transforms.
-
-    Args:
-        cases: the cases.
-        read: reads the files of a case that is not in memory.
-    """
-
-    def __init__(self, cases: Sequence[Case[Item]], read: Callable[[CaseFiles], Item]):
-        self._cases, self._read = cases, read
-
-    def __len__(self) -> int:
-        return len(self._cases)
-
-    def __getitem__(self, index: int) -> Item:
-        """Return one case.
-
-        Raises:
-            DataError: a file has become unreadable.
-        """
-        case = self._cases[index]
-        return case.cached or self._read(case.files)
 
 
 def check_label_map(label: Any, image: Tensor, file: str) -> Tensor:

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, final
@@ -15,10 +14,10 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
-from ..data.cases import Case, CaseFiles, Derivative, Suffixes, describe_left_out, read_cases, read_cohort, split_cases
+from ..data.cases import CaseFiles, CaseSettings, Derivative, Suffixes, describe_left_out, load_cases, read_cohort
 from ..data.pairs import Pairs
-from ..task import Cohort, Examples, Metric, SiteData, describe_skipped
-from .cases import CaseDataset, Item, describe_cause, strip_metadata
+from ..task import Cohort, Examples, Metric, SiteData
+from .cases import Item, describe_cause, strip_metadata
 from .components import DTYPES, build_all, iterate_components
 from .declaration import KEYS, read_declaration
 from .refusals import Refusals
@@ -30,7 +29,7 @@ SOURCE = "task.declaration"
 _SCORE_SEED = 0
 
 
-class BundleConfig(AdaptedTaskConfig):
+class BundleConfig(CaseSettings, AdaptedTaskConfig):
     """The parts of a bundle, and the files of a site's cases; ``task: {bundle: DIR}`` resolves a bundle to them."""
 
     declaration: dict[str, Any]
@@ -44,10 +43,6 @@ class BundleConfig(AdaptedTaskConfig):
     derivative: Derivative = "*"
     pairs: Pairs | None = None
     """patterns of the files where the data is neither BIDS nor a Decathlon folder"""
-    cache: bool = True
-    """keep all cases in memory; false: read the files at each access"""
-    skip_bad_subjects: bool = False
-    """skip and count unusable cases; false: refuse to train if there are any"""
 
     @model_validator(mode="after")
     def _check_declaration(self) -> Self:
@@ -123,30 +118,16 @@ class BundleTask(AdaptableTask):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every case once; the cases of a subject are in the same part of the split."""
-        files = self._find_cases(data.path)
-        training, evaluation = self._training_transforms[0], self._evaluation_transforms
-        examples, skipped = read_cases(
-            files,
-            data.select(files, lambda name: files[name].subject),
-            self._read_checked_case,
-            cache=self.config.cache,
-            skip_bad_subjects=self.config.skip_bad_subjects,
-            source=data.path,
+        files, training, evaluation = (
+            self._find_cases(data.path),
+            self._training_transforms[0],
+            self._evaluation_transforms,
         )
-        split = split_cases({name: files[name].subject for name in examples}, self.config.split, seed)
-
-        def build_dataset(names: Sequence[str], transforms: Sequence[Any]) -> CaseDataset:
-            cases = [examples[name] for name in names]
-            read = partial(self._target.read_case, transforms=transforms)
-            # What is in memory was read with the transforms of training.
-            if self.config.cache and transforms is not training:
-                cases = [Case(case.files, read(case.files)) for case in cases]
-            return CaseDataset(cases, read)
-
-        train = build_dataset(split.train, training)
-        validation, test = (build_dataset(part, evaluation) for part in (split.validation, split.test))
-        found = Examples(train, test, len(skipped), split.train, split.test, (), validation, split.validation)
-        return replace(found, warnings=(*describe_skipped(skipped), *describe_left_out(files, data.path)))
+        reads = [partial(self._target.read_case, transforms=transforms) for transforms in (training, evaluation)]
+        loaded = load_cases(self.config, data, seed, files, reads[0], screen=self._read_checked_case)
+        # What was read with the transforms of training is not read again for the same ones.
+        own = None if evaluation is training else reads[1]
+        return loaded.build_examples(read_evaluated=own, warnings=describe_left_out(files, data.path))
 
     def _read_checked_case(self, files: CaseFiles) -> Item:
         self._target.check_files(files)

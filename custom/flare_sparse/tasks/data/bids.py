@@ -40,14 +40,14 @@ class Subject:
         row: text by column; None when the subject has a folder but no row.
         image: first T1-weighted image in name order; None when there is none.
         others: further runs, which are not used.
-        name: identifier of the subject.
+        subject: identifier of the subject.
         elsewhere: folders in ``derivatives/`` that have an image, where there is none.
     """
 
     row: Mapping[str, str] | None = field(default=None)
     image: Path | None = field(default=None)
     others: tuple[Path, ...] = ()
-    name: str = ""
+    subject: str = ""
     elsewhere: tuple[str, ...] = ()
 
     def get_text(self, column: str) -> str:
@@ -123,7 +123,7 @@ def read_subjects(path: Path, derivative: str | None = None) -> dict[str, Subjec
         )
     return {
         f"{folder.name}/{name}": replace(
-            s, row=None if s.row is None else {**s.row, "site": folder.name}, name=f"{folder.name}/{s.name}"
+            s, row=None if s.row is None else {**s.row, "site": folder.name}, subject=f"{folder.name}/{s.subject}"
         )
         for folder in folders
         for name, s in _read_dataset(folder, derivative).items()
@@ -145,7 +145,7 @@ def read_cohort(path: Path, derivative: str | None = None) -> Cohort:
     if "age" in columns:
         ages = [find_number(text) for text in columns["age"].tolist()]
         columns["age"] = np.array([math.nan if age is None else age for age in ages])
-    owners = tuple(subject.name for subject in subjects.values())
+    owners = tuple(subject.subject for subject in subjects.values())
     return Cohort(tuple(rows), columns, () if owners == tuple(rows) else owners)
 
 

@@ -14,18 +14,38 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from pydantic import Field
+from torch.utils.data import Dataset
 
-from ...cohorts.split import Split, SplitConfig
+from ...cohorts.split import Split
 from ...core.errors import DataError, list_first
-from ..task import Cohort, SiteData
+from ..task import Cohort, Examples, SiteData, TaskConfig, build_examples
 from .bids import NO_ROW, TABLE, DerivativeName, list_volumes, read_rows
 from .pairs import CASE, Pairs, match_files
 from .screening import screen_subjects
 
+
+class HasSubject(Protocol):
+    """Files of a case that say whose they are."""
+
+    @property
+    def subject(self) -> str:
+        """Identifier of the subject; cases of one subject are in the same part of a split."""
+
+
+class CaseSettings(TaskConfig):
+    """How the cases of a site are kept."""
+
+    cache: bool = True
+    """keep all cases in memory; false: read the files at each access"""
+    skip_bad_subjects: bool = False
+    """skip and count unusable cases; false: refuse to train if there are any"""
+
+
+FilesT = TypeVar("FilesT", bound=HasSubject)
 T = TypeVar("T")
 
 Suffixes = Annotated[
@@ -241,71 +261,132 @@ def read_cohort(cases: Mapping[str, CaseFiles]) -> Cohort:
     """Return the index of cases, with the columns of ``participants.tsv``, all as text, if there is one."""
     names = dict.fromkeys(column for case in cases.values() for column in case.row)
     columns = {name: np.array([case.row.get(name, "") for case in cases.values()]) for name in names}
-    return Cohort(tuple(cases), columns)
+    subjects = tuple(case.subject for case in cases.values())
+    return Cohort(tuple(cases), columns, () if subjects == tuple(cases) else subjects)
+
+
+class CaseDataset(Dataset[Any]):
+    """Some cases as items.
+
+    Args:
+        files: the files of each case.
+        contents: what was read of each; None: it is read at each access.
+        read: reads the files of a case.
+        build_item: returns the item of what was read.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[FilesT],
+        contents: Sequence[T | None],
+        read: Callable[[FilesT], T],
+        build_item: Callable[[T], Any],
+    ):
+        self._files, self._contents, self._read, self._build_item = files, contents, read, build_item
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one case.
+
+        Raises:
+            DataError: a file has become unreadable.
+        """
+        content = self._contents[index]
+        return self._build_item(self._read(self._files[index]) if content is None else content)
 
 
 @dataclass(frozen=True)
-class Case(Generic[T]):
-    """One case.
+class LoadedCases(Generic[FilesT, T]):
+    """The usable cases of a site, of which each was read once.
 
     Attributes:
-        files: its files.
-        cached: the case in memory; None: read at each access.
+        files: the files of each case, by its name.
+        contents: what was read of them, likewise; None: it is not kept in memory.
+        skipped: for each unusable case why it is.
+        split: names of the cases of each part.
+        read: reads the files of a case.
     """
 
-    files: CaseFiles
-    cached: T | None = None
+    files: Mapping[str, FilesT]
+    contents: Mapping[str, T | None]
+    skipped: Sequence[str]
+    split: Split
+    read: Callable[[FilesT], T]
+
+    def build_examples(
+        self,
+        build_item: Callable[[T], Any] = lambda content: content,
+        build_evaluated: Callable[[T], Any] | None = None,
+        *,
+        read_evaluated: Callable[[FilesT], T] | None = None,
+        warnings: Sequence[str] = (),
+    ) -> Examples:
+        """Return the cases as examples.
+
+        Args:
+            build_item: returns the item of what was read of a case that trains.
+            build_evaluated: likewise of all other cases; None: as of those that train.
+            read_evaluated: reads the cases that do not train; None: as those that do.
+            warnings: what else may spoil the result.
+        """
+
+        def build_dataset(names: Sequence[str]) -> CaseDataset:
+            files, contents = [self.files[name] for name in names], [self.contents[name] for name in names]
+            if names is self.split.train:
+                return CaseDataset(files, contents, self.read, build_item)
+            if read_evaluated is not None:
+                pairs = zip(files, contents, strict=True)
+                contents = [content if content is None else read_evaluated(own) for own, content in pairs]
+            return CaseDataset(files, contents, read_evaluated or self.read, build_evaluated or build_item)
+
+        subject_of = {name: files.subject for name, files in self.files.items()}
+        found = build_examples(self.split, build_dataset, self.skipped, subject_of=subject_of)
+        return replace(found, warnings=(*found.warnings, *warnings))
 
 
-def read_cases(
-    cases: Mapping[str, CaseFiles],
-    names: Iterable[str],
-    read: Callable[[CaseFiles], T],
+def load_cases(
+    config: CaseSettings,
+    data: SiteData,
+    seed: int,
+    cases: Mapping[str, FilesT],
+    read: Callable[[FilesT], T],
     *,
-    cache: bool,
-    skip_bad_subjects: bool,
-    source: Path,
-) -> tuple[dict[str, Case[T]], list[str]]:
-    """Read every case once; return the usable ones by name, and for each skipped one why it is.
+    screen: Callable[[FilesT], T] | None = None,
+) -> LoadedCases[FilesT, T]:
+    """Read every case of a site once and split them, so that the cases of a subject are in the same part.
 
     Args:
-        cases: files of all cases by name.
-        names: cases to read.
+        config: the task's settings.
+        data: the site's data.
+        seed: seed of the split.
+        cases: files of all cases of the data, by name.
         read: reads the files of a case; raises a DataError if it is unusable.
-        cache: keep what was read in memory.
-        skip_bad_subjects: skip unusable cases instead of raising.
-        source: file or folder, named in the error.
+        screen: likewise, for the first time, with checks that no later access repeats; None: ``read``.
 
     Raises:
         DataError: a case is missing or unusable and may not be skipped, or no usable case remains.
     """
 
-    def read_case(name: str) -> Case[T]:
+    def read_case(name: str) -> T | None:
         if name not in cases:
             raise DataError("there is no such case")
-        content = read(cases[name])
-        return Case(cases[name], content if cache else None)
+        content = (screen or read)(cases[name])
+        return content if config.cache else None
 
-    return screen_subjects(names, read_case, skip_bad_subjects=skip_bad_subjects, source=source)
-
-
-def split_cases(subjects: Mapping[str, str], config: SplitConfig, seed: int) -> Split:
-    """Split cases by their subjects, so that the cases of a subject are in the same part.
-
-    Args:
-        subjects: subject of each case.
-        config: shares of the parts.
-        seed: seed of the split.
-    """
-    cases: dict[str, list[str]] = {}
-    for name, subject in subjects.items():
-        cases.setdefault(subject, []).append(name)
-    parts = config.assign(cases, seed)
+    names = data.select(cases, lambda name: cases[name].subject)
+    contents, skipped = screen_subjects(names, read_case, skip_bad_subjects=config.skip_bad_subjects, source=data.path)
+    files = {name: cases[name] for name in contents}
+    by_subject: dict[str, list[str]] = {}
+    for name, own in files.items():
+        by_subject.setdefault(own.subject, []).append(name)
+    parts = config.split.assign(by_subject, seed)
     train, validation, test = (
-        tuple(name for subject in part for name in cases[subject])
+        tuple(name for subject in part for name in by_subject[subject])
         for part in (parts.train, parts.validation, parts.test)
     )
-    return Split(train, validation, test)
+    return LoadedCases(files, contents, skipped, Split(train, validation, test), read)
 
 
 def _find_in_folder(

@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -204,6 +204,22 @@ PARTITIONERS: dict[str, Callable[..., Partition]] = {
     "few_classes": partition_few_classes,
 }
 """Partitioners by the setting ``kind``; each takes the cohort, the number of sites, and its own settings."""
+
+
+def partition_cohort(kind: str, cohort: Cohort, sites: int | None, **settings: Any) -> Partition:
+    """Return a partition by a kind in which all examples of a subject are at one site, that of its first example.
+
+    Where the data names the sites and none of them is split, a subject may have been at several.
+    """
+    if not cohort.subjects or (kind == "natural" and not settings.get("split")):
+        return PARTITIONERS[kind](cohort, sites, **settings)
+    first = {subject: row for row, subject in reversed(list(enumerate(cohort.subjects)))}
+    rows = sorted(first.values())
+    columns = {name: np.asarray(values)[rows] for name, values in cohort.columns.items()}
+    parts = PARTITIONERS[kind](Cohort(tuple(cohort.subjects[row] for row in rows), columns), sites, **settings)
+    site_of = {subject: site for site, subjects in parts.items() for subject in subjects}
+    owners = list(zip(cohort.ids, cohort.subjects, strict=True))
+    return {site: tuple(name for name, subject in owners if site_of.get(subject) == site) for site in parts}
 
 
 def compute_sizes(total: int, sites: int, sizes: Sizes = "uniform") -> list[int]:

@@ -11,10 +11,9 @@ import torch
 from nibabel.affines import voxel_sizes
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from ...core.errors import DataError
-from .cases import Case, CaseFiles
+from .cases import CaseFiles
 from .nifti import check_voxels, format_shape, read_nifti, round_labels
 
 Normalization = Literal["volume", "nonzero", "none"]
@@ -249,6 +248,14 @@ class Volumes:
     labels: Tensor
     spacing: Tensor
 
+    def build_item(self) -> Item:
+        """Return the case with the label map on the network's grid, for training."""
+        return self.image, self.grid_labels, self.spacing
+
+    def build_evaluated(self) -> Item:
+        """Return the case with the label map on the image's own grid, for evaluation."""
+        return self.image, self.labels, self.spacing
+
 
 def read_volumes(files: CaseFiles, preparation: Preparation) -> Volumes:
     """Read the files of a case.
@@ -261,32 +268,6 @@ def read_volumes(files: CaseFiles, preparation: Preparation) -> Volumes:
     labels = preparation.read_labels(labels_file, files.images[0], first)
     spacing = torch.from_numpy(voxel_sizes(first.affine)).float()
     return Volumes(image, preparation.resample_labels(labels, image.shape[1:]), labels, spacing)
-
-
-class SegmentationDataset(Dataset[Item]):
-    """Cases as items.
-
-    Args:
-        cases: the cases.
-        preparation: how their files are read.
-        trains: label maps on the network's grid, for training; False: on the image's own grid, for evaluation.
-    """
-
-    def __init__(self, cases: Sequence[Case[Volumes]], preparation: Preparation, *, trains: bool):
-        self._cases, self._preparation, self._trains = cases, preparation, trains
-
-    def __len__(self) -> int:
-        return len(self._cases)
-
-    def __getitem__(self, index: int) -> Item:
-        """Return one case.
-
-        Raises:
-            DataError: a file has become unreadable.
-        """
-        case = self._cases[index]
-        volumes = case.cached or read_volumes(case.files, self._preparation)
-        return volumes.image, volumes.grid_labels if self._trains else volumes.labels, volumes.spacing
 
 
 _DRAWS = 6

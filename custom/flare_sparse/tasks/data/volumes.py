@@ -1,7 +1,6 @@
 """Volumes: from a NIfTI file to a network's input, with every check made before training."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Literal
@@ -9,7 +8,6 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from ...core.errors import DataError
 from .nifti import check_voxels, format_shape, read_nifti
@@ -93,56 +91,3 @@ def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | Non
     if voxels.min() == voxels.max():
         raise DataError(f"all voxels of {file.name} are equal: the image is empty")
     return voxels
-
-
-@dataclass(frozen=True)
-class VolumeExample:
-    """One subject's example.
-
-    Attributes:
-        file: NIfTI file.
-        target: value to predict.
-        cached_input: the network's input ``(1, d, h, w)``; None: read from the file at each access.
-    """
-
-    file: Path
-    target: float
-    cached_input: Tensor | None
-
-
-class VolumeDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Preprocessed volumes ``(1, d, h, w)`` with their targets ``(1,)``, from memory or from disk.
-
-    Args:
-        examples: the examples.
-        shape: shape of the voxels on disk.
-        downsample: see :func:`build_preprocessing`.
-        spacing: size of the voxels on disk in mm; None: any.
-        normalization: see :func:`build_preprocessing`.
-    """
-
-    def __init__(
-        self,
-        examples: Sequence[VolumeExample],
-        shape: Sequence[int],
-        downsample: int,
-        spacing: Sequence[float] | None = None,
-        normalization: Normalization = "volume",
-    ):
-        self._examples, self._shape, self._spacing = examples, shape, spacing
-        self._preprocess = build_preprocessing(downsample, normalization)
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the volume and the target of one subject.
-
-        Raises:
-            DataError: the file has become unreadable.
-        """
-        example = self._examples[index]
-        target = torch.tensor([example.target])
-        if example.cached_input is not None:
-            return example.cached_input, target
-        return self._preprocess(read_voxels(example.file, self._shape, self._spacing)), target

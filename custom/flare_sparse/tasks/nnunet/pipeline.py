@@ -39,14 +39,12 @@ class Prepared:
     """One case after nnU-Net's preprocessing.
 
     Attributes:
-        name: identifier.
         image: float32 ``(channels, d, h, w)`` on the plan's grid.
         labels: label map ``(1, d, h, w)`` on that grid; -1 outside of the subject.
         properties: what nnU-Net needs to find the way back, and positions of each class.
         truth: label map ``(d, h, w)`` on the image's own grid; empty without labels.
     """
 
-    name: str
     image: np.ndarray
     labels: np.ndarray
     properties: dict[str, Any]
@@ -104,7 +102,7 @@ class Pipeline:
             )
         return network
 
-    def prepare(self, files: CaseFiles, name: str, *, needs_labels: bool = True) -> Prepared:
+    def prepare(self, files: CaseFiles, *, needs_labels: bool = True) -> Prepared:
         """Read, crop, normalise and resample a case with nnU-Net's preprocessor.
 
         Raises:
@@ -133,7 +131,7 @@ class Pipeline:
             text = explain_reader_error(error)
             raise DataError(f"{files.images[0].name}: nnU-Net's preprocessing fails: {text}") from error
         values = np.zeros(0, np.int16) if truth is None else truth[0].astype(np.int16)
-        return Prepared(name, prepared.astype(np.float32), labels.astype(np.int16), properties, values)
+        return Prepared(prepared.astype(np.float32), labels.astype(np.int16), properties, values)
 
     def _check_size(self, image: np.ndarray, spacing: Sequence[float]) -> None:
         axes = [int(axis) for axis in self.plans.transpose_forward]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,15 +16,15 @@ from ...core.errors import ConfigError, DataError
 from ...core.needs import Need, Needs
 from ..data.cases import (
     CaseFiles,
+    CaseSettings,
     Derivative,
     describe_left_out,
     find_bids_cases,
+    load_cases,
     read_cohort,
     select_cases,
-    split_cases,
 )
-from ..data.screening import screen_subjects
-from ..task import Cohort, Column, Examples, Metric, SiteData, Task, TaskConfig, build_examples, is_metric_name
+from ..task import Cohort, Column, Examples, Metric, SiteData, Task, is_metric_name
 from .pipeline import TRAINER, Pipeline, Prepared
 from .plan import check_plan, list_configurations
 from .raw import (
@@ -42,7 +41,7 @@ CHECKPOINT = "checkpoint_final.pth"
 _SCORE_SEED = 0
 
 
-class NnunetConfig(TaskConfig):
+class NnunetConfig(CaseSettings):
     """The plan of all sites, and which of its configurations is trained."""
 
     plan: dict[str, Any] | None = None
@@ -51,8 +50,6 @@ class NnunetConfig(TaskConfig):
     configuration: Literal["2d", "3d_fullres", "3d_lowres"] = "3d_fullres"
     """configuration to train"""
     derivative: Derivative = "*"
-    skip_bad_subjects: bool = False
-    """skip and count unusable cases; false: refuse to train if there are any"""
 
     @classmethod
     def read_files(cls, settings: dict[str, Any], data: str | None) -> dict[str, Any]:
@@ -126,21 +123,8 @@ class Nnunet(Task):
         """Prepare every case once and keep it in memory; the cases of a subject are in the same part of the split."""
         self._check_dataset(data.path)
         files = find_raw_cases(data.path, self.config.derivative)
-
-        def prepare(name: str) -> Prepared:
-            if name not in files:
-                raise DataError("there is no such case")
-            return self._pipeline.prepare(files[name], name)
-
-        cases, skipped = screen_subjects(
-            data.select(files, lambda name: files[name].subject),
-            prepare,
-            skip_bad_subjects=self.config.skip_bad_subjects,
-            source=data.path,
-        )
-        split = split_cases({name: files[name].subject for name in cases}, self.config.split, seed)
-        found = build_examples(split, lambda names: _CaseList([cases[name] for name in names]), skipped)
-        return replace(found, warnings=(*found.warnings, *describe_left_out(files, data.path)))
+        loaded = load_cases(self.config, data, seed, files, self._pipeline.prepare)
+        return loaded.build_examples(warnings=describe_left_out(files, data.path))
 
     def describe_columns(self, data: SiteData) -> list[Column]:
         """Return the orientations that a site's images are stored in, where nnU-Net reads voxels as they are stored."""
@@ -228,7 +212,7 @@ class Nnunet(Task):
         for name, case in cases.items():
             files = note_missing_channels(case, channels)
             try:
-                prepared = self._pipeline.prepare(files, name, needs_labels=False)
+                prepared = self._pipeline.prepare(files, needs_labels=False)
             except DataError as error:
                 raise DataError(f"{name}: {error}") from error
             file = out / f"{name}{ending}"
@@ -269,19 +253,6 @@ class Nnunet(Task):
         for name in ("plans", "dataset"):
             content = json.dumps(self.config.require_plan()[name], indent=4)
             (folder / f"{name}.json").write_text(content, encoding="utf-8")
-
-
-class _CaseList(Dataset[Prepared]):
-    """Prepared cases as a data set."""
-
-    def __init__(self, cases: Sequence[Prepared]):
-        self._cases = cases
-
-    def __len__(self) -> int:
-        return len(self._cases)
-
-    def __getitem__(self, index: int) -> Prepared:
-        return self._cases[index]
 
 
 def _compute_dice(predicted: Tensor, truth: Tensor) -> Tensor:
