@@ -9,7 +9,6 @@ A site sets it in a *site file* (YAML or JSON) or in an environment variable. A 
     checkpoints: /scratch # optional: folder of the site's checkpoints; off: keep none
     id: patient           # column of a table with the identifiers of subjects, by which withdrawn ones are left out
     device: cuda:1        # optional: where the site computes, for jobs with device: auto
-    dicom: {cache: nifti} # optional: data has a folder of DICOM series for each subject
 """
 
 import json
@@ -27,7 +26,6 @@ from ...core.names import clean_name, read_names
 from ...core.settings import Settings
 from ..task import SiteData
 from .absence import check_absence
-from .dicom import DicomRules, convert_dicom
 
 SITE_FILE_VARIABLE = "FLARE_SPARSE_SITE_FILE"
 DATA_VARIABLE = "FLARE_SPARSE_DATA"
@@ -63,8 +61,6 @@ class SiteFile(Settings):
     """folder of the site's checkpoints, from which it resumes after a crash; off: keep none"""
     device: str | None = Field(None, pattern=r"^(cpu|cuda(:\d{1,2})?)$")
     """where this site computes if the job leaves it open"""
-    dicom: DicomRules | None = None
-    """data has DICOM series, and which of them are used"""
 
 
 def has_site_data(local_dir: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
@@ -169,13 +165,9 @@ def _read_site_file(site: str, file: Path) -> SiteData:
         raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
     path = file.parent / content.data.expanduser()
     withdrawn = frozenset(content.withdrawn)
-    located = _check_exists(
+    return _check_exists(
         SiteData(site, path, content.subset, content.methods, withdrawn, content.device, content.id), str(file)
     )
-    if content.dicom is None:
-        return located
-    cache = file.parent / content.dicom.cache.expanduser()
-    return replace(located, path=convert_dicom(path, content.dicom.model_copy(update={"cache": cache})))
 
 
 def _check_exists(data: SiteData, source: str) -> SiteData:
