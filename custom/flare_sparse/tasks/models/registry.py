@@ -13,7 +13,7 @@ from ...core.errors import ConfigError, suggest
 from .brain_age import alexnet3d, brain_age_cnn, brain_age_cnn_3mm, voxel_mlp
 from .encoders import resnet3d, vit3d
 from .resnet import resnet32, resnet44, resnet56, resnet110
-from .segmentation import basic_unet, dyn_unet, seg_resnet, swin_unetr
+from .segmentation import basic_unet, dyn_unet, seg_resnet
 from .small import image_cnn, image_cnn6, image_mlp, mlp, resnet_mlp
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -35,7 +35,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "basic_unet": basic_unet,
     "dyn_unet": dyn_unet,
     "seg_resnet": seg_resnet,
-    "swin_unetr": swin_unetr,
 }
 """Builders by name.
 

@@ -15,7 +15,6 @@ from .fields import Count, Share, Volume
 
 Levels = Annotated[tuple[Count, ...], Field(min_length=3, max_length=8)]
 SixLevels = Annotated[tuple[Count, ...], Field(min_length=6, max_length=6)]
-FourStages = Annotated[tuple[Count, ...], Field(min_length=4, max_length=4)]
 MAX_PATCH_VOXELS = 2**27
 """Most voxels of a patch: a job cannot ask a site to allocate more."""
 
@@ -127,43 +126,6 @@ def seg_resnet(
         blocks_down=blocks,
         blocks_up=(1,) * (len(blocks) - 1),
     )
-    return network
-
-
-def swin_unetr(
-    *,
-    patch: Volume = (64, 64, 64),
-    inputs: Count = 1,
-    outputs: Count = 2,
-    channels: Annotated[int, Field(ge=12, le=384, multiple_of=12)] = 12,
-    depths: FourStages = (2, 2, 2, 2),
-    dropout: Share = 0.0,
-) -> nn.Module:
-    """Build MONAI's SwinUNETR (Hatamizadeh et al. 2022): attention in shifted windows; needs einops.
-
-    The default has 4,078,077 parameters with three outputs.
-
-    Args:
-        patch: (depth, height, width) of an input in voxels, a multiple of 32.
-        inputs: channels of an input.
-        outputs: logits per voxel.
-        channels: width of the first stage, a multiple of 12.
-        depths: transformer layers of the four stages, each a multiple of 2.
-        dropout: dropout rate.
-
-    Raises:
-        ConfigError: the patch is not a multiple of 32, or einops is not installed.
-    """
-    _check_patch("swin_unetr", patch, 5)
-    from monai.networks.nets import SwinUNETR
-    from monai.utils import OptionalImportError
-
-    try:
-        network: nn.Module = SwinUNETR(
-            in_channels=inputs, out_channels=outputs, depths=depths, feature_size=channels, drop_rate=dropout
-        )
-    except OptionalImportError as error:
-        raise ConfigError("model 'swin_unetr' needs einops: pip install 'flare-sparse[segmentation]'") from error
     return network
 
 

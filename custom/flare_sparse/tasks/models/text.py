@@ -8,24 +8,12 @@ from torch import Tensor, nn
 
 from ...core.errors import ConfigError
 
-Architecture = Literal["minilm-l6", "distilbert-base", "roberta-base", "roberta-large"]
+Architecture = Literal["minilm-l6", "roberta-base"]
 
 _BERT = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "minilm-l6": ("bert", {**_BERT, "hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}),
-    "distilbert-base": ("distilbert", {}),
     "roberta-base": ("roberta", {**_BERT, "vocab_size": 50265, "max_position_embeddings": 514}),
-    "roberta-large": (
-        "roberta",
-        {
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "intermediate_size": 4096,
-            "vocab_size": 50265,
-            "max_position_embeddings": 514,
-        },
-    ),
 }
 assert set(_SHAPES) == set(get_args(Architecture))
 
