@@ -181,7 +181,7 @@ def test_channel_upload_reveals_what_the_method_selects(
 
 
 def test_channel_upload_without_the_network_selects_layer_by_layer_within_a_budget(site: End) -> None:
-    item = ChannelUpload(budget=0.25, channels="layerwise")
+    item = ChannelUpload(budget=0.25)
     sent = send(site, item, to_numpy(draw(1), LAYOUT), to_numpy(draw(2), LAYOUT), is_delta=True)
     parameters = sum(np.count_nonzero(a) for name, a in sent.data.items() if "running" not in name)
     assert parameters == LAYOUT.num_parameters // 4

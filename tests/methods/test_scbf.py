@@ -352,7 +352,6 @@ def test_estimate_needs_no_data(bench: Any) -> None:
 def test_note_describes_threshold_and_removable_units(bench: Any) -> None:
     assert "threshold exact" in bench.method("scbf").describe()
     assert f"{bench.layout.num_parameters // 10:,} parameters a message" in bench.method("scbf", budget=0.1).describe()
-    assert "layer by layer" in bench.method("scbf", channels="layerwise").describe()
     assert "10 units of 1 layers can be removed" in bench.method("scbfwp").describe()
     assert bench.method("fedavg").describe() == ""
 

@@ -79,7 +79,6 @@ class ChannelUpload(UploadFilter):
         budget: instead of ``rate``: exact share of the parameters.
         selection: ``"positive"``: entries on a selected path; ``"negative"``: those on no other path.
         biases: ``"selected"``, ``"never"`` (as printed in the paper) or ``"all"``.
-        channels: ``"paths"`` through the network, or ``"layerwise"``: the units of each layer by themselves.
         model: the network, whose connections give the paths. None: units are selected layer by layer, by the names and
             shapes of the arrays alone.
         seed: seed of the sample of paths, in networks with too many to list.
@@ -89,7 +88,7 @@ class ChannelUpload(UploadFilter):
     """
 
     # FLARE exports no argument that equals its default; who reviews the job must see these.
-    _always_serialize_args = ("rate", "budget", "selection", "biases", "channels")
+    _always_serialize_args = ("rate", "budget", "selection", "biases")
 
     def __init__(
         self,
@@ -97,14 +96,13 @@ class ChannelUpload(UploadFilter):
         budget: float | None = None,
         selection: Selection = "positive",
         biases: Biases = "selected",
-        channels: Literal["paths", "layerwise"] = "paths",
         model: nn.Module | None = None,
         seed: int = 0,
     ):
         super().__init__()
         self.rate, self.budget, self.selection, self.biases = rate, budget, selection, biases
-        self.channels, self.model, self.seed = channels, model, seed
-        settings = {"rate": rate, "budget": budget, "selection": selection, "biases": biases, "channels": channels}
+        self.model, self.seed = model, seed
+        settings = {"rate": rate, "budget": budget, "selection": selection, "biases": biases}
         self._selector = ChannelSelector(check_settings(self, ChannelConfig, settings), seed)
         self._layout = None if model is None else Layout.from_module(model)
 

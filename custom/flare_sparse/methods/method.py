@@ -339,10 +339,7 @@ def train_locally(
     content: Content = "weights",
     *,
     trainable: Mask | None = None,
-    steps: int | None = None,
-    proximal_strength: float = 0.0,
-    tolerance: float | None = None,
-    step_scale: Tensor | None = None,
+    **options: Any,
 ) -> Update:
     """Train at a site from ``site.weights`` and return the update.
 
@@ -352,22 +349,10 @@ def train_locally(
         training: optimiser, learning rate, epochs.
         content: ``"weights"``, or ``"delta"``: trained minus received weights.
         trainable: the entries to train and return; None: ``request.trainable``.
-        steps: number of minibatches; None: ``training.epochs`` passes.
-        proximal_strength: weight of the proximal term.
-        tolerance: squared norm of a step's gradient at which training ends; None: it takes all steps.
-        step_scale: ``(P,)`` factors of the optimiser's steps; None: 1.
+        options: those of :meth:`Site.train_entries`, such as the number of ``steps``.
     """
     mask = request.trainable if trainable is None else trainable
-    values = site.train_entries(
-        site.weights,
-        mask,
-        training,
-        request.round,
-        steps=steps,
-        proximal_strength=proximal_strength,
-        tolerance=tolerance,
-        step_scale=step_scale,
-    )
+    values = site.train_entries(site.weights, mask, training, request.round, **options)
     if content == "delta":
         values = values - mask.take(site.weights).to(values.device)
     return Update(Patch(values, mask), content, site.num_examples)

@@ -25,7 +25,7 @@ what a site downloads first, are replaced by the size of the change that it lack
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal, TypeVar, final
+from typing import Any, TypeVar, final
 
 from pydantic import Field
 from torch import Tensor
@@ -39,7 +39,7 @@ from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import MethodConfig, SiteSettings
 from .scores.scbf.groups import Biases, Groups, Selection
-from .scores.scbf.selection import NeuronGroups, build_groups
+from .scores.scbf.selection import build_groups
 from .support.selective import (
     WHOLE_UNITS,
     Aggregation,
@@ -67,8 +67,6 @@ class ChannelConfig(MethodConfig):
     aggregation: Aggregation = "sum"
     """sum: add all deltas (the paper; a server learning rate of K); mean: weighted by examples, absent deltas are zero;
     count: average over the sites that reveal an entry"""
-    channels: Literal["paths", "layerwise"] = "paths"
-    """channel paths through the network, or the neurons of each layer separately"""
 
     def needs(self) -> Needs:
         return super().needs() | list_selective_needs(self.aggregation) | {WHOLE_UNITS}
@@ -120,13 +118,8 @@ class ChannelSelector:
     def _get_groups(self, layout: Layout) -> Groups:
         # The groups depend on the structure alone, which pruning changes; the last ones serve all sites of a round.
         if self._groups is None or self._groups.layout != layout:
-            self._groups = self._build_groups(layout)
+            self._groups = build_groups(layout, self._config.biases)
         return self._groups
-
-    def _build_groups(self, layout: Layout) -> Groups:
-        if self._config.channels == "layerwise":
-            return NeuronGroups(layout, self._config.biases)
-        return build_groups(layout, self._config.biases)
 
 
 class ChannelMethod(SelectiveMethod[ChannelConfigT]):

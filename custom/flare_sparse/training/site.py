@@ -78,29 +78,18 @@ class Site:
         values = self.train_entries(start, trainable, config, t, **options)
         return values if trainable.is_full else trainable.put(values, start.to(values.device, copy=True))
 
-    def train_entries(
-        self,
-        start: Tensor,
-        trainable: Mask,
-        config: TrainingConfig,
-        t: int,
-        *,
-        steps: int | None = None,
-        proximal_strength: float = 0.0,
-        tolerance: float | None = None,
-        step_scale: Tensor | None = None,
-        stream: str = "",
-    ) -> Tensor:
+    def train_entries(self, start: Tensor, trainable: Mask, config: TrainingConfig, t: int, **options: Any) -> Tensor:
         """Train in round ``t`` and return the values ``(trainable.count,)`` of the trainable entries.
 
         They lie where the site computes; a message copies what it sends to the CPU.
         Unlike :meth:`train`, it copies no entry that does not train. The arguments are fields of
-        :class:`.trainer.Training`.
+        :class:`.trainer.Training`: ``options`` are ``steps``, ``proximal_strength``, ``tolerance``, ``step_scale`` and
+        ``stream``.
         """
         patch = self.live_patch if start is self.weights else None
-        training = Training(start, trainable, config, t, steps, proximal_strength, tolerance, step_scale, stream, patch)
+        training = Training(start, trainable, config, t, patch=patch, **options)
         if self.step_file is not None:
-            count = config.count_steps(self.trainer.num_examples) if steps is None else steps
+            count = config.count_steps(self.trainer.num_examples) if training.steps is None else training.steps
             training = replace(training, after_step=self.step_file.begin(t, count, config.epochs))
         return self.trainer.train(training)
 

@@ -116,17 +116,32 @@ def _check_header(
         raise DataError(f"{description}; expected {format_shape(spacing)} mm: resample it")
 
 
+def read_values(file: Path, image: Any) -> np.ndarray:
+    """Return the values of an image as float32, without the axes of length 1 after the fourth, which NIfTI allows.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    try:
+        values = np.asarray(image.dataobj, dtype=np.float32)
+    except Exception as error:
+        raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
+    return values.reshape(values.shape[:4])
+
+
 def check_voxels(file: Path, voxels: np.ndarray) -> None:
     """Refuse voxels ``(...)`` with which a network cannot compute.
 
     Raises:
-        DataError: voxels are NaN, infinite, or so large that float32 cannot standardise the volume.
+        DataError: voxels are NaN, infinite, all equal, or so large that float32 cannot standardise the volume.
     """
     if bad := int(np.count_nonzero(~np.isfinite(voxels))):
         raise DataError(f"{bad} voxels of {file.name} are NaN or infinite; set them to 0 if they are background")
     largest = float(np.abs(voxels).max(initial=0))
     if largest > MAX_VOXEL:
         raise DataError(f"{file.name}: a voxel of {largest:.3g}; expected at most {MAX_VOXEL:g}: rescale the image")
+    if voxels.min() == voxels.max():
+        raise DataError(f"all voxels of {file.name} are equal: the image is empty")
 
 
 def round_labels(file: Path, values: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...core.errors import DataError
 from .cases import CaseFiles
-from .nifti import check_voxels, format_shape, read_nifti, round_labels
+from .nifti import check_voxels, format_shape, read_nifti, read_values, round_labels
 
 Normalization = Literal["volume", "nonzero", "none"]
 Item = tuple[Tensor, Tensor, Tensor]
@@ -77,7 +77,7 @@ class Preparation:
         check_grid(file, labels, image_file, image)
         if len(labels.shape) > 3 and labels.shape[3] != 1:
             raise DataError(f"{file.name}: {format_shape(labels.shape)} voxels; expected one label for each voxel")
-        whole = round_labels(file, _read_values(file, labels).reshape(labels.shape[:3]))
+        whole = round_labels(file, read_values(file, labels).reshape(labels.shape[:3]))
         classes = np.zeros(whole.shape, dtype=np.uint8)
         for value in np.unique(whole).astype(int).tolist():
             if value in self.values:
@@ -123,22 +123,11 @@ def _count_channels(count: int) -> str:
 
 def _list_channels(file: Path, image: Any) -> list[np.ndarray]:
     """Return the channels of an image, float32 ``(d, h, w)``."""
-    values = _read_values(file, image)
-    check_voxels(file, values)
+    values = read_values(file, image)
     channels = [values[..., c] for c in range(values.shape[3])] if values.ndim == 4 else [values]
     for channel in channels:
-        if channel.min() == channel.max():
-            raise DataError(f"all voxels of {file.name} are equal: the image is empty")
+        check_voxels(file, channel)
     return channels
-
-
-def _read_values(file: Path, image: Any) -> np.ndarray:
-    try:
-        values = np.asarray(image.dataobj, dtype=np.float32)
-    except Exception as error:
-        raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
-    # Axes of length 1 after the fourth, which NIfTI allows.
-    return values.reshape(values.shape[:4])
 
 
 def check_grid(file: Path, image: Any, reference_file: Path, reference: Any, axes: int = 3) -> None:

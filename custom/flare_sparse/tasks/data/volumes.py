@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import DataError
-from .nifti import check_voxels, format_shape, read_nifti
+from .nifti import check_voxels, format_shape, read_nifti, read_values
 
 Normalization = Literal["volume", "brain", "brain_first"]
 _IQR_OF_NORMAL = 1.349
@@ -78,16 +78,11 @@ def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | Non
             are not finite, too large or all equal.
     """
     image = read_nifti(file, shape, spacing)
-    try:
-        voxels = np.asarray(image.dataobj, dtype=np.float32).reshape(image.shape[:3])
-    except Exception as error:
-        raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
+    voxels = read_values(file, image).reshape(image.shape[:3])
     if voxels.shape != tuple(shape):
         raise DataError(
             f"wrong shape {format_shape(voxels.shape)} of {file.name} in RAS orientation; expected "
             f"{format_shape(shape)}: set task.shape, or reorient this one"
         )
     check_voxels(file, voxels)
-    if voxels.min() == voxels.max():
-        raise DataError(f"all voxels of {file.name} are equal: the image is empty")
     return voxels
