@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.tasks.data.cases import describe_left_out, find_cases, find_classes, find_images, read_cohort
+from flare_sparse.tasks.data.cases import (
+    CaseFiles,
+    CaseSettings,
+    describe_left_out,
+    find_cases,
+    find_classes,
+    find_images,
+    load_cases,
+    read_cohort,
+)
 from flare_sparse.tasks.data.pairs import Pairs
+from flare_sparse.tasks.task import SiteData
 
 
 def touch(folder: Path, *names: str) -> Path:
@@ -213,3 +224,44 @@ def test_images_in_folders_that_are_no_class_and_of_other_formats_are_counted(tm
     assert list(cases) == ["0/a.png", "1/b.JPG"]
     expected = "2 images are left out, since no case has them: 1/c.tif, benign/d.png"
     assert describe_left_out(cases, tmp_path) == [expected]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_cases_are_read_once_and_at_each_access_only_without_cache(tmp_path: Path, cache: bool) -> None:
+    files = {name: CaseFiles((tmp_path / name,), None, subject=name) for name in "abcdefghij"}
+    screened: list[str] = []
+    read: list[str] = []
+
+    def read_case(case: CaseFiles) -> str:
+        read.append(case.subject)
+        return case.subject.upper()
+
+    def screen(case: CaseFiles) -> str:
+        screened.append(case.subject)
+        return case.subject.upper()
+
+    data = SiteData("a", tmp_path)
+    loaded = load_cases(CaseSettings(cache=cache), data, 1, files, read_case, screen=screen)
+    examples = loaded.build_examples(build_evaluated=lambda text: text + "!")
+    assert (screened, read) == (list(files), [])
+    parts: list[Any] = [examples.train, examples.test]
+    items = [[part[index] for index in range(len(part))] for part in parts]
+    assert items == [[name.upper() for name in examples.train_ids], [f"{name.upper()}!" for name in examples.test_ids]]
+    assert sorted(read) == ([] if cache else list(files))
+
+
+def test_cases_that_do_not_train_are_read_in_their_own_way(tmp_path: Path) -> None:
+    files = {name: CaseFiles((tmp_path / name,), None, subject=name) for name in "abcdefghij"}
+    loaded = load_cases(CaseSettings(), SiteData("a", tmp_path), 1, files, lambda case: case.subject)
+    examples = loaded.build_examples(read_evaluated=lambda case: case.subject * 2)
+    parts: list[Any] = [examples.train, examples.test]
+    assert [part[0] for part in parts] == [examples.train_ids[0], examples.test_ids[0] * 2]
+
+
+def test_sessions_of_a_subject_are_in_one_part_and_count_once(tmp_path: Path) -> None:
+    files = {f"{name}{visit}": CaseFiles((tmp_path,), None, subject=name) for name in "abcde" for visit in "12"}
+    loaded = load_cases(CaseSettings(), SiteData("a", tmp_path), 1, files, lambda case: case.subject)
+    examples = loaded.build_examples()
+    assert (examples.n_train, examples.count_train_subjects(), examples.n_test) == (8, 4, 2)
+    assert [name[0] for name in examples.train_ids] == list(examples.train_subjects)
+    assert not set(examples.train_subjects) & set(examples.test_subjects)
