@@ -145,4 +145,4 @@ def test_sessions_are_examples_of_their_subject_with_the_age_at_the_session(tmp_
     index = read_cohort(path)
     assert index.subjects == ("sub-01", "sub-01", "sub-02", "sub-02")
     data = SiteData("a", path, withdrawn=frozenset({"sub-01"}))
-    assert data.select(subjects, lambda name: subjects[name].name) == ("sub-02", "sub-02_ses-a")
+    assert data.select(subjects, lambda name: subjects[name].subject) == ("sub-02", "sub-02_ses-a")

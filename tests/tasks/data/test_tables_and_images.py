@@ -46,11 +46,11 @@ def write(path: Path, suffix: str) -> Path:
 def test_every_table_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
     table = read_table(write(tmp_path, suffix))
     assert list(table.columns) == read_header(table.source) == ["subject", "site", "age", "icv"]
-    assert table.get_names("subject") == ["007", "8"]
+    assert table.get_ids("subject") == ("007", "8")
     assert table.get_names("site") == ["A", "B"]
     np.testing.assert_array_equal(table.get_numbers("age"), [30.5, np.nan])
     np.testing.assert_array_equal(table.get_numbers("icv"), [1.5, 2.0])
-    assert partition_by_site(Cohort(tuple(table.get_names("subject")), table.columns)) == {"A": ("007",), "B": ("8",)}
+    assert partition_by_site(Cohort(table.get_ids("subject"), table.columns)) == {"A": ("007",), "B": ("8",)}
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,18 @@ class Table:
         """Return the first value of a column of dates; else ""."""
         return find_date(self.get_column(name))
 
+    def get_ids(self, name: str) -> tuple[str, ...]:
+        """Return the unique identifiers in a column.
+
+        Raises:
+            DataError: there is no such column, or an identifier occurs twice.
+        """
+        ids = tuple(self.get_names(name))
+        if len(set(ids)) < len(ids):
+            duplicate = next(value for value in ids if ids.count(value) > 1)
+            raise DataError(f"{self.source}: {name} {duplicate!r} occurs twice; remove one row")
+        return ids
+
 
 def read_table(path: Path, columns: Collection[str] = ()) -> Table:
     """Read a table; arguments and errors are as in :func:`~flare_sparse.tasks.data.table_files.read_columns`."""
