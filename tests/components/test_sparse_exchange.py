@@ -20,9 +20,8 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.decomposers import numpy_decomposers
 from nvflare.fuel.utils import fobs
 
-from flare_sparse.components.sparse_exchange import SparseExchange
+from flare_sparse.components.sparse_exchange import EXCHANGE_FILE, SparseExchange
 from flare_sparse.core.errors import ConfigError, MissingBase, RejectedMessage
-from flare_sparse.wire.ledger import EXCHANGE_FILE
 
 MODEL = {
     "conv.weight": np.arange(400, dtype=np.float32).reshape(20, 20) / 7,
@@ -250,6 +249,8 @@ def test_run_in_which_no_message_was_coded_ends_with_one_warning(
         item.handle_event(EventType.END_RUN, server.manager.new_context())
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == (0 if is_coded else 1)
+    saved = [record.message for record in caplog.records if "as much as dense" in record.message]
+    assert len(saved) == is_coded
     assert all("no message was coded" in text and "The tasks were train, validate;" in text for text in warnings)
 
 

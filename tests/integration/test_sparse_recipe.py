@@ -104,6 +104,9 @@ def test_fedavg_recipe_ends_with_the_same_bits_or_sends_a_tenth(tmp_path: Path) 
         sent = sum(int(line["payload_bytes"]) for line in server if (line["site"], line["direction"]) == (site, "up"))
         assert sent < sum(line["bytes"] for line in read_log(log)) < sent + 4 * 1500
     assert sum(int(line["payload_bytes"]) for line in server) == sum(int(line["payload_bytes"]) for line in sites)
+    sums = json.loads((workspace / "server" / "simulate_job" / "sparse_exchange.json").read_text())
+    assert sums["sent_bytes"] == sum(int(line["payload_bytes"]) for line in server)
+    assert [sums["sites"][site]["up"]["messages"] for site in ("site-1", "site-2")] == [4, 4]
     # 64 running statistics, and a tenth of the other 513 entries; the first model is whole.
     assert [line["scalars_sent"] for line in server if line["round"] == 0] == [577, 577, 64 + 51, 64 + 51]
     assert {line["scalars_sent"] for line in server if line["round"] != 0} == {64 + 51}

@@ -7,6 +7,7 @@ the job's result filters. So the site's filters, the script and FLARE's aggregat
 
 import json
 import threading
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -19,23 +20,29 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import AppConstants
 
+from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, RejectedMessage
 from ..flare.payload import get_sender
+from ..results.runs.progress import compare_with_dense, format_bytes
 from ..rounds.streams.arrays import split_arrays
 from ..rounds.streams.exchange import Exchange
 from ..rounds.streams.packets import MODEL, find_groups
 from ..rounds.streams.settings import StreamSettings
 from ..wire.formats import ValueType
-from ..wire.ledger import EXCHANGE_FILE, LedgerLine
+from ..wire.ledger import LedgerLine
 from .filters import check_last, open_site
 
 PACKET = "flare_sparse"
 """Only key in the data of a message of this filter."""
+EXCHANGE_FILE = "sparse_exchange.jsonl"
+"""Ledger of the job, in its folder of each end."""
+SUMS_FILE = "sparse_exchange.json"
+"""Sums of the ledger, in the job's folder of each end."""
 MEMORY_FOLDER = "sparse_exchange"
 """Folder in the job's folder of a site: the model that it holds, and what it has not sent."""
 
 _EXCHANGE = "flare_sparse.core.exchange"
-_WARNING = "flare_sparse.exchange_warning"
+_END = "flare_sparse.exchange_end"
 _KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _CREATION = threading.Lock()
 
@@ -73,16 +80,18 @@ class SparseExchange(Filter):
         self._tasks: set[str] = set()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Log what leaves a site; warn at the end of a run in which this process had tasks but coded no message."""
+        """Log what leaves a site; at the end say what was saved, or warn that tasks came but no message was coded."""
         if event_type == EventType.START_RUN and fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
             open_site(fl_ctx)
         # Fired for all tasks, those without filters among them.
         if event_type == EventType.BEFORE_TASK_DATA_FILTER:
             self._tasks.add(str(fl_ctx.get_prop(FLContextKey.TASK_NAME)))
-        # One warning for all filters of the process.
-        elif event_type == EventType.END_RUN and self._tasks and fl_ctx.get_prop(_WARNING) is None:
-            fl_ctx.set_prop(_WARNING, True, private=True, sticky=True)
-            if not _find_folder(fl_ctx).joinpath(EXCHANGE_FILE).is_file():
+        # One line for all filters of the process.
+        elif event_type == EventType.END_RUN and fl_ctx.get_prop(_END) is None:
+            fl_ctx.set_prop(_END, True, private=True, sticky=True)
+            if _find_folder(fl_ctx).joinpath(EXCHANGE_FILE).is_file():
+                self.log_info(fl_ctx, sum_exchange(_find_folder(fl_ctx)))
+            elif self._tasks:
                 self.log_warning(
                     fl_ctx,
                     "sparse exchange: no message was coded; all models and updates travelled whole. The tasks were "
@@ -208,6 +217,21 @@ def _build_exchange(fl_ctx: FLContext) -> Exchange:
 
     memory = folder / MEMORY_FOLDER if is_site else None
     return Exchange(str(fl_ctx.get_job_id()), fl_ctx.get_identity_name(), record, memory)
+
+
+def sum_exchange(folder: Path) -> str:
+    """Write the sums of a ledger by site and direction into ``sparse_exchange.json``; return the total as text."""
+    sites: dict[str, dict[str, Counter[str]]] = {}
+    total = Counter[str]()
+    for text in (folder / EXCHANGE_FILE).read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        counts = Counter(messages=1, sent_bytes=line["payload_bytes"], dense_bytes=line["dense_bytes"])
+        sites.setdefault(line["site"], {}).setdefault(line["direction"], Counter()).update(counts)
+        total.update(counts)
+    write_json(folder / SUMS_FILE, {**total, "sites": sites})
+    saved = compare_with_dense(total["sent_bytes"], total["dense_bytes"])
+    sizes = [format_bytes(total[name]) for name in ("sent_bytes", "dense_bytes")]
+    return f"sparse exchange: {sizes[0]} in {total['messages']} messages instead of {sizes[1]}, {saved}"
 
 
 def _find_folder(fl_ctx: FLContext) -> Path:

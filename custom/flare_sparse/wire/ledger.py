@@ -8,9 +8,6 @@ from .codec import Decoded, Encoded
 from .encoding_choice import compute_selection_entropy
 from .plan import Plan
 
-EXCHANGE_FILE = "sparse_exchange.jsonl"
-"""Ledger of a sparse exchange in any FLARE job, in the job's folder of each end."""
-
 
 @dataclass(frozen=True)
 class LedgerLine:
