@@ -21,7 +21,7 @@ ADDITIONS = {
     "fedsparsify": {"aggregation", "server", "model_average", "finetune"},
     "scbf": {"budget"},
     "scbfwp": {"target_pruned_fraction"},
-    "lora_a2": {"ranks"},
+    "lora_a2": {"ranks", "budget"},
     "neurosfl": {
         "aggregation", "server", "model_average", "iter_snip", "iterations", "score_share",
         "random_layers", "random_site",

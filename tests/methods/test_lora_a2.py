@@ -223,9 +223,10 @@ def test_merged_weights_give_the_same_output(uneven: Any) -> None:
 
 
 @pytest.mark.slow
-def test_ledger_counts_the_entries_of_the_selected_slots(uneven: Any) -> None:
+@pytest.mark.parametrize("budget", ["slots", "scalars"])
+def test_ledger_counts_the_entries_of_the_selected_slots(uneven: Any, budget: str) -> None:
     """The slots are known from a run without the wire; the ledger of a run over it has the same numbers."""
-    lora = build_method(uneven, rounds=2, ranks={"site-1": 1, "site-3": 3})
+    lora = build_method(uneven, rounds=2, budget=budget, ranks={"site-1": 1, "site-3": 3})
     widths = {factor: lora.slots.get_slot_widths(factor) for factor in ("A", "B")}  # type: ignore[arg-type]
     expected = {}
     for state, updates in play_rounds(lora, uneven, 2)[:2]:
@@ -235,6 +236,9 @@ def test_ledger_counts_the_entries_of_the_selected_slots(uneven: Any) -> None:
     _, ledger = run_locally(lora, uneven.weights, uneven.sites(), uneven.task.metric)
     sent = {(line.round, line.site): line.scalars_sent for line in ledger.lines if line.direction == "up"}
     assert {key: sent[key] for key in expected} == expected
+    if budget == "scalars":
+        for (t, site), scalars in expected.items():
+            assert scalars <= lora.config.get_rank(site) * int(widths[lora.get_active_factor(t)].sum()) // RANK
 
 
 def test_server_sends_the_changed_factor_and_both_to_a_new_site(uneven: Any) -> None:

@@ -26,6 +26,9 @@ from .support.lora import RankedConfig, RankedMethod
 
 
 class LoRAA2Config(RankedConfig):
+    budget: Literal["slots", "scalars"] = "slots"
+    """unit of r_k: r_k * N slots over the whole model (the paper), or as many scalars as r_k ranks of every module
+    have, chosen by score per scalar"""
     score: Literal["contribution", "magnitude", "sensitivity", "random"] = "contribution"
     """score of a slot: ||dB_i A_i||; ||dB_i|| alone; sum of |weight * gradient| (Table 9); or chance"""
     b_lr_ratio: float = Field(5.0, gt=0)
@@ -92,11 +95,17 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
         slots = self.slots.find_slots(mask, active)
         if slots is None or not self.slots.other_entries <= mask:
             return False
-        return int(slots.sum()) == min(self.config.get_rank(site), self.slots.rank) * self.slots.num_modules
+        rank = min(self.config.get_rank(site), self.slots.rank)
+        if self.config.budget == "slots":
+            return int(slots.sum()) == rank * self.slots.num_modules
+        widths = self.slots.get_slot_widths(active)
+        return int(widths[slots].sum()) <= rank * int(widths.sum()) // self.slots.rank
 
     def count_min_entries(self, active: Factor, site: str) -> int:
         """Return the number of entries of the narrowest slots that fill a site's budget, and of the rest."""
         slots, widths = self.slots, self.slots.get_slot_widths(active)
+        if self.config.budget == "scalars":
+            return slots.other_entries.count
         narrowest = widths.sort().values[: min(self.config.get_rank(site), slots.rank) * slots.num_modules]
         return int(narrowest.sum()) + slots.other_entries.count
 
@@ -126,7 +135,7 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
         if rank >= self.slots.rank:
             return self.slots.factors[active]
         scores = self._score_slots(active, training, request, site)
-        return select_slots(self.slots, scores, rank, active)
+        return select_slots(self.slots, scores, rank, active, per_scalar=self.config.budget == "scalars")
 
     def _score_slots(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Tensor:
         """Return a score for every slot ``(N * r,)``, from a trial of one epoch whose result is discarded."""

@@ -101,6 +101,18 @@ def test_selection_equals_enumeration_and_ties_go_to_the_lowest_slot() -> None:
     assert tied.nonzero().flatten().tolist() == [0, 1]
 
 
+def test_scalar_budget_takes_slots_by_score_per_scalar_while_they_fit() -> None:
+    """Slots of A cost 3 scalars in the first module and 5 in the second; one rank of both costs 8."""
+    slots = Slots(layout())
+    chosen = slots.find_slots(
+        select_slots(slots, torch.tensor([3.0, 0, 0, 10.0, 4.9, 4.0]), 1, "A", per_scalar=True), "A"
+    )
+    assert chosen is not None
+    assert chosen.nonzero().flatten().tolist() == [0, 3]  # scores per scalar are 1 and 2: 3 + 5 of 8 scalars
+    everything = select_slots(slots, torch.ones(6), 9, "A", per_scalar=True)
+    assert everything == slots.factors["A"]
+
+
 def test_cut_slots_and_the_other_factor_are_not_slots() -> None:
     slots = Slots(layout())
     half = slots.factors["B"].bits.clone()
@@ -120,8 +132,9 @@ def test_select_first_takes_the_first_slots_of_every_module() -> None:
 def test_nan_scores_raise() -> None:
     slots = Slots(layout())
     scores = torch.tensor([1.0, float("nan"), 0, 0, 0, 0])
-    with pytest.raises(SelectionError, match="NaN"):
-        select_slots(slots, scores, 1, "B")
+    for per_scalar in (False, True):
+        with pytest.raises(SelectionError, match="NaN"):
+            select_slots(slots, scores, 1, "B", per_scalar=per_scalar)
 
 
 def test_networks_without_valid_adapters_raise() -> None:

@@ -137,19 +137,35 @@ def compute_slot_scores(slots: Slots, delta: Tensor, weights: Tensor, active: Fa
     return slots.compute_norms(delta, active) * slots.compute_norms(weights, "A" if active == "B" else "B")
 
 
-def select_slots(slots: Slots, scores: Tensor, budget: int, active: Factor) -> Mask:
+def select_slots(slots: Slots, scores: Tensor, budget: int, active: Factor, *, per_scalar: bool = False) -> Mask:
     """Select the slots that a site trains and sends; return their entries of the active factor.
 
     Args:
         slots: slots of the layout.
-        scores: ``(N * r,)``; the ``r_k * N`` highest of the whole model are selected, ties to the lowest slot.
+        scores: ``(N * r,)``.
         budget: rank budget r_k of the site; more than r_G counts as r_G.
         active: the factor that trains in this round.
+        per_scalar: False selects the ``r_k * N`` highest scores of the whole model, ties to the lowest slot (the
+            paper). True limits the number of scalars to that of ``r_k`` ranks of every module, and takes slots in the
+            order of score per scalar as long as they fit.
 
     Raises:
         UndefinedScores: a score is NaN.
     """
-    return slots.build_mask(top_k(scores, min(budget, slots.rank) * slots.num_modules).bits, active)
+    budget = min(budget, slots.rank)
+    if not per_scalar:
+        return slots.build_mask(top_k(scores, budget * slots.num_modules).bits, active)
+    widths = slots.get_slot_widths(active)
+    remaining = budget * int(widths.sum()) // slots.rank
+    # NaN has no place in the order below; top_k raises UndefinedScores for it.
+    top_k(scores, 0)
+    selected = torch.zeros(scores.numel(), dtype=torch.bool)
+    # The sort is stable, so that ties go to the lowest slot on every machine.
+    for slot in torch.sort(scores / widths, descending=True, stable=True).indices.tolist():
+        if widths[slot] <= remaining:
+            selected[slot] = True
+            remaining -= int(widths[slot])
+    return slots.build_mask(selected, active)
 
 
 def _find_adapters(layout: Layout) -> tuple[Adapter, ...]:
