@@ -23,7 +23,7 @@ ADDITIONS = {
     "scbfwp": {"target_pruned_fraction"},
     "lora_a2": {"ranks", "budget"},
     "neurosfl": {
-        "aggregation", "server", "model_average", "iter_snip", "iterations", "score_share",
+        "budget", "aggregation", "server", "model_average", "iter_snip", "iterations", "score_share",
         "random_layers", "random_site",
     },
     "metagater": {"adapt_lr", "targets"},
