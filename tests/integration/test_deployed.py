@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import zipfile
 from collections import Counter
@@ -337,6 +338,8 @@ def overwriting(user_task: Path, monkeypatch: pytest.MonkeyPatch) -> SparseRecip
     folder = user_task.parent
     (folder / "hostile_site.py").write_text((Path(__file__).parent / "hostile_site.py").read_text())
     monkeypatch.syspath_prepend(str(folder))
+    # FLARE copies the module's file, and that of an earlier test is gone.
+    monkeypatch.delitem(sys.modules, "hostile_site", raising=False)
     rules = "federation={min_sites: 2, quarantine_after: 0, task_timeout_s: 60}"
     config = load_config(user_task, [FEDAVG, rules, "deployment.packaging=byoc"])
     recipe = SparseRecipe(config, modules=(folder / "own_task.py", folder / "hostile_site.py"))
