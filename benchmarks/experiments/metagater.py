@@ -3,7 +3,6 @@
     python benchmarks/experiments/metagater.py cifar_small ../shared/data --rounds 120 --seeds 1 2 3
     python benchmarks/experiments/metagater.py cifar_main ../shared/data --rounds 200 --seeds 1 2 3
     python benchmarks/experiments/metagater.py cifar_moderate ../shared/data --rounds 400 --seeds 1 2 3
-    python benchmarks/experiments/metagater.py cifar_moderate_small ../shared/data --rounds 40 --seeds 1
     python benchmarks/experiments/metagater.py mnist ../shared/data --rounds 200 --seeds 1 2 --curve
     python benchmarks/experiments/metagater.py brain ../shared/data --rounds 100 --seeds 1 2 3
 
@@ -196,14 +195,6 @@ SETTINGS = {
         build_cifar_arms(64, (0.01,), ("4.0.conv", "5.0.conv")),
         {"sites": 20, "targets": 10, "min_examples": 221, "max_examples": 2792},
         validation_sites=10,
-    ),
-    "cifar_moderate_small": Setting(
-        "image_classification",
-        {**CIFAR, "model": {"name": "image_cnn6"}},
-        ("4", "5"),
-        build_cifar_arms(64, (0.01,), ("4.0.conv", "5.0.conv")),
-        {"sites": 10, "targets": 5, "min_examples": 221, "max_examples": 500},
-        validation_sites=2,
     ),
     "mnist": Setting(
         "image_classification",

@@ -62,15 +62,11 @@ def main() -> int:
     if sections:
         write_section("texts", "metagater", "\n".join(sections))
         plot_targets(tables, ROOT / "docs" / "images" / "metagater.png")
-    for setting, write, order in (
-        ("mnist", format_mnist, tuple(PRINTED)), ("cifar_moderate_small", format_moderate, ORDER)
-    ):  # fmt: skip
-        runs = [json.loads(file.read_text()) for file in sorted((folder / setting).glob("*.json"))]
-        if runs:
-            name = f"metagater_{setting}"
-            write_section("../papers/metagater", name, write(group_runs(runs, order)))
-            if setting == "mnist":
-                plot_curve(group_runs(runs, order), ROOT / "docs" / "images" / "paper_metagater.png")
+    runs = [json.loads(file.read_text()) for file in sorted((folder / "mnist").glob("*.json"))]
+    if runs:
+        rows = group_runs(runs, tuple(PRINTED))
+        write_section("../papers/metagater", "metagater_mnist", format_mnist(rows))
+        plot_curve(rows, ROOT / "docs" / "images" / "paper_metagater.png")
     return 0
 
 
@@ -90,25 +86,6 @@ def format_mnist(rows: dict[str, list[Run]]) -> str:
         ]
         lines.append(f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |"))
     return f"Seeds: {len(seeds)}.\n\n" + "\n".join(lines) + "\n"
-
-
-def format_moderate(rows: dict[str, list[Run]]) -> str:
-    """Return the smaller version of Tables 3 and 4, one column a figure."""
-    lines = ["| | accuracy, % | before the step | closed, % | train, s | adapt, s | sent / dense |", "| --- " * 7 + "|"]
-    for label, runs in rows.items():
-        figures = [get_figures(run) for run in runs]
-        closed = [f.get("pruned", f.get("channel_sparsity")) for f in figures]
-        cells = [
-            format_spread([100 * f["accuracy"] for f in figures], 1),
-            format_spread([100 * f["accuracy_before"] for f in figures], 1),
-            "" if None in closed else format_spread([100 * value for value in closed], 0),
-            format_spread([run["training_s"] for run in runs], 0) if "training_s" in runs[0] else "as without gates",
-            format_spread([run["adapt_s"] for run in runs], 2),
-            format_spread([run["bytes"] / run["dense_bytes"] for run in runs], 3) if "bytes" in runs[0] else "",
-        ]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    rounds, seeds = next(iter(rows.values()))[0]["rounds"], len(next(iter(rows.values())))
-    return f"Rounds: {rounds}; seeds: {seeds}.\n\n" + "\n".join(lines).replace("|  |", "| |") + "\n"
 
 
 def plot_curve(rows: dict[str, list[Run]], path: Path) -> None:
