@@ -381,6 +381,17 @@ def list_keys(cohorts: list[str], arms: list[str], shares: list[int], seeds: lis
 
 def compare(name: str, rows: Mapping[_Key, Any], label: str, share: int, part: str, seeds: list[int]) -> Difference:
     """Return the error of an arm minus FedAvg's over the subjects of all seeds, with its 95 % interval."""
+    key = (name, label, share, part, *seeds)
+    if key not in _COMPARED:
+        _COMPARED[key] = _compare(name, rows, label, share, part, seeds)
+    return _COMPARED[key]
+
+
+_COMPARED: dict[tuple[Any, ...], Difference] = {}
+"""Comparisons of this process, whose intervals take seconds."""
+
+
+def _compare(name: str, rows: Mapping[_Key, Any], label: str, share: int, part: str, seeds: list[int]) -> Difference:
     pairs = [(rows[name, label, share, seed][part], rows[name, FEDAVG, 1, seed][part]) for seed in seeds]
     sites = np.array([site for _, other in pairs for site, own in other.items() for _ in own["ids"]])
 
@@ -399,13 +410,10 @@ def compare(name: str, rows: Mapping[_Key, Any], label: str, share: int, part: s
 def choose(name: str, rows: Mapping[_Key, Any], share: int) -> str:
     """Return the arm of top-k that the other cohorts choose at a share, of those that every seed has."""
     seeds = sorted({seed for *_, seed in rows})
-    # At the smallest share some messages of small models pay for no entry.
-    known = [label for label in TOP_KS if any((name, label, share, seeds[-1]) in rows for name in COHORTS)]
-    others = [
-        cohort
-        for cohort in COHORTS
-        if cohort != name and all((cohort, label, share, seed) in rows for label in known for seed in seeds)
-    ]
+    # At the smallest share the messages of small models pay for no entry.
+    fitting = [cohort for cohort in COHORTS if any((cohort, label, share, seeds[0]) in rows for label in TOP_KS)]
+    known = [label for label in TOP_KS if all((c, label, share, seed) in rows for c in fitting for seed in seeds)]
+    others = [cohort for cohort in fitting if cohort != name]
 
     def measure(label: str) -> float:
         found = [compare(cohort, rows, label, share, "validation", seeds) for cohort in others]
@@ -502,13 +510,15 @@ def format_tables(rows: Mapping[_Key, Any]) -> str:
 
 def draw_results(results: list[Result]) -> Figure:
     """Draw the error difference of top-k from FedAvg with its interval, one point a cohort, by bytes."""
-    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
     for number, (name, cohort) in enumerate(COHORTS.items()):
         own = [result for result in results if (result.cohort, result.arm) == (name, TOP_K)]
-        places = [SHARES.index(result.share) + (number - (len(COHORTS) - 1) / 2) * 0.09 for result in own]
+        places = [SHARES.index(result.share) + (number - (len(COHORTS) - 1) / 2) * 0.085 for result in own]
         values, lows, highs = np.array([result.percent for result in own]).T
         bars = np.abs(np.array([lows, highs]) - values)
-        axis.errorbar(places, values, bars, fmt="o", markersize=5, color=f"C{number}", label=cohort.title)
+        # The style has eight colours.
+        look = {"fmt": "o", "color": f"C{number}"} if number < 8 else {"fmt": "s", "color": "0.1"}
+        axis.errorbar(places, values, bars, markersize=5, label=cohort.title, **look)
     axis.axhline(0, color="0.3", linewidth=0.8)
     axis.axhspan(-3, 3, color="0.9", zorder=0)
     axis.set_yscale("symlog", linthresh=10)
@@ -517,7 +527,7 @@ def draw_results(results: list[Result]) -> Figure:
     axis.set_xlabel("bytes, of FedAvg's")
     axis.set_ylabel("error minus FedAvg's, % of it")
     axis.grid(axis="x", visible=False)
-    figure.legend(loc="outside right upper", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
