@@ -20,12 +20,11 @@ Env = Literal["local", "sim", "poc", "prod"]
 
 def build_recipe(study: Study, folder: Path) -> SparseRecipe:
     """Return the job; a user task travels as code, and then the package's source travels, too."""
-    from ..config.schema import DeploymentConfig
     from ..flare.recipe import SparseRecipe
 
     config, track = study.config, study.config.deployment.track
     if study.user_code:
-        config = config.model_copy(update={"deployment": DeploymentConfig(packaging="byoc", track=track)})
+        config = config.model_copy(update={"deployment": config.deployment.model_copy(update={"packaging": "byoc"})})
     recipe = SparseRecipe(
         config,
         modules=study.user_code,

@@ -4,7 +4,6 @@ Front. Neuroinform. 18:1430987; docs/algorithms.md, sections 5.1 to 5.7. SNIP: L
 Network Pruning based on Connection Sensitivity", arXiv 1810.02340.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -22,7 +21,7 @@ from ..core.needs import Need, Needs
 from ..core.params import Layout
 from ..core.seeds import make_generator
 from ..training import Site
-from ..wire.envelope import HEADER_BYTES
+from ..wire.encoding_choice import count_entries_within
 from ..wire.number_format import NumberFormat
 from .aggregation.robust import aggregate
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
@@ -83,13 +82,11 @@ class NeuroSFLConfig(AveragingConfig):
         if self.budget is None:
             return self
         maskable = Mask.from_preset(layout, self.maskable).count
-        others, allowed = layout.num_parameters - maskable, self.budget * 4 * layout.size
-        fixed = HEADER_BYTES + 4 * (layout.size - layout.num_parameters)
-        # Both ends hold the mask, so that a message has values alone.
-        count = bisect_right(
-            range(1, maskable + 1), allowed, key=lambda n: fixed + values.compute_min_bytes(others + n)
-        )
-        if not count:
+        parameters, allowed = layout.num_parameters, self.budget * 4 * layout.size
+        fitting = count_entries_within(allowed, parameters, layout.size - parameters, values, is_selection_held=True)
+        # The parameters outside every mask travel, too.
+        count = fitting - (parameters - maskable)
+        if count <= 0:
             raise ConfigError(
                 f"method.budget is {self.budget:g}, {allowed:.0f} bytes a message of this model, which its header, "
                 "its buffers and the parameters outside every mask exceed; raise it, or send fewer bits (wire.values)"

@@ -146,12 +146,10 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
         training = self.config.get_training(request.round)
         start = site.start
         delta = site.train(start, request.trainable, training, request.round) - start
-        kept = site.memory.get("residual")
-        if kept is not None:
-            # The server need not ask a site in every round.
-            kept = kept * self.config.compute_decay(request.round, int(site.memory["last_round"]))
-        mask, site.memory["residual"] = self._split(delta, kept, self.config.fraction)
-        site.memory["last_round"] = torch.tensor(request.round)
+        # The server need not ask a site in every round.
+        decay = self.config.compute_decay(request.round, int(site.memory.get("last_round", request.round)))
+        mask, kept = self._split(delta, site.memory.get("residual"), decay, self.config.fraction)
+        site.memory.update(residual=kept, last_round=torch.tensor(request.round))
         return Update(Patch.from_vector(delta, mask), self.update_content, site.num_examples)
 
     def learn(self, state: TopKEFState, contributions: Sequence[Contribution]) -> TopKEFState:
@@ -161,10 +159,8 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
             sent = unite_masks(contribution.patch.mask for contribution in contributions)
             changed = sent if self.config.server.is_average else sent | Mask(step != 0)
         else:
-            kept = state.residual
-            if kept is not None:
-                kept = kept * self.config.compute_decay(state.round, state.round - 1)
-            changed, residual = self._split(step, kept, self.config.down)
+            decay = self.config.compute_decay(state.round, state.round - 1)
+            changed, residual = self._split(step, state.residual, decay, self.config.down)
             step = step * changed.bits
         # A mean of variances, unless a short number format has rounded the deltas, or a site makes them up.
         weights = clip_variances(state.weights + step, Mask.full(self.layout.size), self.layout)
@@ -197,11 +193,15 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
         """Return the number of parameters that a share of all entries selects."""
         return min(floor_fraction(fraction, self.layout.size), self.layout.num_parameters)
 
-    def _split(self, delta: Tensor, kept: Tensor | None, fraction: float) -> tuple[Mask, Tensor]:
-        """Add what was kept to a delta ``(P,)``, in place; return the entries to send, and what is kept ``(P,)``."""
+    def _split(self, delta: Tensor, kept: Tensor | None, decay: float, fraction: float) -> tuple[Mask, Tensor]:
+        """Add what was kept, times ``decay``, to a delta ``(P,)``, in place.
+
+        Returns:
+            The entries to send, and what is kept ``(P,)``.
+        """
         parameters = slice(self.layout.num_parameters)
         if kept is not None:
-            delta[parameters] += kept[parameters].to(delta.device)
+            delta[parameters] += decay * kept[parameters].to(delta.device)
         size = self.layout.num_parameters
         largest = find_top_k(delta[parameters].abs(), self._count(fraction))
         # Of the buffers those that training has changed: statistics of inputs stay as they are.

@@ -49,7 +49,8 @@ def select_personal(layout: Layout, personal: Personal) -> tuple[str, ...]:
     elif personal in ("head", "intercept"):
         weights = [spec.name for spec in layout.tensors if spec.role == "weight"]
         selected = {name for name in names if weights and _get_module(name) == _get_module(weights[-1])}
-        selected -= set(weights) if personal == "intercept" else set()
+        if personal == "intercept":
+            selected -= set(weights)
     elif personal == "site":
         selected = set(find_site_tensors(layout))
     else:

@@ -53,19 +53,24 @@ def compute_selection_entropy(mask: Mask, base_mask: Mask | None) -> int:
     return math.ceil(max(nats, 0.0) / math.log(2) / 8 - 1e-9)
 
 
-def count_entries_within(allowed: float, size: int, buffers: int, values: NumberFormat) -> int:
+def count_entries_within(
+    allowed: float, size: int, buffers: int, values: NumberFormat, *, is_selection_held: bool = False
+) -> int:
     """Return how many of ``size`` parameters a message of at most ``allowed`` bytes carries; 0: none.
 
-    The parameters are selected at random; all ``buffers`` that training changes travel beside them. A selection is
-    counted at 1.04 times its entropy, the bound of the encoding ``gaps``.
+    The parameters are selected at random; all ``buffers`` that travel go beside them. A selection is counted at 1.04
+    times its entropy, the bound of the encoding ``gaps``; one that both ends hold costs nothing.
     """
 
     def compute_bytes(count: int) -> float:
+        if is_selection_held or count == size:
+            return HEADER_BYTES + values.compute_min_bytes(count) + 4 * buffers
         choices = math.lgamma(size + 1) - math.lgamma(count + 1) - math.lgamma(size - count + 1)
-        selection = 0.0 if count == size else 16 + 1.04 * choices / math.log(2) / 8
+        selection = 16 + 1.04 * choices / math.log(2) / 8
         return HEADER_BYTES + selection + values.compute_min_bytes(count) + 4 * buffers
 
     if compute_bytes(size) <= allowed:
         return size
     # Above a half, the entropy falls again, and a selection could be longer than that of more entries.
-    return bisect_right(range(1, size // 2 + 1), allowed, key=compute_bytes)
+    most = size if is_selection_held else size // 2
+    return bisect_right(range(1, most + 1), allowed, key=compute_bytes)
