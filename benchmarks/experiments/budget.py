@@ -40,7 +40,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from page_tables import write_section
 from pysz import sz, szAlgorithm, szConfig, szErrorBoundMode
-from runs import claim
+from runs import claim, predict_at_site
 
 from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
@@ -350,12 +350,7 @@ def run(key: _Key, data: Path, out: Path, loaded: _Loaded) -> dict[str, Any]:
         examples = getattr(own.trainer.examples, part)
         if examples is None or not len(examples):
             continue
-        assert own.evaluated is not None, "every site has evaluated its final model"
-        layout, weights = own.evaluated
-        model = assembly.task.model()
-        model.load_state_dict(layout.unflatten(weights), strict=False)
-        predictions, targets = assembly.task.measure_all(model, examples)
-        targets = targets.reshape(len(predictions), -1)[:, 0]
+        predictions, targets = predict_at_site(assembly.task, own, examples)
         ids = list(getattr(own.trainer.examples, f"{part}_ids"))
         row[part][site] = {"ids": ids, **_score(COHORTS[name], predictions, targets)}
     return row

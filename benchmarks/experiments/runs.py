@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.tasks.task import Task
+from flare_sparse.training import Site
 
 CONFIGS = Path(__file__).resolve().parents[2] / "app_configs"
 
@@ -23,3 +31,22 @@ def claim(file: Path) -> Iterator[bool]:
             yield False
             return
         yield not file.exists()
+
+
+def write_once(file: Path, measure: Callable[[], Any]) -> bool:
+    """Write what ``measure`` returns as JSON, unless the file is there or another process is at it; return whether."""
+    with claim(file) as is_claimed:
+        if is_claimed:
+            write_json(file, measure())
+    return is_claimed
+
+
+def predict_at_site(task: Task, site: Site, examples: Dataset[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return predictions and the first target of each example, by the model that a site has evaluated last."""
+    assert site.evaluated is not None, "every site has evaluated its final model"
+    layout, weights = site.evaluated
+    model = task.model()
+    # Buffers that no message carries keep what the task gives them.
+    model.load_state_dict(layout.unflatten(weights), strict=False)
+    predictions, targets = task.measure_all(model, examples)
+    return predictions, targets.reshape(len(predictions), -1)[:, 0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from runs import claim
+from runs import predict_at_site, write_once
 
 from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.study import prepare_site_data
-from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.results.runs.bootstrap import AUC, compare_predictors, compare_scores
 from flare_sparse.results.runs.local import run_assembly
 
@@ -82,13 +82,9 @@ def run(name: str, arm: str, fold: int, data: Path, out: Path) -> dict[str, Any]
     for site, own in sites.items():
         if not own.trainer.num_test_examples:
             continue
-        assert own.evaluated is not None, "every site has evaluated its final model"
-        layout, weights = own.evaluated
-        model = assembly.task.model()
-        model.load_state_dict(layout.unflatten(weights), strict=False)
-        predictions, targets = assembly.task.measure_all(model, own.trainer.examples.test)
+        predictions, targets = predict_at_site(assembly.task, own, own.trainer.examples.test)
         row["probability"] += predictions[:, -1].tolist()
-        row["label"] += targets.reshape(len(targets), -1)[:, 0].tolist()
+        row["label"] += targets.tolist()
         row["site"] += [site] * len(targets)
     return row
 
@@ -139,10 +135,8 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for fold, name, arm in product(arguments.folds, arguments.only, ARMS) if arguments.data else ():
         file = arguments.out / f"{name}_{arm}_{fold}.json".replace(" ", "_")
-        with claim(file) as is_claimed:
-            if is_claimed:
-                write_json(file, run(name, arm, fold, arguments.data, arguments.out))
-                print(name, arm, fold, flush=True)
+        if write_once(file, partial(run, name, arm, fold, arguments.data, arguments.out)):
+            print(name, arm, fold, flush=True)
     if arguments.report:
         print(report(arguments.out))
     return 0

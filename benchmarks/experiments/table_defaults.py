@@ -16,6 +16,7 @@ import json
 import random
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,12 @@ import numpy as np
 import torch
 import yaml
 from cohorts import tabulate
-from runs import claim
+from runs import write_once
 
 from flare_sparse.config.assemble import Assembly, assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.study import prepare_site_data
-from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.results.runs.baselines import NAMES, fit_baselines
 from flare_sparse.results.runs.bootstrap import AUC, compare_predictors, compare_scores
 from flare_sparse.results.runs.local import run_assembly
@@ -230,10 +230,8 @@ def main() -> int:
     plan = product(arguments.folds, arguments.only, [BASELINES, *arguments.candidates]) if arguments.data else ()
     for fold, name, label in plan:
         file = arguments.out / f"{name}_{label}_{fold}.json".replace(" ", "_").replace("/", "by")
-        with claim(file) as is_claimed:
-            if is_claimed:
-                write_json(file, run(name, label, fold, arguments.data, arguments.out))
-                print(name, label, fold, flush=True)
+        if write_once(file, partial(run, name, label, fold, arguments.data, arguments.out)):
+            print(name, label, fold, flush=True)
     if arguments.report:
         print(report(arguments.out))
     return 0
