@@ -1,6 +1,7 @@
 """A run at 1/30, 1/100 and 1/300 of FedAvg's bytes, by one setting: nine cohorts, and settings chosen by the others.
 
     python benchmarks/experiments/budget.py ../shared/data [--only openneuro] [--seeds 11] [--out runs/budget]
+    python benchmarks/experiments/budget.py ../shared/data --tune [--seeds 11]
     python benchmarks/experiments/budget.py --report [--docs] [--picture FILE] [--out runs/budget]
 
 An arm is FedAvg's configuration of a cohort with another method section: ``topk_ef`` with ``budget``, whose other
@@ -10,6 +11,10 @@ FL4Health's 20 bytes an entry, two coordinates in int64 and a float32. Each seed
 of the subjects of every site, and 15 % of the others are for validation. At each share a cohort's top-k is the
 arm with the smallest mean ratio to FedAvg's error on the validation subjects of the *other* cohorts, of all seeds.
 Metrics are those of the model as the sites hold it after the last message; every message counts.
+
+Sites train by SGD with momentum. ``--tune`` trains FedAvg at every rate and weight decay of ``RATES`` and ``DECAYS``,
+and with the settings of ``Cohort.adam``; by the errors on the validation subjects ``Cohort.rate`` and ``Cohort.decay``
+were chosen, which all arms have.
 
 Each run writes one file; finished runs are not repeated, and several processes may share the work. A share that pays
 for no message has no run. ``--report`` prints the tables, ``--docs`` writes them to docs/results/bytes.md and
@@ -31,7 +36,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -54,6 +60,7 @@ from flare_sparse.core.params import Layout
 from flare_sparse.results.report.figures import render_png
 from flare_sparse.results.runs.bootstrap import AUC, Difference, compare_predictors, compare_scores
 from flare_sparse.results.runs.local import run_assembly
+from flare_sparse.rounds.federation.rounds import QuorumMissed
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, build_site
 from flare_sparse.wire.envelope import HEADER_BYTES
@@ -75,7 +82,9 @@ class Cohort:
     Attributes:
         title: name on the page.
         file: the data below the folder; empty: texts as counts of words.
-        task, partition, training: as in a configuration.
+        task, partition: as in a configuration.
+        adam: settings of ``training`` that ``--tune`` compares with.
+        rate, decay: learning rate and weight decay of SGD, chosen by ``--tune``.
         sites: number of sites, where they are drawn.
         rounds: of FedAvg.
         unit: of the mean error; ``AUC``: the error is 1 - AUC; empty: the share of wrong classes.
@@ -85,21 +94,29 @@ class Cohort:
     file: str
     task: dict[str, Any]
     partition: dict[str, Any]
-    training: dict[str, Any]
+    adam: dict[str, Any]
+    rate: float
+    decay: float = 0.0
     sites: int | None = None
     rounds: int = 30
     unit: str = ""
 
+    def build_training(self, rate: float, decay: float) -> dict[str, Any]:
+        """Return the settings of ``training`` by SGD."""
+        kept = {name: self.adam[name] for name in ("epochs", "batch_size")}
+        own = {"optimizer": "sgd", "momentum": 0.9, "lr": rate, "weight_decay": decay}
+        return kept | own | {"schedule": {"kind": "cosine"}}
 
-def _describe_age(title: str, file: str, center: float, spread: float) -> Cohort:
+
+def _describe_age(title: str, file: str, center: float, spread: float, rate: float, decay: float) -> Cohort:
     task = {
         "name": "table", "kind": "regression", "target": "age", "target_scale": [center, spread],
         "features": ["destrieux", "sex"], "id": "subject", "scaling": "federated", "clip": 3, "missing": "impute",
         "model": {"name": "mlp", "hidden": [256]},
     }  # fmt: skip
-    training = {"epochs": 2, "batch_size": 64, "optimizer": "adamw", "lr": 3e-3, "weight_decay": 3}
-    training["schedule"] = {"kind": "cosine"}
-    return Cohort(title, f"brain_morphometry/{file}", task, SCANNERS, training, unit="years")
+    adam = {"epochs": 2, "batch_size": 64, "optimizer": "adamw", "lr": 3e-3, "weight_decay": 3}
+    adam["schedule"] = {"kind": "cosine"}
+    return Cohort(title, f"brain_morphometry/{file}", task, SCANNERS, adam, rate, decay, unit="years")
 
 
 SCANNERS = {"kind": "natural", "column": "site"}
@@ -107,9 +124,9 @@ DRAWN = {"kind": "dirichlet", "column": "label", "alpha": 0.5}
 ADAM = {"epochs": 1, "batch_size": 32, "optimizer": "adam", "lr": 1e-3}
 IMAGES = {"name": "image_classification", "model": {"name": "image_mlp", "hidden": [100]}}
 COHORTS = {
-    "openneuro": _describe_age("OpenNeuro, 6 sites", "destrieux_openneuro.csv.gz", 26, 13),
-    "abide1": _describe_age("ABIDE I, 20 sites", "destrieux_abide1.csv.gz", 17, 8),
-    "fcon1000": _describe_age("1000 FCP, 23 sites", "destrieux_fcon1000.csv.gz", 28, 13),
+    "openneuro": _describe_age("OpenNeuro, 6 sites", "destrieux_openneuro.csv.gz", 26, 13, 0.1, 0.01),
+    "abide1": _describe_age("ABIDE I, 20 sites", "destrieux_abide1.csv.gz", 17, 8, 0.1, 0.003),
+    "fcon1000": _describe_age("1000 FCP, 23 sites", "destrieux_fcon1000.csv.gz", 28, 13, 0.3, 0.01),
     "brain_t1": Cohort(
         "T1w volumes, 5 sites",
         "brain_t1",
@@ -122,6 +139,8 @@ COHORTS = {
             "epochs": 1, "batch_size": 16, "optimizer": "adamw", "lr": 1e-3, "weight_decay": 1.0,
             "schedule": {"kind": "cosine"},
         },
+        0.1,
+        0.03,
         unit="years",
     ),
     "eicu": Cohort(
@@ -134,15 +153,16 @@ COHORTS = {
         },
         {"kind": "natural", "column": "region", "missing": "unknown"},
         {"epochs": 1, "batch_size": 32, "optimizer": "sgd", "lr": 0.3},
+        0.1,
         unit="AUC",
     ),
     "pneumonia": Cohort(
         "PneumoniaMNIST, 4 drawn sites", "pneumoniamnist/pneumoniamnist.npz", {**IMAGES, "images_per_split": 2500},
-        DRAWN, ADAM, 4,
+        DRAWN, ADAM, 0.1, sites=4,
     ),
     "mnist": Cohort(
         "MNIST, 10 drawn sites", "mnist/mnist_small.npz", {**IMAGES, "classes": 10, "images_per_split": 3000},
-        DRAWN, ADAM, 10,
+        DRAWN, ADAM, 0.03, sites=10,
     ),
     "cifar10": Cohort(
         "CIFAR-10 by a CNN, 10 drawn sites", "cifar10/cifar10_jpeg.npz",
@@ -150,7 +170,7 @@ COHORTS = {
             "name": "image_classification", "image": [3, 32, 32], "classes": 10, "images_per_split": 2000,
             "model": {"name": "image_cnn", "channels": [16, 32]},
         },
-        DRAWN, ADAM, 10,
+        DRAWN, ADAM, 0.1, sites=10,
     ),
     "banking77": Cohort(
         "BANKING77's words, 10 drawn sites",
@@ -161,7 +181,8 @@ COHORTS = {
         },
         DRAWN,
         {**ADAM, "lr": 3e-3},
-        10,
+        0.3,
+        sites=10,
     ),
 }  # fmt: skip
 
@@ -176,6 +197,7 @@ class Arm:
         method: settings of ``topk_ef`` beside ``budget``, or of the method that they name; None: FedAvg.
         rounds: rounds for each of FedAvg's; 0: as many as the bytes pay for.
         entry_bytes: bytes of an entry of another package's messages; 0: those of the messages count.
+        training: of the sites: the cohort's SGD or Adam, or SGD with this rate and weight decay.
     """
 
     bits: float = 1.25
@@ -183,6 +205,7 @@ class Arm:
     method: Mapping[str, Any] | None = field(default_factory=dict)
     rounds: float = 1.0
     entry_bytes: int = 0
+    training: Literal["sgd", "adam"] | tuple[float, float] = "sgd"
 
 
 NEUROSFL = {"name": "neurosfl", "scores": "weighted_snip"}
@@ -194,6 +217,8 @@ ARMS = {
     "1 bit, 2 x rounds": Arm(rounds=2),
     "1 bit, 3 x rounds": Arm(rounds=3),
     "FedAvg, 2 x rounds": Arm(32, "float32", None, 2),
+    "Adam": Arm(32, "float32", None, training="adam"),
+    "1 bit, 2 x rounds, Adam": Arm(rounds=2, training="adam"),
     "NeuroSFL 90 %": Arm(32, "float32", NEUROSFL | {"sparsity": 0.9}),
     "NeuroSFL in 4 bits": Arm(4.25, "int4", NEUROSFL | {"score_share": 0.001}),
     "FedAvg in 4 bits, fewer rounds": Arm(4.25, "int4", None, 0),
@@ -202,15 +227,18 @@ ARMS = {
     "FedAvg, SZ3": Arm(32, "sz3", None),
     "top-k without memory": Arm(32, "float32", {"decay": 0.0}, entry_bytes=20),
 }
+RATES, DECAYS = (0.01, 0.03, 0.1, 0.3), (0.0, 0.003, 0.01, 0.03, 0.1)
+TUNED = {f"rate {rate}, decay {decay}": (rate, decay) for rate, decay in product(RATES, DECAYS)}
+ARMS |= {label: Arm(32, "float32", None, training=pair) for label, pair in TUNED.items()}
 MORE = "FedAvg, 2 x rounds"
-FIXED = (FEDAVG, MORE, "NeuroSFL 90 %")
+FIXED = (FEDAVG, MORE, "Adam", "NeuroSFL 90 %")
 """Arms whose bytes no setting chooses."""
 TOP_KS = [
     label
     for label, arm in ARMS.items()
-    if arm.values.startswith("int") and arm.method is not None and "name" not in arm.method
+    if arm.values.startswith("int") and arm.method is not None and "name" not in arm.method and arm.training == "sgd"
 ]
-RIVALS = [label for label in ARMS if label not in (*FIXED, *TOP_KS)]
+RIVALS = [label for label in ARMS if label not in (*FIXED, *TOP_KS, *TUNED)]
 _Key = tuple[str, str, int, int]
 """Cohort, arm, share and seed of a run."""
 
@@ -303,7 +331,11 @@ def write_configuration(name: str, arm: Arm, share: int, seed: int, data: Path, 
     if not cohort.file and not path.exists():
         write_words(data, path)
     rounds = max(1, round(cohort.rounds * (arm.rounds or 32 / arm.bits / share)))
-    method: dict[str, Any] = {"name": "fedavg", "rounds": rounds, "training": cohort.training, "evaluate_every": 1000}
+    if isinstance(arm.training, tuple):
+        training = cohort.build_training(*arm.training)
+    else:
+        training = cohort.adam if arm.training == "adam" else cohort.build_training(cohort.rate, cohort.decay)
+    method: dict[str, Any] = {"name": "fedavg", "rounds": rounds, "training": training, "evaluate_every": 1000}
     own = cohort.rounds / rounds / share
     if arm.entry_bytes:
         method |= {"name": "topk_ef", "fraction": own * 4 / arm.entry_bytes, "down": own * 4 / arm.entry_bytes}
@@ -366,10 +398,14 @@ def _score(cohort: Cohort, predictions: torch.Tensor, targets: torch.Tensor) -> 
 
 def list_keys(cohorts: list[str], arms: list[str], shares: list[int], seeds: list[int]) -> Iterator[_Key]:
     """Yield all runs; those that choose come first."""
-    first = [(label, 1) for label in arms if label in FIXED]
-    chosen = [(label, share) for label in arms for share in shares if label not in FIXED]
+    first = [(label, 1) for label in arms if label in (*FIXED, *TUNED)]
+    chosen = [(label, share) for label in arms for share in shares if label not in (*FIXED, *TUNED)]
     order = sorted(chosen, key=lambda pair: (pair[1] != CHOSEN_AT, pair[0] in RIVALS))
     for seed, (label, share), name in product(seeds, (*first, *order), cohorts):
+        # Regressions shrink by a little at least, classifiers hardly.
+        is_years = COHORTS[name].unit == "years"
+        if label in TUNED and not (TUNED[label][1] > 0 if is_years else TUNED[label][1] <= 0.003):
+            continue
         if ARMS[label].rounds or COHORTS[name].rounds * 32 / ARMS[label].bits / share >= 0.9:
             yield name, label, share, seed
 
@@ -503,6 +539,26 @@ def format_tables(rows: Mapping[_Key, Any]) -> str:
     return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
 
 
+def format_tuning(rows: Mapping[_Key, Any]) -> str:
+    """Return the table of FedAvg's errors on validation subjects, by rate with the best weight decay."""
+    lines = ["| FedAvg, validation | Adam | " + " | ".join(f"SGD, {rate}" for rate in RATES) + " | weight decay |"]
+    lines.append("| --- " * (len(RATES) + 3) + "|")
+    for name, cohort in COHORTS.items():
+        errors: dict[str, list[float]] = {}
+        for own, label, share, seed in rows:
+            if own == name and label in ("Adam", *TUNED):
+                found = compare(name, rows, label, share, "validation", [seed])
+                errors.setdefault(label, []).append(found.first)
+        cells = [f"{fmean(errors['Adam']):.3g}"]
+        for rate in RATES:
+            means = [
+                fmean(errors[label]) for label, (own_rate, _) in TUNED.items() if own_rate == rate and label in errors
+            ]
+            cells.append(f"{min(means):.3g}" if means and min(means) < 1e3 else "diverges")
+        lines.append(f"| {cohort.title} | {' | '.join(cells)} | {cohort.decay:g} |")
+    return "\n".join(lines) + "\n"
+
+
 def draw_results(results: list[Result]) -> Figure:
     """Draw the error difference of top-k from FedAvg with its interval, one point a cohort, by bytes."""
     figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
@@ -539,7 +595,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, nargs="?", help="folder with the cohorts")
     parser.add_argument("--only", choices=COHORTS, nargs="+", default=list(COHORTS))
-    parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS))
+    parser.add_argument("--arms", choices=ARMS, nargs="+", default=[*FIXED, *TOP_KS, *RIVALS])
+    parser.add_argument("--tune", action="store_true", help="run FedAvg with every rate and weight decay instead")
     parser.add_argument("--shares", type=int, choices=SHARES, nargs="+", default=list(SHARES))
     parser.add_argument("--seeds", type=int, choices=range(11, 16), nargs="+", default=[11, 12, 13])
     parser.add_argument("--out", type=Path, default=Path("runs/budget"))
@@ -549,7 +606,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     loaded = _Loaded()
-    keys = list_keys(arguments.only, arguments.arms, arguments.shares, arguments.seeds) if arguments.data else ()
+    arms = ["Adam", *TUNED] if arguments.tune else arguments.arms
+    keys = list_keys(arguments.only, arms, arguments.shares, arguments.seeds) if arguments.data else ()
     for key in keys:
         name, label, share, seed = key
         file = arguments.out / name / f"{label}_{share}_{seed}.json".replace(" ", "_")
@@ -558,15 +616,16 @@ def main() -> int:
             if is_claimed:
                 try:
                     row = run(key, arguments.data, arguments.out, loaded)
-                except ConfigError as error:
+                except (ConfigError, QuorumMissed) as error:
                     print(*key, error, flush=True)
                     continue
                 write_json(file, row)
                 print(*key, f"{row['bytes'] / 1e3:.0f} kB, {row['seconds']:.0f} s", flush=True)
     rows = read_rows(arguments.out)
     if arguments.report:
-        print(format_tables(rows))
+        print(format_tuning(rows), format_tables(rows), sep="\n")
     if arguments.docs:
+        write_section("bytes", "budget_tuning", format_tuning(rows))
         write_section("bytes", "budget", format_tables(rows))
     if arguments.picture:
         arguments.picture.write_bytes(render_png(draw_results, collect_results(rows)))

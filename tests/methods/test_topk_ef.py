@@ -286,3 +286,11 @@ def test_budget_below_a_header_is_refused() -> None:
     layout = Layout((TensorSpec("w", (1_000,), "weight"),))
     with pytest.raises(ConfigError, match=r"method.budget is 0.01, 40 bytes a message of this model.*raise it"):
         TopKEFConfig(budget=0.01).fit(layout, FORMATS["int2"])
+
+
+def test_few_entries_of_adam_are_advised_against(bench: Any) -> None:
+    def describe(fraction: float, optimizer: str) -> str:
+        return bench.method("topk_ef", fraction=fraction, training={"optimizer": optimizer}).describe()
+
+    assert describe(0.01, "adamw").startswith("adamw begins anew in every round")
+    assert describe(0.01, "sgd") == describe(0.2, "adamw") == ""

@@ -176,6 +176,15 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
     def model(self, state: TopKEFState) -> Patch:
         return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
+    def describe(self, state: TopKEFState | None = None) -> str:
+        optimizer = self.config.get_training(1).optimizer
+        if state is not None or optimizer == "sgd" or self.config.fraction > 0.05:
+            return ""
+        return (
+            f"{optimizer} begins anew in every round and moves each entry by about its rate, so that the largest of "
+            "them tell little: so few entries carry more with optimizer: sgd and a momentum (docs/methods.md)"
+        )
+
     def _take_step(self, contributions: Sequence[Contribution], state: TopKEFState) -> tuple[Tensor, ServerMemory]:
         """Return the server's step ``(P,)`` along the mean of the deltas, and its memory after it."""
         mean, server = weighted_sum(contributions, weigh_by_examples), self.config.server
