@@ -101,6 +101,11 @@ class Cohort:
     rounds: int = 30
     unit: str = ""
 
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """Weight decays that ``--tune`` tries."""
+        return DECAYS[1:] if self.unit == "years" else DECAYS[:2]
+
     def build_training(self, rate: float, decay: float) -> dict[str, Any]:
         """Return the settings of ``training`` by SGD."""
         kept = {name: self.adam[name] for name in ("epochs", "batch_size")}
@@ -402,9 +407,7 @@ def list_keys(cohorts: list[str], arms: list[str], shares: list[int], seeds: lis
     chosen = [(label, share) for label in arms for share in shares if label not in (*FIXED, *TUNED)]
     order = sorted(chosen, key=lambda pair: (pair[1] != CHOSEN_AT, pair[0] in RIVALS))
     for seed, (label, share), name in product(seeds, (*first, *order), cohorts):
-        # Regressions shrink by a little at least, classifiers hardly.
-        is_years = COHORTS[name].unit == "years"
-        if label in TUNED and not (TUNED[label][1] > 0 if is_years else TUNED[label][1] <= 0.003):
+        if label in TUNED and TUNED[label][1] not in COHORTS[name].decays:
             continue
         if ARMS[label].rounds or COHORTS[name].rounds * 32 / ARMS[label].bits / share >= 0.9:
             yield name, label, share, seed
@@ -549,6 +552,8 @@ def format_tuning(rows: Mapping[_Key, Any]) -> str:
             if own == name and label in ("Adam", *TUNED):
                 found = compare(name, rows, label, share, "validation", [seed])
                 errors.setdefault(label, []).append(found.first)
+        if not set(errors) & set(TUNED):
+            continue
         cells = [f"{fmean(errors['Adam']):.3g}"]
         for rate in RATES:
             means = [
@@ -592,10 +597,11 @@ def read_rows(folder: Path) -> dict[_Key, Any]:
 
 
 def main() -> int:
+    compared = [*FIXED, *TOP_KS, *RIVALS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, nargs="?", help="folder with the cohorts")
     parser.add_argument("--only", choices=COHORTS, nargs="+", default=list(COHORTS))
-    parser.add_argument("--arms", choices=ARMS, nargs="+", default=[*FIXED, *TOP_KS, *RIVALS])
+    parser.add_argument("--arms", choices=compared, nargs="+", default=compared)
     parser.add_argument("--tune", action="store_true", help="run FedAvg with every rate and weight decay instead")
     parser.add_argument("--shares", type=int, choices=SHARES, nargs="+", default=list(SHARES))
     parser.add_argument("--seeds", type=int, choices=range(11, 16), nargs="+", default=[11, 12, 13])

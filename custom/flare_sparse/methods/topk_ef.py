@@ -181,8 +181,8 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
         if state is not None or optimizer == "sgd" or self.config.fraction > 0.05:
             return ""
         return (
-            f"{optimizer} begins anew in every round and moves each entry by about its rate, so that the largest of "
-            "them tell little: so few entries carry more with optimizer: sgd and a momentum (docs/methods.md)"
+            f"{optimizer} begins anew in every round and moves each entry by about its rate, so that the largest may "
+            "tell little; compare method.training.optimizer: sgd with a momentum (docs/methods.md)"
         )
 
     def _take_step(self, contributions: Sequence[Contribution], state: TopKEFState) -> tuple[Tensor, ServerMemory]:
