@@ -27,11 +27,10 @@ from nvflare.recipe.spec import Recipe
 from torch import nn
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare.any_recipe import add_privacy, add_sparse_exchange
+from flare_sparse.flare.any_recipe import add_sparse_exchange
 from flare_sparse.flare.site.allow_list import CLASSES, RECIPE_CLASSES, find_broad_entries
 
 PATH = "flare_sparse.components.sparse_exchange.SparseExchange"
-BUDGET = "flare_sparse.flare.recipe_budget.RecipeBudget"
 
 
 NET = """from torch import nn
@@ -115,20 +114,6 @@ def test_swarm_codes_the_messages_between_sites_in_both_directions(
     assert server["task_data_filters"] == server["task_result_filters"] == client["task_result_filters"] == []
 
 
-@pytest.mark.parametrize("recipe", [FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe, CyclicRecipe])
-def test_budget_of_a_recipe_counts_its_rounds(
-    recipe: type[Recipe], export: Callable[[Recipe], tuple[Any, Any]]
-) -> None:
-    job = build(recipe)
-    add_privacy(job, epsilon=3.0)
-    server, client = export(job)
-    (row,) = client["task_result_filters"]
-    assert row["tasks"] == ["train"]
-    assert row["filters"][0]["path"] == BUDGET
-    assert {"job": "study", "trainings": 2, "epsilon": 3.0}.items() <= row["filters"][0]["args"].items()
-    assert server["task_result_filters"] == []
-
-
 def test_task_may_be_given_as_text(export: Callable[[Recipe], tuple[Any, Any]]) -> None:
     job = build(FedAvgRecipe)
     add_sparse_exchange(job, keep=0.1, tasks="train")
@@ -144,9 +129,9 @@ def test_package_travels_with_a_byoc_job(export: Callable[[Recipe], tuple[Any, A
 
 
 def test_filter_may_be_allowed_by_name_and_is_not_allowed_unasked() -> None:
-    assert {PATH, BUDGET} <= set(RECIPE_CLASSES)
-    assert not {PATH, BUDGET} & set(CLASSES)
-    assert find_broad_entries([PATH, BUDGET, "flare_sparse.flare."]) == ["flare_sparse.flare."]
+    assert PATH in RECIPE_CLASSES
+    assert PATH not in CLASSES
+    assert find_broad_entries([PATH, "flare_sparse.flare."]) == ["flare_sparse.flare."]
 
 
 class HEModelEncryptor(Filter):
@@ -204,8 +189,6 @@ def test_recipe_without_training_is_refused(tmp_path: Path, monkeypatch: pytest.
     job = FedEvalRecipe(name="study", model=nn.Linear(3, 1), min_clients=2, eval_script="client.py", eval_ckpt="/m.pt")
     with pytest.raises(ConfigError, match=r"FedEvalRecipe: its server sends no model that sites train"):
         add_sparse_exchange(job)
-    with pytest.raises(ConfigError, match="FedEvalRecipe: a budget needs a recipe whose sites send"):
-        add_privacy(job, epsilon=3.0)
 
 
 @pytest.mark.usefixtures("export")

@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import json
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from commands import ENVIRONMENT
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificate
-from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 from ports import find_processes_of, lock_ports
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
@@ -38,13 +36,11 @@ from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import build_task
 from flare_sparse.config.study import Study
 from flare_sparse.core.params import compute_digest
-from flare_sparse.flare.any_recipe import add_privacy
 from flare_sparse.flare.launch.connection import JobFailed
 from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.site.authorizer import AUTHORIZATION, revoke_code_right
-from flare_sparse.privacy.dp.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.rounds.endpoints.egress import find_logs, read_log
 from flare_sparse.rounds.local.run import Course, run_locally
@@ -373,83 +369,6 @@ def test_job_with_its_own_filter_is_refused_by_the_plan_authorizer(
         run_deployed(overwriting, kits / "lead@coordination.org", tmp_path / "refused")
     log = "".join(file.read_text(errors="replace") for file in (kits / "site-2").glob("*/log.txt"))
     assert "hostile_site.Overwriter' is not a class of flare_sparse; this site runs no others" in log
-
-
-RECIPE_NET = """
-from torch import nn
-
-class Net(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(3, 1))
-"""
-RECIPE_CLIENT = """
-import nvflare.client as flare
-import torch
-from recipe_net import Net
-from torch.utils.data import DataLoader, TensorDataset
-from flare_sparse import client as sparse
-
-flare.init()
-net, rows = Net(), torch.randn(160, 3)
-loader = DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), batch_size=20)
-net, optimizer, loader = sparse.make_private(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
-while flare.is_running():
-    net.load_state_dict({name: torch.as_tensor(value) for name, value in flare.receive().params.items()})
-    for inputs, targets in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(net(inputs), targets).backward()
-        optimizer.step()
-    flare.send(flare.FLModel(params=net.state_dict(), meta={"NUM_STEPS_CURRENT_ROUND": 8}))
-"""
-
-
-@pytest.mark.long
-def test_recipe_of_flare_charges_every_site_and_is_refused_when_the_budget_is_spent(
-    federation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FLARE's own commands submit the exported job twice; the sites' guards and policies are in force."""
-    (tmp_path / "client.py").write_text(RECIPE_CLIENT)
-    (tmp_path / "recipe_net.py").write_text(RECIPE_NET)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    net = importlib.import_module("recipe_net").Net()
-    recipe = FedAvgRecipe(name="private", model=net, min_clients=3, num_rounds=2, train_script="client.py")
-    add_privacy(recipe, noise_multiplier=1.5)
-    recipe.export(str(tmp_path / "jobs"))
-    kits = federation / "workspace" / "sparse" / "prod_00"
-    policies = [kits / site / "local" / "flare_sparse_policy.yaml" for site in SITES]
-    kept = policies[0].read_text()
-    try:
-        for policy in policies:
-            # Two rounds cost 1.94.
-            policy.write_text("epsilon: 2.0\nforeign_jobs: true\n")
-        first = submit_and_wait(kits, tmp_path / "jobs" / "private")
-        charges = [list_charges(kits / site) for site in SITES]
-        for site in SITES:
-            shutil.rmtree(kits / site / first["job_id"])
-        second = submit_and_wait(kits, tmp_path / "jobs" / "private")
-    finally:
-        for policy in policies:
-            policy.write_text(kept)
-    assert first["status"] == "FINISHED:COMPLETED"
-    assert charges == [[first["job_id"]] * 2] * 3
-    assert second["status"] != "FINISHED:COMPLETED"
-    assert [list_charges(kits / site) for site in SITES] == charges
-    # The first site that refuses ends the job: the others may be told before they refuse.
-    logs = "".join((kits / site / second["job_id"] / "log.txt").read_text(errors="replace") for site in SITES)
-    assert "epsilon of this site's policy, over all jobs is 2 at delta 1e-05; 1.94" in logs
-
-
-def submit_and_wait(kits: Path, job: Path) -> dict[str, Any]:
-    """Submit a job with FLARE's own commands; return its status when it has ended."""
-    lead = kits / "lead@coordination.org"
-    job_id = str(nvflare_job(lead, "submit", "-j", str(job))["job_id"])
-    return {**nvflare_job(lead, "wait", job_id, "--timeout", "600", may_fail=True), "job_id": job_id}
-
-
-def list_charges(kit: Path) -> list[str]:
-    """Return the job of each charge in a site's privacy ledger."""
-    return [entry.run for entry in read_ledger(kit / PRIVACY_FOLDER / kit.name / LEDGER_FILE).entries]
 
 
 @pytest.mark.long

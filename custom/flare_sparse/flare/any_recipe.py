@@ -1,4 +1,4 @@
-"""Sparse messages, or a privacy budget, in any FLARE recipe: one call adds the filters to its job."""
+"""Sparse messages in any FLARE recipe: one call adds the filters to its job."""
 
 import shutil
 import tempfile
@@ -17,13 +17,12 @@ from nvflare.recipe.spec import Recipe
 
 import flare_sparse
 
-from ..components.recipes import get_apps, get_job, require_package
+from ..components.recipes import get_apps, require_package
 from ..components.sparse_exchange import SparseExchange, describe_filter
 from ..config.schema import Packaging
 from ..core.errors import ConfigError
 from ..wire.formats import ValueType
 from .recipe import check_packaging
-from .recipe_budget import RecipeBudget
 
 _CONTROLLERS = (BaseModelController, ScatterAndGather, CyclicController)
 # By name: FLARE's package for XGBoost cannot be imported without it.
@@ -87,53 +86,6 @@ def add_sparse_exchange(
             "recipe such as FedAvg, FedOpt, FedProx, SCAFFOLD, cyclic or swarm"
         )
     _set_packaging(recipe, packaging)
-
-
-def add_privacy(
-    recipe: Recipe,
-    *,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
-    delta: float = 1e-5,
-    clip: float = 1.0,
-    packaging: Packaging = "installed",
-) -> None:
-    """Give the job of a FLARE recipe a privacy budget, which its script's ``make_private`` charges at each site.
-
-        recipe = FedAvgRecipe(...)
-        add_privacy(recipe, epsilon=3)
-        recipe.execute(SimEnv(num_clients=2))
-
-    An update leaves a site only if the script has charged the site's ledger for it (docs/own-script.md).
-
-    Args:
-        recipe: a recipe whose sites train once a round in the task ``train``, such as FedAvg, FedOpt, FedProx, SCAFFOLD
-            or cyclic.
-        epsilon: budget of a record over the whole job; or give ``noise_multiplier``.
-        noise_multiplier: standard deviation of the noise as a multiple of ``clip``.
-        delta: probability that epsilon does not bound.
-        clip: largest L2 norm of the gradient of a record.
-        packaging: ``"installed"``: every site has installed this package; ``"byoc"``: its source travels with the job.
-
-    Raises:
-        ConfigError: a setting is invalid, or the recipe trains in another way.
-    """
-    check_packaging(packaging)
-    controllers = _list_controllers(recipe)
-    rounds = sum(_find_rounds(entry) for entry in controllers if isinstance(entry, _CONTROLLERS))
-    if not rounds or any(isinstance(entry, SwarmServerController) for entry in controllers):
-        raise ConfigError(
-            f"{type(recipe).__name__}: a budget needs a recipe whose sites send the server what they trained in each "
-            "round, such as FedAvg, FedOpt, FedProx, SCAFFOLD or cyclic"
-        )
-    budget = RecipeBudget(get_job(recipe).name, rounds, epsilon, noise_multiplier, delta, clip)
-    recipe.add_client_output_filter(budget, tasks=["train"])
-    _set_packaging(recipe, packaging)
-
-
-def _find_rounds(controller: Any) -> int:
-    """Return the number of rounds of a workflow of FLARE, 0 for one that only evaluates."""
-    return int(getattr(controller, "num_rounds", getattr(controller, "_num_rounds", 0)))
 
 
 def _set_packaging(recipe: Recipe, packaging: Packaging) -> None:

@@ -545,6 +545,10 @@ def test_foreign_payload_leaves_only_if_the_policy_allows_foreign_jobs(tmp_path:
     allowed = Hospital(tmp_path / "open", policy={"foreign_jobs": True}).run_task(foreign)
     assert from_shareable(allowed).data_kind == DataKind.WEIGHTS
     assert read_record(tmp_path / "open" / REQUESTS_FOLDER / "site-1" / "job-foreign.json").foreign == {"result": 1}
+    # It charges no budget of the site's.
+    hospital = Hospital(tmp_path / "budget", policy={"foreign_jobs": True, "epsilon": 8})
+    assert is_stripped(hospital.run_task(foreign))
+    assert "epsilon: a job of another package charges nothing" in hospital.read_site_error()
     # What is this package's stays under its guards.
     changed = Hospital(tmp_path / "own", policy={"foreign_jobs": True}).run_task(JobFilter(change_examples))
     assert is_stripped(changed)

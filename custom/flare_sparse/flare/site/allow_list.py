@@ -106,10 +106,7 @@ COMPONENTS = (
     "uploads.RankUpload",
 )
 """Classes of ``flare_sparse.components``."""
-RECIPE_CLASSES = (
-    *(f"flare_sparse.components.{name}" for name in COMPONENTS),
-    "flare_sparse.flare.recipe_budget.RecipeBudget",
-)
+RECIPE_CLASSES = (*(f"flare_sparse.components.{name}" for name in COMPONENTS),)
 """Further classes, for jobs of FLARE's own recipes without code; they are allowed by name only (``--also``)."""
 SERVER_FILE = "startup/fed_server.json"
 """File that only the startup kit of a server holds."""

@@ -55,7 +55,6 @@ from ..payload import (
     update_to_shareable,
 )
 from ..questions import ADMITTED
-from ..recipe_budget import ChargeCheck
 from ..running import hold_data
 from ..session import find_record, get_site_session, read_job, read_site_policy
 from ..workspace import find_job_file, get_workspace, write_site_error
@@ -132,16 +131,11 @@ class SiteResultPolicy(Filter):
 class SiteLastGate(FLComponent):
     """Checks a result after all filters have run; strips it to error codes unless the site approved it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._charges = ChargeCheck()
-
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         # Also in jobs of other packages, which have no session of this one.
         if event_type == EventType.START_RUN:
             install_recorder(fl_ctx)
             hold_data(fl_ctx)
-            self._charges.start(fl_ctx)
         if event_type == EventType.AFTER_TASK_RESULT_FILTER:
             result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
             if isinstance(result, Shareable):
@@ -179,7 +173,10 @@ class SiteLastGate(FLComponent):
                 result.update(rebuilt)
             else:
                 if policy.privacy_budget is not None:
-                    self._charges.check(result, fl_ctx)
+                    raise PolicyRefusal(
+                        "this site's policy: epsilon: a job of another package charges nothing, so what it tells about "
+                        "a subject has no bound; let the script train in a configuration with a privacy section"
+                    )
                 if gone := read_withdrawn(Path(get_workspace(fl_ctx).get_site_config_dir())):
                     raise PolicyRefusal(
                         f"{len(gone)} subjects have withdrawn, and a job of another package reads the data by itself; "

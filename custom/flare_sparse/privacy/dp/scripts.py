@@ -50,7 +50,7 @@ class ScriptBudget:
         if not (file := environment.get(PRIVACY_VARIABLE)):
             raise ConfigError(
                 f"make_private: this job has no budget (${PRIVACY_VARIABLE} is not set). Add a privacy section to a "
-                "configuration with task.script; for a recipe of FLARE call add_privacy(recipe, epsilon=3)"
+                "configuration with task.script"
             )
         try:
             content: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
