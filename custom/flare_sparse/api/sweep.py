@@ -20,19 +20,17 @@ from ..core.observer import SILENT, Observer
 from ..results.runs.folder import RunFolder, copy_user_code
 from ..results.runs.record import CONFIG, SUMMARY
 from ..results.runs.sweep import (
-    Search,
     SettingsResult,
     Trial,
-    expand_seeds,
+    expand_grid,
     find_best_of_methods,
     find_unequal_validation,
-    run_search,
-    split_by_method,
+    rank_settings,
 )
 from .report import compare_runs
 from .start import Overrides, launch, list_overrides
 
-RECORD, STUDY, WINNER, FIGURE = "sweep.json", "sweep.db", "best.yaml", "sweep.png"
+RECORD, WINNER, FIGURE = "sweep.json", "best.yaml", "sweep.png"
 _LOG = logging.getLogger(__name__)
 
 
@@ -66,7 +64,6 @@ def sweep(
     grid: Sequence[str] | Mapping[str, Sequence[Any] | str],
     overrides: Overrides = (),
     *,
-    trials: int | None = None,
     seeds: int = 3,
     parallel: int = 1,
     out: str | Path | None = None,
@@ -78,18 +75,17 @@ def sweep(
 
     Args:
         config: YAML file.
-        grid: values of each setting: ``["method.sparsity=0.8,0.9"]`` or ``{"method.sparsity": [0.8, 0.9]}``; with
-            ``trials`` also a range, ``{"method.training.lr": "0.001..0.1,log"}``. Methods are values like others,
-            ``{"method.name": ["fedavg", "neurosfl"]}``; a setting that one of them lacks is left out of its runs.
+        grid: values of each setting: ``["method.sparsity=0.8,0.9"]`` or ``{"method.sparsity": [0.8, 0.9]}``.
+            Methods are values like others, ``{"method.name": ["fedavg", "neurosfl"]}``; a setting that one of them
+            lacks is left out of its runs.
         overrides: settings of all runs.
-        trials: settings that a sampler (TPE) chooses by the results so far; None: all combinations.
         seeds: seeds per setting, from the configuration's on.
         parallel: runs at a time, a process each.
         out: folder of the sweep; None: ``runs/NAME-sweep``.
         observer: hears of each run that ends.
 
     Raises:
-        ConfigError: a wrong setting, no validation examples, Optuna is not installed, or no run has finished.
+        ConfigError: a wrong setting, no validation examples, or no run has finished.
 
     Examples:
         >>> grid = {"method.sparsity": [0.5, 0.75]}
@@ -109,36 +105,22 @@ def sweep(
     folder = Path(out) if out else Path("runs") / f"{base.name}-sweep"
     # Two sweeps on one folder would each rank the runs of both.
     with RunFolder(folder).claim():
-        # With a sampler each method has as many trials: one that looked worse at first would be tuned less.
-        searches = [
-            Search(
-                axes,
-                f"sqlite:///{folder.resolve() / STUDY}",
-                trials=trials,
-                seed=base.seed,
-                keep=partial(keep_known_settings, folder=study.folder),
-            )
-            for axes in ([list(grid)] if trials is None else split_by_method(grid))
-        ]
-        all_seeds = range(base.seed, base.seed + seeds)
-
-        def list_pending(listed: Iterable[Trial]) -> list[Trial]:
-            return [trial for trial in listed if not _is_finished(_load(file, shared, trial), folder / trial.folder)]
-
-        # All settings that are known are checked before the first run starts.
-        known = expand_seeds([settings for search in searches for settings in search.known], all_seeds)
-        finished = len(known) - len(list_pending(known))
-        observer.say(
-            f"{sum(search.count for search in searches) * seeds} runs, {finished} of them finished; folder: {folder}"
-        )
+        settings = expand_grid(grid, partial(keep_known_settings, folder=study.folder))
+        trials = [Trial(own, seed) for own in settings for seed in range(base.seed, base.seed + seeds)]
+        # All settings are checked before the first run starts.
+        pending = [trial for trial in trials if not _is_finished(_load(file, shared, trial), folder / trial.folder)]
+        observer.say(f"{len(trials)} runs, {len(trials) - len(pending)} of them finished; folder: {folder}")
         start = partial(run_trial, file.resolve(), shared, folder=folder.resolve())
-        ranked, metric = run_search(
-            searches,
-            all_seeds,
-            lambda batch: _run_trials(start, list_pending(batch), parallel, observer),
-            lambda trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8")),
-            at_a_time=parallel,
-        )
+        failures = _run_trials(start, pending, parallel, observer)
+        results = {
+            trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8"))
+            for trial in trials
+            if trial not in failures
+        }
+        if not results:
+            first, reason = next(iter(failures.items()))
+            raise ConfigError(f"no run of the sweep finished; {first.label}: {reason}")
+        ranked, metric = rank_settings(results, failures), dict(next(iter(results.values()))["metric"])
         methods = tuple(_compare_methods(ranked, metric["name"], folder, observer))
         result = Sweep(folder, tuple(ranked), metric, find_unequal_validation(ranked), methods)
         _write(result, file, shared)

@@ -26,16 +26,10 @@ def sweep(
         list[str],
         typer.Argument(
             metavar="KEY.PATH=VALUE,...",
-            help="Values of a setting to try, or a range LOW..HIGH[,log]; of several settings all combinations are run",
+            help="Values of a setting to try; of several settings all combinations are run",
             show_default=False,
         ),
     ],
-    trials: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Settings that a sampler (TPE) chooses by the results so far; default: all combinations"
-        ),
-    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting, from the configuration's on")] = 3,
     parallel: Annotated[int, typer.Option(min=1, help="Runs at a time, a process each")] = 1,
     out: Annotated[
@@ -46,15 +40,14 @@ def sweep(
 ) -> None:
     """Run a configuration with several settings, and choose by the metric on validation examples.
 
-    All combinations of the values are run, or with --trials as many settings as a sampler chooses (Optuna's TPE). The
-    runs are local ones (--env local), without FLARE. The same command continues an interrupted sweep: finished runs are
-    kept, others resumed, failed ones too. Settings with a run without a result are ranked last. Writes a table
-    (sweep.json), a figure (sweep.png, with the extra report), Optuna's database (sweep.db) and the configuration with
-    the settings that won (best.yaml). With several seeds, some test subjects of one seed are validation subjects of
+    All combinations of the values are run, as local runs (--env local), without FLARE. The same command continues an
+    interrupted sweep: finished runs are kept, others resumed, failed ones too. Settings with a run without a result are
+    ranked last. Writes a table (sweep.json), a figure (sweep.png, with the extra report) and the configuration with the
+    settings that won (best.yaml). With several seeds, some test subjects of one seed are validation subjects of
     another; with --seeds 1 they choose nothing (docs/evaluation.md).
 
-    Methods are values like others; a setting that one of them lacks is left out of its runs, and with --trials each has
-    as many. The best settings of each are then compared on the same test subjects, with paired 95 % intervals.
+    Methods are values like others; a setting that one of them lacks is left out of its runs. The best settings of each
+    are then compared on the same test subjects, with paired 95 % intervals.
 
     [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml method.sparsity=0.8,0.9 --set
     task.split.validation=0.1[/]
@@ -65,9 +58,7 @@ def sweep(
     from ..api import sweep as sweeps
 
     observer = Screen(err) if JSON.get() else Screen()
-    result = sweeps.sweep(
-        config, grid, set_ or (), trials=trials, seeds=seeds, parallel=parallel, out=out, observer=observer
-    )
+    result = sweeps.sweep(config, grid, set_ or (), seeds=seeds, parallel=parallel, out=out, observer=observer)
     if JSON.get():
         typer.echo((result.path / sweeps.RECORD).read_text(encoding="utf-8"))
         return

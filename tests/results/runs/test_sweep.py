@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,13 @@ import pytest
 from flare_sparse.config.loading import keep_known_settings
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.runs.sweep import (
-    Search,
     SettingsResult,
     Trial,
-    expand_seeds,
+    expand_grid,
     find_best_of_methods,
     find_unequal_validation,
     rank_settings,
-    run_search,
-    split_by_method,
 )
-
-MEMORY = "sqlite:///:memory:"
 
 
 def summarize(value: float | None, mode: str = "min", examples: float = 5.0) -> dict[str, Any]:
@@ -41,7 +34,8 @@ def summarize(value: float | None, mode: str = "min", examples: float = 5.0) -> 
 
 def test_every_combination_runs_with_every_seed() -> None:
     models = "task.model={name: mlp, hidden: [4, 2]},{name: mlp}"
-    trials = expand_seeds(Search(["method.sparsity=0.8, 0.9", models], MEMORY).propose(1), range(3, 5))
+    settings = expand_grid(["method.sparsity=0.8, 0.9", models])
+    trials = [Trial(own, seed) for own in settings for seed in range(3, 5)]
     assert [(trial.settings, trial.seed) for trial in trials[:2]] == [
         (("method.sparsity=0.8", "task.model={name: mlp, hidden: [4, 2]}"), seed) for seed in (3, 4)
     ]
@@ -52,7 +46,7 @@ def test_every_combination_runs_with_every_seed() -> None:
 
 def test_settings_that_do_not_apply_make_no_further_combination() -> None:
     grid = ["method.name=fedavg,neurosfl", "method.sparsity=0.8,0.9"]
-    assert Search(grid, MEMORY, keep=partial(keep_known_settings, folder=Path())).known == [
+    assert expand_grid(grid, partial(keep_known_settings, folder=Path())) == [
         ("method.name=fedavg",),
         ("method.name=neurosfl", "method.sparsity=0.8"),
         ("method.name=neurosfl", "method.sparsity=0.9"),
@@ -63,78 +57,12 @@ def test_settings_that_do_not_apply_make_no_further_combination() -> None:
     "grid",
     [
         ["method.sparsity"], ["=1"], ["a=1,,2"], ["a=1", "a=2"], ["seed=1,2"], ["task.split.fold=1,2"],
-        ["task.split={test: 0.1},{test: 0.2}"], ["method.training.lr=0.1..0.2"],
+        ["task.split={test: 0.1},{test: 0.2}"],
     ],
 )  # fmt: skip
 def test_unusable_grid_is_refused(grid: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"expected KEY|use --seeds|for all|named twice|and --trials"):
-        Search(grid, MEMORY)
-
-
-@pytest.mark.parametrize("axis", ["a=2..1", "a=0..1,log", "a=1..x", "a=1..2,3", "a=1..2..3"])
-def test_unusable_range_is_refused_with_its_form(axis: str) -> None:
-    with pytest.raises(ConfigError, match=r"a=.*: expected LOW\.\.HIGH or LOW\.\.HIGH,log, with LOW below HIGH"):
-        Search([axis], MEMORY, trials=3)
-
-
-AXES = ("method.training.lr=0.0001..1,log", "method.rounds=1..8", "method.sparsity=0.5,0.9")
-
-
-def search_all(storage: str, trials: int, *, stop_after: int | None = None) -> list[tuple[str, ...]]:
-    """Return the settings that a search proposes where the best learning rate is 0.01; it may be interrupted."""
-    search, proposed = Search(AXES, storage, trials=trials, seed=3), []
-    while settings := search.propose(1):
-        proposed += settings
-        if len(proposed) == stop_after:
-            break
-        distance = abs(math.log10(float(settings[0][0].partition("=")[2])) + 2)
-        # In the mode max: the largest value is the best one.
-        search.note(SettingsResult(settings[0], {1: -distance}, {}, {}, 1.0), "max")
-    return proposed
-
-
-@pytest.mark.long
-def test_sampler_comes_close_to_the_best_value_and_a_search_that_goes_on_to_the_same_settings(tmp_path: Path) -> None:
-    whole = search_all(MEMORY, 30)
-    assert len(set(whole)) == 30
-    values = [[part.partition("=")[2] for part in settings] for settings in whole]
-    assert {rounds for _, rounds, _ in values} <= set(map(str, range(1, 9)))
-    distances = [abs(math.log10(float(lr)) + 2) for lr, _, _ in values]
-    assert sum(distances[15:]) < 0.7 * sum(distances[:15])
-    file = f"sqlite:///{tmp_path}/sweep.db"
-    # The last one is interrupted: its result is not known, and it comes again.
-    assert search_all(file, 30, stop_after=12) == whole[:12]
-    assert search_all(file, 30) == whole
-
-
-def test_sampler_does_not_try_the_same_values_twice() -> None:
-    search, proposed = Search(["a=1,2"], MEMORY, trials=8), []
-    while settings := search.propose(1):
-        proposed += settings
-        search.note(SettingsResult(settings[0], {1: 1.0}, {}, {}, 1.0), "min")
-    assert sorted(proposed) == [("a=1",), ("a=2",)]
-
-
-@pytest.mark.slow
-def test_failed_settings_are_noted_as_such_and_others_go_on() -> None:
-    search = Search(["a=1,2,3"], MEMORY)
-
-    def run(batch: list[Trial]) -> dict[Trial, str]:
-        return {trial: "E_QUORUM" for trial in batch if trial.settings == ("a=2",) and trial.seed == 1}
-
-    ranked, metric = run_search([search], range(2), run, lambda trial: summarize(float(trial.settings[0][2:])))
-    assert [result.settings for result in ranked] == [("a=1",), ("a=3",), ("a=2",)]
-    assert metric["name"] == "mae"
-    states = {trial.params["a"]: (trial.state.name, trial.value) for trial in search._study.trials}
-    assert states == {"1": ("COMPLETE", 1.0), "2": ("FAIL", None), "3": ("COMPLETE", 3.0)}
-    with pytest.raises(ConfigError, match="no run of the sweep finished; a=1, seed 0: E_DATA"):
-        run_search([Search(["a=1"], MEMORY)], [0], lambda batch: dict.fromkeys(batch, "E_DATA"), lambda trial: {})
-
-
-def test_sweep_without_optuna_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"sweep needs Optuna: pip install 'flare-sparse\[sweep\]'"):
-        Search(["a=1"], MEMORY)
+    with pytest.raises(ConfigError, match=r"expected KEY|use --seeds|for all|named twice"):
+        expand_grid(grid)
 
 
 @pytest.mark.parametrize(("mode", "order"), [("min", ["a", "b"]), ("max", ["b", "a"])])
@@ -185,10 +113,7 @@ def test_label_of_a_trial_names_settings_and_seed() -> None:
     assert Trial(("method.training.lr=1e20", "method.rounds=5"), 1).label == "lr=1e20, rounds=5, seed 1"
 
 
-def test_each_method_has_its_own_search_and_its_best_settings_with_every_seed() -> None:
-    axes = ["a=1,2", "method.name=x,y"]
-    assert split_by_method(axes) == [["a=1,2", "method.name=x"], ["a=1,2", "method.name=y"]]
-    assert split_by_method(["a=1,2"]) == [["a=1,2"]]
+def test_each_method_has_its_best_settings_with_every_seed() -> None:
     results = [
         SettingsResult((f"method.name={name}", f"a={a}"), values, failures, {}, 1.0)
         for name, a, values, failures in (
