@@ -17,7 +17,6 @@ from ..rounds.local.dry_run import DryTrainer, dry_run
 from ..tasks.data.partition import PARTITIONERS, partition_cohort
 from ..tasks.task import SiteData, Task
 from ..training import Site
-from .memory import measure_step
 
 
 def compute_figures(study: Study) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def compute_figures(study: Study) -> dict[str, Any]:
 
 
 def compare_methods(
-    file: str | Path, overrides: Sequence[str], names: Sequence[str], *, measures: bool = False
+    file: str | Path, overrides: Sequence[str], names: Sequence[str]
 ) -> dict[str, dict[str, Any] | FlareSparseError]:
     """Return the figures of a study with each of some methods, by name; for a method that does not fit, its error.
 
@@ -78,8 +77,7 @@ def compare_methods(
     figures: dict[str, dict[str, Any] | FlareSparseError] = {}
     for name in names:
         try:
-            study = Study.load(file, [*overrides, f"method.name={name}"])
-            figures[name] = compute_figures(study) | ({"memory": measure_step(study)} if measures else {})
+            figures[name] = compute_figures(Study.load(file, [*overrides, f"method.name={name}"]))
         except FlareSparseError as error:
             figures[name] = error
     return figures
