@@ -11,7 +11,7 @@ from torch import nn
 
 from flare_sparse.config.assemble import assemble, count_model_entries, open_site
 from flare_sparse.config.checks import find_example_warnings
-from flare_sparse.config.loading import load_config, parse_job, serialize_job
+from flare_sparse.config.loading import load_config, parse_job
 from flare_sparse.config.schema import RunConfig, build_task
 from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.errors import ConfigError
@@ -94,19 +94,6 @@ def test_settings_of_an_unknown_site_raise(config: RunConfig, tmp_path: Path) ->
 
 def test_method_notes_what_its_settings_mean_for_the_network(config: RunConfig) -> None:
     assert "3 channels through 2 layers, threshold exact" in assemble(config).method.describe()
-
-
-@pytest.mark.parametrize(("every", "releases"), [(1, 6), (2, 4), (3, 3), (9, 2)])
-def test_budget_of_metrics_is_for_the_models_that_are_evaluated(
-    every: int, releases: int, config: RunConfig, tmp_path: Path
-) -> None:
-    """Five rounds: the models 0 to 4 that are evaluated, and the result."""
-    private = {"epsilon": 3, "metrics": "noised", "metric_bounds": {"brier": 1}}
-    method = {"name": "fedavg", "rounds": 5, "evaluate_every": every}
-    job = parse_job({**serialize_job(config.job), "method": method, "privacy": private})
-    release = open_site(assemble(job), SiteData("a", tmp_path / "stays.csv")).trainer.metric_release
-    assert release is not None
-    assert release.releases == releases
 
 
 def test_saved_mask_trips_and_another_network_raises(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def test_no_class_inherits_from_a_concrete_one() -> None:
     own = {base for base in bases if base.__module__.startswith("flare_sparse")}
     assert own == {Trainer, Wrapper, FlareSparseError, Settings}
     assert {member.__name__ for member in CLASSES if issubclass(member, Wrapper)} == {
-        "Wrapper", "SparseComputeTrainer", "PrivateTrainer", "PrivateMetricsTrainer", "SilentTrainer",
-        "PersonalTrainer", "NarrowedTrainer",
+        "Wrapper", "SparseComputeTrainer", "PrivateTrainer", "SilentTrainer", "PersonalTrainer",
+        "NarrowedTrainer",
     }  # fmt: skip
 
 

@@ -21,12 +21,11 @@ from ..core.needs import Need
 from ..core.params import Layout
 from ..core.seeds import seed_torch
 from ..inputs.scaling import build_statistics_mask, find_site_tensors
-from ..methods.method import SCORE, Method, is_evaluated
+from ..methods.method import SCORE, Method
 from ..privacy.dp.account import Budget, PrivacyAccount
 from ..privacy.dp.accounting import SamplingPlan
 from ..privacy.dp.config import PrivacyConfig
 from ..privacy.dp.mechanism import SiteMechanism
-from ..privacy.dp.metrics import MetricRelease
 from ..privacy.dp.scripts import ScriptBudget
 from ..privacy.encryption import KeyContexts
 from ..rounds.federation import RoundRules
@@ -216,15 +215,11 @@ def open_site_privacy(assembly: Assembly, examples: Examples, account: PrivacyAc
     config, method, names = assembly.privacy, assembly.method, (assembly.run_id, assembly.job)
     if config is None:
         return SitePrivacy()
-    mechanism = release = None
+    mechanism = None
     if examples.n_train:
         plan = plan_sampling(method, examples.count_train_subjects())
         mechanism = SiteMechanism(config, plan, account, *names)
-    if config.metrics == "noised":
-        # A request carries the model of the round before it: those that are evaluated, and the result.
-        releases = sum(is_evaluated(method.config, t) for t in range(method.config.rounds)) + 1
-        release = MetricRelease(config, releases, account, *names)
-    return SitePrivacy(mechanism, release, config.metrics != "none")
+    return SitePrivacy(mechanism, config.metrics != "none")
 
 
 def check_kernels(method: Method[Any, Any]) -> None:

@@ -49,8 +49,6 @@ def _iterate_privacy_needs(privacy: Any) -> Iterator[Requirement]:
     else:
         remedy = "set privacy.unit to record and call make_private in the script"
         yield Need.PACKAGE_STEPS.because("unit: subject: each step clips the gradients of subjects, with noise", remedy)
-    if privacy.metrics == "noised":
-        yield Need.PACKAGE_STEPS.because("noise is added to the metrics of single subjects", "set metrics to none")
 
 
 def _require(*requirements: Requirement) -> Callable[[Any], Needs]:

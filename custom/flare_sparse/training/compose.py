@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..privacy.dp.mechanism import SiteMechanism
-from ..privacy.dp.metrics import MetricRelease
 from .compute import SparseComputeTrainer
 from .local_task import LocalTask
 from .narrowed import NarrowedTrainer
 from .personal import PersonalTrainer
-from .private import PrivateMetricsTrainer, PrivateTrainer, SilentTrainer
+from .private import PrivateTrainer, SilentTrainer
 from .site import Site
 from .task_trainer import TaskTrainer
 from .trainer import Trainer
@@ -24,12 +23,10 @@ class SitePrivacy:
 
     Attributes:
         mechanism: differential privacy of the training; None: the job does not ask for it.
-        metric_release: adds noise to metrics; None: they are exact, or stay here.
         sends_metrics: whether metrics are computed at all.
     """
 
     mechanism: SiteMechanism | None = None
-    metric_release: MetricRelease | None = None
     sends_metrics: bool = True
 
 
@@ -52,8 +49,6 @@ def build_trainer(
         trainer = PrivateTrainer(trainer, local, privacy.mechanism)
     if not privacy.sends_metrics:
         trainer = SilentTrainer(trainer)
-    elif privacy.metric_release is not None:
-        trainer = PrivateMetricsTrainer(trainer, local, privacy.metric_release)
     if personal:
         trainer = PersonalTrainer(trainer, local.model, personal)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice, repeat, tee
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..core.errors import ConfigError, DataError
 from ..core.params import Layout
 from ..core.reading import stack_examples
 from ..core.seeds import derive_seed, make_generator, seed_torch
-from ..tasks.task import TEST_EXAMPLES, VALIDATION, Examples, Task
+from ..tasks.task import Examples, Task
 from .config import CPU, Hardware, TrainingConfig
 from .flat import FlatModel
 from .sample_usage import CountingDataset
@@ -130,9 +130,6 @@ def _needs_two_examples(model: FlatModel, task: Task, dataset: Dataset[Any]) -> 
     return False
 
 
-Part = Literal["test", "validation"]
-
-
 @dataclass(frozen=True, eq=False)
 class LocalTask:
     """A task, one site's examples of it, and the network that they train.
@@ -208,16 +205,6 @@ class LocalTask:
             for _ in passes
         )
         return islice(batches, steps)
-
-    def evaluate_parts(self, measure: Callable[[Part, Dataset[Any]], dict[str, float]]) -> dict[str, float]:
-        """Return the metrics of the test examples, and of the validation examples with their prefix."""
-        metrics: dict[str, float] = {}
-        if count := self.examples.n_test:
-            metrics = {**measure("test", self.examples.test), TEST_EXAMPLES: float(count)}
-        if self.examples.validation is not None and (count := self.examples.n_validation):
-            chosen_by = {**measure("validation", self.examples.validation), "examples": float(count)}
-            metrics |= {f"{VALIDATION}{name}": value for name, value in chosen_by.items()}
-        return metrics
 
 
 def _open_model(network: nn.Module, layout: Layout, hardware: Hardware) -> FlatModel:

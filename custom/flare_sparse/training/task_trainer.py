@@ -21,7 +21,7 @@ from ..compute.structure.observing import ObservedNetwork
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..core.seeds import require_deterministic, seed_torch
-from ..tasks.task import Task, is_metric_name
+from ..tasks.task import TEST_EXAMPLES, VALIDATION, Task, is_metric_name
 from .config import TrainingConfig
 from .flat import FlatModel
 from .local_task import LocalTask, weigh_batches
@@ -217,9 +217,15 @@ class TaskTrainer(Trainer):
 
         For a network with channel gates, ``channel_sparsity`` is the share of closed gates.
         """
-        if self.examples.n_test or self.examples.n_validation:
+        examples, metrics = self.examples, dict[str, float]()
+        if examples.n_test or examples.n_validation:
             self._model.load(weights)
-        return self._local.evaluate_parts(lambda _, dataset: self._measure_with_gates(dataset))
+        if examples.n_test:
+            metrics = {**self._measure_with_gates(examples.test), TEST_EXAMPLES: float(examples.n_test)}
+        if examples.validation is not None and examples.n_validation:
+            chosen_by = {**self._measure_with_gates(examples.validation), "examples": float(examples.n_validation)}
+            metrics |= {f"{VALIDATION}{name}": value for name, value in chosen_by.items()}
+        return metrics
 
     def evaluate_subgroups(self, layout: Layout, weights: Tensor) -> dict[str, float]:
         examples, task = self.examples, self.task

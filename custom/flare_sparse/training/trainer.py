@@ -20,7 +20,6 @@ from ..core.exchange import Patch
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..privacy.dp.mechanism import SiteMechanism
-from ..privacy.dp.metrics import MetricRelease
 from ..privacy.dp.scripts import ScriptBudget
 from ..tasks.task import Examples, Task
 from .config import TrainingConfig
@@ -100,7 +99,6 @@ class Trainer(ABC):
         examples: the site's examples, where the package reads them.
         num_test_examples, num_validation_examples: numbers of the other examples.
         mechanism: differential privacy of the training; None: the job does not ask for it.
-        metric_release: adds noise to metrics and charges their subjects; None: metrics are exact, or stay here.
         notices: codes of what the server should know about the site's updates (endpoints/events.py).
     """
 
@@ -108,7 +106,6 @@ class Trainer(ABC):
     examples: Examples
     num_test_examples = num_validation_examples = 0
     mechanism: SiteMechanism | ScriptBudget | None = None
-    metric_release: MetricRelease | None = None
     notices: tuple[str, ...] = ()
 
     def __init__(self, layout: Layout):

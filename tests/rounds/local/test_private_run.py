@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from local_federation import LocalFederation, Upload
 from opacus.accountants import PRVAccountant
 from toy import Plain, ToyBench
 
 from flare_sparse.config.assemble import plan_sampling
 from flare_sparse.core.checkpoint.store import Store
-from flare_sparse.core.errors import ConfigError
 from flare_sparse.privacy.dp.account import LEDGER_FILE, Budget, PrivacyAccount, read_ledger
-from flare_sparse.privacy.dp.accounting import Charge, SamplingPlan, compute_epsilon
+from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
-from flare_sparse.privacy.dp.metrics import MetricRelease
 from flare_sparse.results.report.tables import build_privacy
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.rounds.federation import RoundRecord, RoundRules
@@ -109,59 +106,6 @@ def test_scores_are_charged_before_the_first_training(scores: str, lots: int) ->
     expected = [compute_epsilon([plan.build_job_charge(4.0, t)], CONFIG.delta) for t in (1, 2, 3)]
     assert spent == pytest.approx(expected, rel=1e-6)
     assert [entry.round for entry in account.read().entries] == [0] * (lots if scores == "iter_snip" else 1) + [1, 2, 3]
-
-
-def test_metrics_with_noise_are_those_of_single_subjects_and_are_charged() -> None:
-    bench = ToyBench(Plain())
-    config = PrivacyConfig(noise_multiplier=1e-9, metrics="noised", metric_bounds={"mse": 100.0})
-    exact = bench.site(1).evaluate(bench.weights)
-    noisy = build_noised_site(bench, config).evaluate(bench.weights)
-    assert noisy == {"mse": pytest.approx(exact["mse"], rel=1e-5), "test_examples": exact["test_examples"]}
-    unknown = config.model_copy(update={"metric_bounds": {"auc": 1.0}})
-    with pytest.raises(ConfigError, match=r"privacy\.metric_bounds: no metric 'auc' of a single subject"):
-        build_noised_site(bench, unknown).evaluate(bench.weights)
-
-
-def build_noised_site(bench: ToyBench, config: PrivacyConfig) -> Site:
-    release = MetricRelease(config, 4, PrivacyAccount(), "a" * 16, "job")
-    return bench.site(1, privacy=SitePrivacy(metric_release=release))
-
-
-class DefinedForSome(Plain):
-    """Has a second metric, which only the subjects with a positive target have."""
-
-    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-        metrics = super().metrics(predictions, targets)
-        return {**metrics, "recall": 0.25} if bool((targets > 0).any()) else metrics
-
-
-def test_metric_that_some_subjects_do_not_have_counts_as_its_bound_there() -> None:
-    bench = ToyBench(DefinedForSome())
-    test = bench.open_task(1).examples.test
-    targets = torch.stack([test[n][1] for n in range(len(test))])
-    share = float((targets.flatten() > 0).float().mean())
-    assert 0 < share < 1
-    config = PrivacyConfig(noise_multiplier=1e-9, metrics="noised", metric_bounds={"mse": 100.0, "recall": 1.0})
-    assert build_noised_site(bench, config).evaluate(bench.weights)["recall"] == pytest.approx(
-        0.25 * share + 1 - share, abs=1e-6
-    )
-
-
-def test_record_has_the_epsilon_of_the_part_that_was_charged_most_and_metrics_end_with_their_budget() -> None:
-    bench = ToyBench(Plain())
-    account = PrivacyAccount()
-    mechanism = SiteMechanism(CONFIG, PLAN, account, "a" * 16, "job")
-    config = PrivacyConfig(noise_multiplier=1.0, metrics="noised", metric_bounds={"mse": 10.0})
-    privacy = SitePrivacy(mechanism, MetricRelease(config, 4, account, mechanism.run, "job"))
-    sites = {"site-1": bench.site(1, privacy=privacy)}
-    outcome, _ = run_locally(bench.method("fedavg", training=TRAINING), bench.weights, sites, bench.task.metric)
-    once = Charge(1.0, 1.0, 1)
-    spent = [record.spent_epsilon["site-1"] for record in outcome.rounds]
-    assert spent == pytest.approx([compute_epsilon([once] * t, CONFIG.delta) for t in (1, 2, 3, 4)])
-    assert "mse" in outcome.evaluation.overall
-    account.limit = Budget(spent[-1] * 1.001 + 1e-3, CONFIG.delta)
-    metrics = sites["site-1"].evaluate(bench.weights + 1)
-    assert metrics.keys() == {"test_examples"}
 
 
 class Killed(BaseException):

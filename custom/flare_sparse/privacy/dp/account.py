@@ -23,8 +23,6 @@ PRIVACY_FOLDER = "flare_sparse_privacy"
 """Folder in a site's startup kit with its secret and its ledger, by name of the site."""
 SECRET_FILE, LEDGER_FILE = "secret.key", "ledger.json"
 
-TRAIN = "train"
-"""Part of the training subjects."""
 _TOLERANCE = 1e-6
 """Relative excess over a budget that is rounding."""
 
@@ -70,7 +68,6 @@ class Entry(BaseModel):
         answer: digest of the values; the same answer again tells nothing new.
         noise_multiplier, sample_rate, steps: the charge.
         time: Unix time.
-        part: subjects that are charged: of training, test or validation; in one job these are different people.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -84,7 +81,6 @@ class Entry(BaseModel):
     sample_rate: float = Field(gt=0, le=1)
     steps: int = Field(ge=0)
     time: float
-    part: str = TRAIN
 
     @property
     def charge(self) -> Charge:
@@ -99,19 +95,18 @@ class PrivacyLedger(BaseModel):
 
     entries: list[Entry] = Field(default_factory=list)
 
-    def list_charges(self, run: str | None = None, part: str | None = None) -> list[Charge]:
-        """Return one charge for each question of a run to a part of the subjects; None: of all runs, to all parts."""
+    def list_charges(self, run: str | None = None) -> list[Charge]:
+        """Return one charge for each question of a run; None: of all runs."""
         answers: dict[object, list[Charge]] = {}
         for entry in self.entries:
-            if run in (None, entry.run) and part in (None, entry.part):
-                question = entry.run, entry.question, entry.part, entry.sample_rate, entry.steps
+            if run in (None, entry.run):
+                question = entry.run, entry.question, entry.sample_rate, entry.steps
                 answers.setdefault(question, []).append(entry.charge)
         return [combine_answers(charges) for charges in answers.values()]
 
     def compute_spent(self, run: str, delta: float) -> float:
-        """Return the epsilon that a run has charged the subjects of the part that has been charged most."""
-        parts = {entry.part for entry in self.entries if entry.run == run}
-        return max((compute_epsilon(self.list_charges(run, part), delta) for part in parts), default=0.0)
+        """Return the epsilon that a run has charged the subjects."""
+        return compute_epsilon(self.list_charges(run), delta)
 
 
 class PrivacyAccount:
@@ -171,13 +166,12 @@ class PrivacyAccount:
 
     def _check_budgets(self, ledger: PrivacyLedger, entry: Entry, budget: Budget | None) -> None:
         charged = PrivacyLedger(entries=[*ledger.entries, entry])
-        # A test subject of one job may be a training subject of another, so the site's limit adds all parts.
-        for limit, scope, source in (
-            (budget, (entry.run, entry.part), "the job's privacy.epsilon"),
-            (self.limit, (), "epsilon of this site's policy, over all jobs"),
+        for limit, run, source in (
+            (budget, entry.run, "the job's privacy.epsilon"),
+            (self.limit, None, "epsilon of this site's policy, over all jobs"),
         ):
-            if limit is not None and limit.is_exceeded_by(charged.list_charges(*scope)):
-                before, after = (compute_epsilon(part.list_charges(*scope), limit.delta) for part in (ledger, charged))
+            if limit is not None and limit.is_exceeded_by(charged.list_charges(run)):
+                before, after = (compute_epsilon(part.list_charges(run), limit.delta) for part in (ledger, charged))
                 raise BudgetSpent(
                     f"{source} is {limit.epsilon:g} at delta {limit.delta:g}; {before:.3f} is spent, and this round "
                     f"would make it {after:.3f}. The site abstains; the run continues without it"
@@ -199,7 +193,7 @@ class PrivacyAccount:
             raise BudgetSpent(f"{self.folder}: the privacy ledger cannot be read or written: {error}") from error
 
 
-def build_entry(run: str, job: str, t: int, question: str, answer: str, charge: Charge, part: str = TRAIN) -> Entry:
+def build_entry(run: str, job: str, t: int, question: str, answer: str, charge: Charge) -> Entry:
     """Return the entry of an answer that is computed now."""
     return Entry(
         run=run,
@@ -211,7 +205,6 @@ def build_entry(run: str, job: str, t: int, question: str, answer: str, charge: 
         sample_rate=charge.sample_rate,
         steps=charge.steps,
         time=time.time(),
-        part=part,
     )
 
 

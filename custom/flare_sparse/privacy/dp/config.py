@@ -1,7 +1,7 @@
 """Settings of differential privacy, the same at every site of a job."""
 
 from collections.abc import Callable
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,21 +25,14 @@ class PrivacyConfig(Settings):
     unit: Literal["subject", "record"] = "subject"
     """what is protected; subject: all training examples of one subject of a site together; record: a record of the
     loader that a training script gives to make_private"""
-    metrics: Literal["exact", "noised", "none"] = "exact"
+    metrics: Literal["exact", "none"] = "exact"
     """metrics on test and validation examples, which are other subjects than those of training; exact: they leave and
-    are not part of the budget; noised: those of metric_bounds leave with noise and are charged; none: they stay at the
-    site"""
-    # Not in the text that names a question, so that training has the same noise with and without it.
-    metric_bounds: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(None, repr=False)
-    """with metrics: noised, the metrics that leave, and the largest value of each for one subject, such as {mae: 20}; a
-    larger one is clipped. Only means over subjects: a mean of AUCs of single subjects is none"""
+    are not part of the budget; none: they stay at the site"""
 
     @model_validator(mode="after")
     def _check_noise(self) -> Self:
         if (self.epsilon is None) == (self.noise_multiplier is None):
             raise ValueError("set either epsilon, from which the noise is computed, or noise_multiplier")
-        if (self.metrics == "noised") != bool(self.metric_bounds):
-            raise ValueError("metrics: noised needs metric_bounds, such as {mae: 20}, and metric_bounds needs noised")
         return self
 
     def choose_noise(self, solve: Callable[[float, float], float]) -> float:

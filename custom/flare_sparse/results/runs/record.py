@@ -164,9 +164,8 @@ def _describe_privacy(privacy: PrivacyConfig, outcome: Outcome) -> dict[str, Any
     spent: dict[str, float] = {}
     for record in outcome.rounds:
         spent |= record.spent_epsilon
-    # The number of test examples leaves with the metrics; exact ones contain it.
-    left: dict[str, list[str]] = {"exact": ["metrics"], "noised": ["number of test examples"], "none": []}
-    declared = ["number of training examples", *left[privacy.metrics]]
+    # The number of test examples leaves with the metrics.
+    declared = ["number of training examples", *(["metrics"] if privacy.metrics == "exact" else [])]
     return {**privacy.model_dump(mode="json"), "spent": dict(sorted(spent.items())), "outside_budget": declared}
 
 

@@ -222,7 +222,7 @@ class SiteEndpoint:
         self.events = (*self.events, *new)
         if self.changes is not None:
             self.changes.measure(update, self.site.weights)
-        accounting = self.site.trainer.mechanism or self.site.trainer.metric_release
+        accounting = self.site.trainer.mechanism
         if accounting is None:
             return update
         return replace(update, metrics={**update.metrics, EPSILON: accounting.compute_spent()})

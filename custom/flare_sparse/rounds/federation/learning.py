@@ -16,7 +16,7 @@ from torch.nn import functional
 from ...core.errors import UndefinedScores
 from ...core.exchange import Contribution, Patch
 from ...core.mask import Mask
-from ...methods.aggregation.robust import clip_deltas
+from ...methods.aggregation.weighted import clip_deltas
 from ...methods.method import Method
 from ..endpoints.server import ServerEndpoint
 from .roster import AttemptResult
