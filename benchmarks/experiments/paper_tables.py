@@ -31,7 +31,6 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from cost import measure_cost
 from page_tables import write_section
 from runs import CONFIGS, claim
 from torch.utils.data import ConcatDataset
@@ -40,6 +39,7 @@ import flare_sparse as fs
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.results.audit.attribution import attack_between_sites
 from flare_sparse.results.audit.training import compute_gradient_features
+from flare_sparse.results.runs.cost import measure_cost
 from flare_sparse.results.runs.load import load_study, load_trained_model
 
 mpl.use("Agg")

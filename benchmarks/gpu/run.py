@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peak_memory import PeakMemory
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,6 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "custom"))
 
+from flare_sparse.api.memory import PeakMemory  # noqa: E402
 from flare_sparse.compute.structure.graph import trace_network  # noqa: E402
 from flare_sparse.compute.structure.removal import build_live_mask, find_removable_layers, narrow_network  # noqa: E402
 from flare_sparse.config.assemble import assemble, build_initial_model, open_site  # noqa: E402

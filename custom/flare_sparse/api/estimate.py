@@ -17,6 +17,7 @@ from ..rounds.local.dry_run import DryTrainer, dry_run
 from ..tasks.data.partition import PARTITIONERS, partition_cohort
 from ..tasks.task import SiteData, Task
 from ..training import Site
+from .memory import measure_step
 
 
 def compute_figures(study: Study) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def compute_figures(study: Study) -> dict[str, Any]:
 
 
 def compare_methods(
-    file: str | Path, overrides: Sequence[str], names: Sequence[str]
+    file: str | Path, overrides: Sequence[str], names: Sequence[str], *, measures: bool = False
 ) -> dict[str, dict[str, Any] | FlareSparseError]:
     """Return the figures of a study with each of some methods, by name; for a method that does not fit, its error.
 
@@ -77,7 +78,8 @@ def compare_methods(
     figures: dict[str, dict[str, Any] | FlareSparseError] = {}
     for name in names:
         try:
-            figures[name] = compute_figures(Study.load(file, [*overrides, f"method.name={name}"]))
+            study = Study.load(file, [*overrides, f"method.name={name}"])
+            figures[name] = compute_figures(study) | ({"memory": measure_step(study)} if measures else {})
         except FlareSparseError as error:
             figures[name] = error
     return figures

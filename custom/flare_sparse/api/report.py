@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, FlareSparseError, UntrustedCode
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
 from ..results.runs.comparison import describe_runs
-from ..results.runs.load import load_study
+from ..results.runs.cost import BATCH, load_inputs, measure_cost
+from ..results.runs.load import load_study, load_trained_model
 from ..results.runs.predictions import (
     PICTURES_FILE,
     PREDICTIONS_FILE,
@@ -18,7 +20,7 @@ from ..results.runs.predictions import (
     write_pictures,
 )
 from ..results.runs.received import name_damage
-from ..results.runs.results import EVALUATIONS, RunResult, read_runs
+from ..results.runs.results import COST_FILE, EVALUATIONS, RunResult, read_runs
 from ..tasks.task import Task
 
 
@@ -46,6 +48,10 @@ def write_reports(
         ConfigError: the extra report is not installed, or a folder holds no finished run.
     """
     results, notes = read_with_predictions(runs, baselines=baselines, observer=observer)
+    for run in results:
+        ensure_cost(run, observer)
+    # Read again, as for predictions.
+    results = read_runs(list(runs))
     if pictures:
         for run in results:
             ensure_pictures(run, observer)
@@ -102,6 +108,21 @@ def ensure_predictions(run: RunResult, observer: Observer = SILENT) -> str:
         return str(error)
     predictions.write(run.path / EVALUATIONS / PREDICTIONS_FILE)
     return ""
+
+
+def ensure_cost(run: RunResult, observer: Observer = SILENT) -> None:
+    """Measure what a prediction costs, unless the run's folder says so; the sites' data must be on this machine."""
+    if run.cost or run.predictions is None or run.personal_model:
+        return
+    try:
+        study = load_study(run.path)
+        with limit_threads(study.config.torch_threads):
+            site = next(iter(study.prepare_sites(run.path, observer).values()))
+            cost = measure_cost(load_trained_model(study), load_inputs(study, site, BATCH))
+    except FlareSparseError as error:
+        observer.say(f"{run.label}: the cost of a prediction is not measured: {error}")
+        return
+    write_json(run.path / EVALUATIONS / COST_FILE, {"identity": run.identity, **cost})
 
 
 def ensure_pictures(run: RunResult, observer: Observer = SILENT) -> None:

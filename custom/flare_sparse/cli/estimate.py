@@ -1,4 +1,4 @@
-"""``flare-sparse estimate``: bytes and scalars of a run, without data or training."""
+"""``flare-sparse estimate``: bytes and scalars of a run, without data or training; memory of a step, with data."""
 
 import json
 import shlex
@@ -24,6 +24,13 @@ def estimate(
             min=1, help="With privacy: training subjects of every site, where the data is not here to count them"
         ),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Also take training steps on a site's data: memory, and the time of all steps on this machine",
+        ),
+    ] = False,
     link: Annotated[
         str | None,
         typer.Option(help="Also the time of a site's messages on its link, such as 10mbit; its delays not counted"),
@@ -54,6 +61,8 @@ def estimate(
 
         flare-sparse estimate app_configs/dp_morphometry_age.yaml --subjects 100 --json
 
+        flare-sparse estimate app_configs/neurosfl_segmentation.yaml --measure
+
         flare-sparse estimate app_configs/neurosfl_brain_age.yaml --methods fedavg,neurosfl,topk_ef --link 10mbit
     """
     from ..api.estimate import compare_methods, compute_figures, forecast_privacy, parse_link
@@ -64,13 +73,17 @@ def estimate(
         if subjects is not None:
             raise ConfigError("--subjects is for one method; leave it or --methods out")
         names = [name.strip() for name in methods.split(",")]
-        compared = compare_methods(config, set_ or (), names)
+        compared = compare_methods(config, set_ or (), names, measures=measure)
         _show_methods(compared, shlex.join([str(config), *_repeat(set_ or ())]), rate, as_json=JSON.get())
         return
     study = Study.load(config, set_ or ())
     figures = compute_figures(study)
     if study.config.privacy is not None:
         figures |= forecast_privacy(study, subjects)
+    if measure:
+        from ..api.memory import measure_step
+
+        figures["memory"] = measure_step(study)
     if rate is not None:
         figures["seconds_on_link"] = compute_seconds(figures, rate)
     if JSON.get():
@@ -98,16 +111,22 @@ def _show_methods(
         row = {"method": name, "fits": True, "bytes": total, "dense_bytes": dense}
         if rate is not None:
             row["seconds_on_link"] = compute_seconds(found, rate)
-        rows.append({**row, "command": f"flare-sparse run {study} --set method.name={name}"})
+        rows.append({**row, **_pick_needs(found), "command": f"flare-sparse run {study} --set method.name={name}"})
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
     fitting = [row for row in rows if row["fits"]]
     heads = [] if rate is None else [f"at {rate / 1e6:g} Mbit/s"]
+    heads += ["memory", "training"] if any("memory_bytes" in row for row in fitting) else []
     cells = [
         [
             *(str(row["method"]), format_bytes(row["bytes"]), compare_with_dense(row["bytes"], row["dense_bytes"])),
             *([] if rate is None else [format_duration(row["seconds_on_link"])]),
+            *(
+                [format_bytes(row["memory_bytes"]), format_duration(row["training_seconds"])]
+                if "memory_bytes" in row
+                else []
+            ),
         ]
         for row in fitting
     ]
@@ -120,6 +139,12 @@ def _show_methods(
 def _repeat(overrides: Sequence[str]) -> list[str]:
     """Return the options that give the overrides."""
     return [word for override in overrides for word in ("--set", override)]
+
+
+def _pick_needs(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the memory of a step and the time of all, where they were measured."""
+    needs = figures.get("memory")
+    return {} if needs is None else {"memory_bytes": needs["total"], "training_seconds": needs["training_seconds"]}
 
 
 def _show(console: Console, figures: dict[str, Any]) -> None:
@@ -136,6 +161,17 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
     console.print(f"training messages carry {figures['scalars']:,} of {figures['dense_scalars']:,} scalars")
     if figures["paper_scalars"] is not None:
         console.print(f"by the paper's counting rule: {figures['paper_scalars']:,} scalars")
+    if (memory := figures.get("memory")) is not None:
+        console.print(
+            f"memory: {format_bytes(memory['total'])} in a step of {memory['batch_size']} examples at "
+            f"{memory['site']}, {format_bytes(memory['weights'])} of it weights; data set and libraries come on top",
+            markup=False,
+        )
+        console.print(
+            f"training: {format_duration(memory['training_seconds'])} at {memory['site']} on this machine, "
+            f"{1000 * memory['step_seconds']:.1f} ms a step; evaluations and messages come on top",
+            markup=False,
+        )
     if "seconds_on_link" in figures:
         console.print(f"a site's messages take {format_duration(figures['seconds_on_link'])} on its link")
     if "epsilon" in figures:

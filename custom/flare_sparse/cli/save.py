@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _INPUTS = 4
 """Examples on which the ONNX file is compared with the network."""
-Format = Literal["network", "sparse", "int8", "compact", "onnx"]
+Format = Literal["network", "sparse", "int8", "csr", "compact", "onnx"]
 
 
 def save(
@@ -32,8 +32,9 @@ def save(
         typer.Option(
             "--format",
             help="network: as other libraries read it; sparse: the smallest folder that load_model reads; int8: the "
-            "same with values of 8 bits, which changes predictions a little; compact: without the units and channels "
-            "that compute nothing; onnx: a file, without these, too, after a check that it computes the same",
+            "same with values of 8 bits, which changes predictions a little; csr: each tensor as a sparse matrix of "
+            "scipy; compact: without the units and channels that compute nothing; onnx: a file, without these, too, "
+            "after a check that it computes the same",
         ),
     ] = "network",
     data: Annotated[
@@ -60,7 +61,7 @@ def save(
     """
     from ..compute.structure.compact import compact_model
     from ..results.runs.load import describe_missing, load_study, load_trained_model
-    from ..results.runs.small import save_small_run
+    from ..results.runs.small import save_csr, save_small_run
 
     study = load_study(run)
     if context is not None:
@@ -72,6 +73,8 @@ def save(
     network = compact_model(network) if form == "compact" else network
     if form in ("sparse", "int8"):
         save_small_run(study, model, folder, "int8" if form == "int8" else None)
+    elif form == "csr":
+        save_csr(network, folder / "csr")
     elif form == "onnx":
         _save_onnx(study, network, folder, data)
     else:
@@ -134,10 +137,8 @@ def _load_inputs(study: Study, data: Path | None) -> Tensor:
     Raises:
         ConfigError: the network takes more than one tensor, or there is no data.
     """
-    from torch import Tensor
-
     from ..config.withdrawals import open_data
-    from ..tasks.task import load_examples
+    from ..results.runs.cost import load_inputs
 
     if data is not None:
         site = open_data(study.folder, data, "data")
@@ -145,9 +146,4 @@ def _load_inputs(study: Study, data: Path | None) -> Tensor:
         raise ConfigError("--format onnx: the run has no simulator section and so no data; add --data DIR")
     else:
         site = next(iter(study.prepare_sites(study.folder, Screen()).values()))
-    task = study.assembly.task
-    batch = next(task.iterate_batches(load_examples(task, site, study.config.seed).test, _INPUTS))
-    inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
-    if not isinstance(inputs, Tensor):
-        raise ConfigError(f"expected a network whose input is one tensor, found {type(inputs).__name__}")
-    return inputs
+    return load_inputs(study, site, _INPUTS)

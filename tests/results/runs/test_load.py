@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from scipy.sparse import load_npz
 from torch import nn
 from typer.testing import CliRunner
 
@@ -104,8 +105,8 @@ def test_interrupted_run_and_run_without_a_common_model_are_explained(tmp_path: 
 
 
 @pytest.mark.slow
-def test_smallest_folder_loads_to_the_same_model(run: Path, tmp_path: Path) -> None:
-    for form in ("sparse", "int8"):
+def test_smallest_folder_loads_to_the_same_model_and_matrices_to_its_tensors(run: Path, tmp_path: Path) -> None:
+    for form in ("sparse", "int8", "csr"):
         result = CliRunner().invoke(app, ["save", str(run), "--format", form, "--out", str(tmp_path / form)])
         assert result.exit_code == 0, result.output
         assert "the dense model takes" in result.output
@@ -116,6 +117,8 @@ def test_smallest_folder_loads_to_the_same_model(run: Path, tmp_path: Path) -> N
         assert float((rounded[name] - tensor).abs().max()) <= 0.02 * max(
             float(t.abs().max()) for t in expected.values()
         )
+        matrix = load_npz(tmp_path / "csr" / "csr" / f"{name}.npz").toarray()
+        assert np.array_equal(matrix.ravel(), tensor.numpy().ravel())
     sizes = [sum(f.stat().st_size for f in folder.glob("model.safetensors")) for folder in (tmp_path / "int8", run)]
     assert sizes[0] < sizes[1] < 0.2 * sum(tensor.nbytes for tensor in expected.values())
     refused = CliRunner().invoke(app, ["save", str(run), "--format", "compact"])

@@ -14,6 +14,8 @@ from ..runs.results import RunResult, group_by_seed, label_groups
 from ..runs.subgroups import Gap, Subgroup, find_largest_gap, pool_subgroups
 
 NO_TESTS = "no test examples"
+WAYS = ("dense", "sparse", "compact")
+"""Ways to compute a network, as :func:`flare_sparse.results.runs.cost.measure_cost` names them."""
 NOT_COUNTED = "not counted"
 """In place of a number of test examples, where metrics come without it, as a training script may send them."""
 OUTCOMES: dict[str, tuple[str, Callable[[np.ndarray], str]]] = {
@@ -264,13 +266,22 @@ def build_privacy(runs: Sequence[RunResult]) -> ReportTable | None:
 
 
 def build_sizes(runs: Sequence[RunResult]) -> ReportTable:
-    """Return bytes and live parameters of the final models."""
+    """Return bytes, live parameters and cost of a prediction of the final models."""
+    columns = ["run", "bytes on disk", "live parameters", "of", *(f"MACs, {way}" for way in WAYS)]
+    columns += [f"examples/s, {way}" for way in WAYS]
     rows = []
     for run in runs:
-        size = run.summary["model"]
-        rows.append([run.label, *(f"{size[name]:,}" for name in ("bytes", "live", "parameters"))])
-    note = "Live: not off by the mask; the file has their values alone."
-    return ReportTable("Size of the model", ["run", "bytes on disk", "live parameters", "of"], rows, note)
+        size, ways = run.summary["model"], [run.cost.get(way, {}) for way in WAYS]
+        macs = [f"{way['macs']:,}" if "macs" in way else "-" for way in ways]
+        speeds = [f"{way['examples_per_second']:.0f}" if "examples_per_second" in way else "-" for way in ways]
+        counts = [f"{size[name]:,}" for name in ("bytes", "live", "parameters")]
+        rows.append([run.label, *counts, *macs, *speeds])
+    note = (
+        "MACs: multiply-accumulates of an example, as torch counts them. Sparse: of weights that are not zero, by this "
+        "package's kernels. Compact: of the network without units that compute nothing. A dash: not measured, because "
+        "the data is not on this machine, or no smaller network computes the same."
+    )
+    return ReportTable("Size of the model", columns, rows, note)
 
 
 def build_events(runs: Sequence[RunResult]) -> ReportTable | None:

@@ -25,6 +25,8 @@ EVALUATIONS = "evaluations"
 """Folder of the evaluations of a run's models, in the result folder."""
 CROSS_SITE_FILE = "cross_site.json"
 """File in that folder with the metrics of every model at every site."""
+COST_FILE = "cost.json"
+"""File in that folder with what a prediction of the final model costs."""
 AUDIT_FILE = "audit.json"
 """File with the record of ``flare-sparse audit``, in the result folder."""
 AUDIT_FOLDER = "audit"
@@ -215,6 +217,12 @@ class RunResult:
     def pictures(self) -> list[CasePicture]:
         """Pictures of some test cases of every site; empty if ``flare-sparse report`` has not drawn any."""
         return read_pictures(self.path / EVALUATIONS / PICTURES_FILE, self.identity) or []
+
+    @cached_property
+    def cost(self) -> dict[str, Any]:
+        """What a prediction costs, by ``flare-sparse report``; empty if it is not measured."""
+        record = _read_json(self.path / EVALUATIONS / COST_FILE)
+        return record if record.get("identity") == self.identity else {}
 
     @property
     def identity(self) -> str:

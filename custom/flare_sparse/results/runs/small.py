@@ -1,8 +1,12 @@
-"""A run's model in few bytes, for others to read: a small result folder (docs/model-files.md)."""
+"""A run's model in few bytes, for others to read: a small result folder, or sparse matrices (docs/model-files.md)."""
 
 from pathlib import Path
 
+from torch import nn
+
 from ...config.study import Study
+from ...core.errors import ConfigError
+from ...core.params import Layout
 from ...wire.formats import ValueType
 from .folder import RunFolder
 from .load import FILES, read_run_model
@@ -32,3 +36,23 @@ def save_small_run(study: Study, name: str, folder: Path, values: ValueType | No
         save_model(file, assembly.layout, assembly.layout.flatten(whole), live, values)
     else:
         save_model(file, assembly.network, weights, None, values)
+
+
+def save_csr(network: nn.Module, folder: Path) -> None:
+    """Write each float tensor of a network as a sparse matrix: ``scipy.sparse.load_npz(folder / "NAME.npz")``.
+
+    A row of the matrix has the entries of one index of the tensor's first axis; a vector is one row.
+
+    Raises:
+        ConfigError: scipy is not installed.
+    """
+    try:
+        from scipy.sparse import csr_array, save_npz
+    except ImportError as error:
+        raise ConfigError("--format csr needs scipy: pip install 'flare-sparse[segmentation]'") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    state = network.state_dict()
+    for spec in Layout.from_module(network).tensors:
+        tensor = state[spec.name].detach()
+        matrix = tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+        save_npz(folder / f"{spec.name}.npz", csr_array(matrix.numpy()))

@@ -7,15 +7,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from flare_sparse.compute.structure.compact import compact_model
-from flare_sparse.core.errors import FlareSparseError
-from flare_sparse.results.runs.load import compile_model
-from flare_sparse.training.compute import can_use_kernels
+from ...compute.structure.compact import compact_model
+from ...config.study import Study
+from ...core.errors import ConfigError, FlareSparseError
+from ...tasks.task import SiteData, load_examples
+from ...training.compute import can_use_kernels
+from .load import compile_model
 
 BATCH = 4
 """Examples that are computed together where time is measured."""
 _REPEATS, _SECONDS = 5, 2.0
 """Timed runs, and the time after which no further one starts: a volume may take seconds."""
+
+
+def load_inputs(study: Study, site: SiteData, count: int) -> Tensor:
+    """Return inputs of at most ``count`` test examples of a site.
+
+    Raises:
+        ConfigError: the network takes more than one tensor.
+    """
+    task = study.assembly.task
+    batch = next(task.iterate_batches(load_examples(task, site, study.config.seed).test, count))
+    inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
+    if not isinstance(inputs, Tensor):
+        raise ConfigError(f"expected a network whose input is one tensor, found {type(inputs).__name__}")
+    return inputs
 
 
 def measure_cost(model: nn.Module, inputs: Tensor) -> dict[str, Any]:
