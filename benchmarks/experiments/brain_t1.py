@@ -37,8 +37,8 @@ from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_base
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation import Outcome
 from flare_sparse.tasks.models.brain_age import HemisphereMean
-from flare_sparse.tasks.models.fields import Channels, Count, Volume
 from flare_sparse.tasks.models.registry import MODELS
+from flare_sparse.tasks.models.shapes import Channels, Count, Volume
 from flare_sparse.tasks.task import Examples, Task
 from flare_sparse.training import LocalTask, Site, build_site
 from flare_sparse.training.trainer import Trainer

@@ -46,8 +46,8 @@ from flare_sparse.core.seeds import require_deterministic  # noqa: E402
 from flare_sparse.methods.registry import METHODS  # noqa: E402
 from flare_sparse.rounds.local.run import run_locally  # noqa: E402
 from flare_sparse.tasks.models import build_model  # noqa: E402
-from flare_sparse.tasks.models.fields import Count, Image  # noqa: E402
 from flare_sparse.tasks.models.registry import MODELS  # noqa: E402
+from flare_sparse.tasks.models.shapes import Count, Image  # noqa: E402
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task  # noqa: E402
 from flare_sparse.training import LocalTask, Site, build_site  # noqa: E402
 from flare_sparse.training.config import Hardware, TrainingConfig  # noqa: E402
@@ -166,9 +166,7 @@ class Network:
         """Return the smallest network of the kind that its builder accepts."""
         small = {"alexnet3d": (69, 73, 69), "brain_age_cnn": (64, 64, 64)}.get(self.model, (32, 32, 32))
         key = "volume" if "volume" in self.settings else "patch"
-        kept = {k: v for k, v in self.settings.items() if k not in ("channels", "width", "hidden", "layers", "heads")}
-        if self.model == "vit3d":
-            key = "volume"
+        kept = {name: value for name, value in self.settings.items() if name != "channels"}
         return replace(self, settings={**kept, key: small}, shape=small, batch=2)
 
     def build(self) -> nn.Module:
@@ -182,12 +180,6 @@ NETWORKS = {
         "basic_unet", {"patch": (96, 96, 96), "channels": (32, 32, 64, 128, 256, 32)}, (96, 96, 96), 2
     ),
     "dyn_unet": Network("dyn_unet", {"patch": (96, 96, 96)}, (96, 96, 96), 2),
-    "vit_b": Network(
-        "vit3d",
-        {"volume": (96, 96, 96), "patch": 16, "width": 768, "hidden": 3072, "layers": 12, "heads": 12},
-        (96, 96, 96),
-        2,
-    ),
 }
 
 

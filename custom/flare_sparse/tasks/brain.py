@@ -16,9 +16,8 @@ from .data import bids
 from .data.augmentation import Augmentation
 from .data.cases import CaseSettings, load_cases
 from .data.volumes import Normalization, build_preprocessing, read_voxels
-from .models import ModelConfig
-from .models.config import require_input
-from .models.fields import Volume
+from .models import ModelConfig, require_input
+from .models.shapes import Volume
 from .task import Cohort, Examples, Metric, SiteData
 
 

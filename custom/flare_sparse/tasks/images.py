@@ -15,9 +15,8 @@ from ..core.needs import Needs
 from .classes import check_class_weights, compute_binary_metrics, compute_cross_entropy, list_weight_needs
 from .data.augmentation import Augmentation
 from .data.images import read_cohort, read_images
-from .models import ModelConfig
-from .models.config import require_input
-from .models.fields import Image
+from .models import ModelConfig, require_input
+from .models.shapes import Image
 from .task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
 
 

@@ -43,9 +43,8 @@ from .data.segmentation import (
     take_central_patch,
     write_labels,
 )
-from .models import ModelConfig
-from .models.config import require_input
-from .models.fields import Count, Volume
+from .models import ModelConfig, require_input
+from .models.shapes import Count, Volume
 from .task import Cohort, Examples, Metric, Picture, SiteData
 
 

@@ -27,7 +27,7 @@ from .data.features import (
     scale_anatomically,
 )
 from .data.screening import screen_subjects
-from .data.tables import PLAIN, Spelling, Table, read_table
+from .data.tables import Decimal, Table, read_table
 from .outcomes import NumberOutcome
 from .table_config import TableConfig
 from .task import Cohort, Column, Examples, Metric, SiteData, Task, TaskConfig, build_examples
@@ -54,7 +54,7 @@ class TableTask(Task):
     def model(self) -> nn.Module:
         """Return the configured network."""
         network = self.config.model.build(
-            features=self.config.num_inputs, outputs=self._outcome.outputs, numbers=self.config.numeric_inputs
+            features=len(self.config.numeric_inputs), outputs=self._outcome.outputs, numbers=self.config.numeric_inputs
         )
         layers = OrderedDict(network=network)
         if self.config.scales_in_network:
@@ -89,7 +89,7 @@ class TableTask(Task):
         codes = tuple((column, frozenset(values)) for column, values in config.codes_by_column.items())
         named = (config.target, config.event, config.group, config.id, site_id, *config.rows)
         columns = frozenset({*config.features, *(name for name in named if name is not None)})
-        return _read_file(path, codes, Spelling(config.decimal, config.censored), columns)
+        return _read_file(path, codes, config.decimal, columns)
 
     def list_row_conditions(self) -> list[Term]:
         """Return the conditions of ``rows``, and the codes of missing values that are not filled in."""
@@ -176,34 +176,14 @@ class TableTask(Task):
 
     def _number_rows(self, table: Table) -> dict[str, int]:
         """Return the rows that are examples, by identifier."""
-        ids, chosen = self._get_ids(table), np.ones(table.rows, bool)
+        own = self.config.id
+        ids = [str(row) for row in range(1, table.rows + 1)] if own is None else table.get_ids(own)
+        chosen = np.ones(table.rows, bool)
         for name, values in self.config.rows.items():
             chosen &= np.isin(read_labels(table, name, values), values)
         if not chosen.any():
             raise DataError(f"{table.source}: no row has {self.config.describe_rows()} (task.rows)")
         return {ids[row]: int(row) for row in np.flatnonzero(chosen)}
-
-    def _get_ids(self, table: Table) -> tuple[str, ...]:
-        """Return the identifier of each row.
-
-        Raises:
-            DataError: an identifier occurs twice or is missing.
-        """
-        if self.config.id is None:
-            return tuple(str(row) for row in range(1, table.rows + 1))
-        ids = table.get_names(self.config.id)
-        if "" in ids:
-            raise DataError(
-                f"{table.source}: column {self.config.id!r} has no identifier in {ids.count('')} of {len(ids)} rows "
-                f"(first: row {ids.index('') + 1}); fill it in, or remove rows of units and totals"
-            )
-        if repeated := [name for name, count in Counter(ids).items() if count > 1]:
-            raise DataError(
-                f"{table.source}: {len(repeated)} identifiers in column {self.config.id!r} occur more than once "
-                f"(first: {repeated[0]!r}). If a subject has several rows, set task.group: {self.config.id} "
-                "and task.id: null; otherwise remove the repeated rows"
-            )
-        return tuple(ids)
 
     def _select(self, data: SiteData, table: Table, row_of: Mapping[str, int]) -> tuple[str, ...]:
         """Return the identifiers of the rows that a site may use."""
@@ -267,22 +247,20 @@ Codes = tuple[tuple[str, frozenset[str]], ...]
 """Values that stand for missing ones, by column."""
 
 
-def _read_file(
-    path: Path, codes: Codes = (), spelling: Spelling = PLAIN, columns: frozenset[str] = frozenset()
-) -> Table:
+def _read_file(path: Path, codes: Codes = (), decimal: Decimal = ".", columns: frozenset[str] = frozenset()) -> Table:
     """Return the table at ``path``; values among the codes of their column are missing.
 
     Of a Parquet file, only ``columns`` are read; an empty set means all.
     """
     needed = columns if path.suffix == ".parquet" else frozenset()
-    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0, codes, spelling, needed)
+    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0, codes, decimal, needed)
 
 
 # As it is in the file for the partition, and with the job's rules for the sites.
 @lru_cache(maxsize=2)
-def _read_cached(path: Path, version: int, codes: Codes, spelling: Spelling, columns: frozenset[str]) -> Table:
+def _read_cached(path: Path, version: int, codes: Codes, decimal: Decimal, columns: frozenset[str]) -> Table:
     """Read a table, and keep it while its file is unchanged: the sites of a simulated federation share one file."""
-    if not codes and spelling == PLAIN:
+    if not codes and decimal == ".":
         return read_table(path, columns)
-    table = _read_cached(path, version, (), PLAIN, columns)
-    return Table(path, table.columns, dict(codes), spelling)
+    table = _read_cached(path, version, (), ".", columns)
+    return Table(path, table.columns, dict(codes), decimal)

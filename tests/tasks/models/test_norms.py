@@ -8,8 +8,7 @@ from torch import nn
 
 from flare_sparse.compute.structure.nodes import choose_groups, mixes_examples, replace_batch_norms
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.tasks.models.config import ModelConfig
-from flare_sparse.tasks.models.registry import MODELS
+from flare_sparse.tasks.models import MODELS, ModelConfig
 from flare_sparse.training.private import check_private_network
 
 

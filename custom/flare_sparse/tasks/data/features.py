@@ -21,7 +21,7 @@ import yaml
 
 from ...core.errors import DataError
 from ...core.names import find_similar
-from .tables import DATES, MISSING, Table, is_number
+from .tables import MISSING, Table, is_number
 
 Labels = tuple[str | tuple[str, tuple[str, ...]], ...]
 """Labels in order; one that stands for several of the table is a pair: ``("disease", ("1", "2"))``."""
@@ -79,9 +79,18 @@ def name_labels(labels: Labels) -> list[str]:
     return [label if isinstance(label, str) else label[0] for label in labels]
 
 
-def count_inputs(columns: Sequence[str], categories: Mapping[str, Labels], *, has_indicators: bool) -> int:
-    """Return the number of inputs of :func:`encode_features`, which server and sites must agree on without data."""
-    return sum(len(categories.get(name, ("",))) for name in columns) + (len(columns) if has_indicators else 0)
+def list_inputs(
+    columns: Sequence[str], categories: Mapping[str, Labels], *, has_indicators: bool
+) -> list[tuple[str, bool]]:
+    """Return the name of each input and whether it is a number; server and sites must agree on them without data.
+
+    Arguments are those of :func:`encode_features`.
+    """
+    inputs = []
+    for name in columns:
+        labels = categories.get(name)
+        inputs += [(name, True)] if labels is None else [(f"{name}={label}", False) for label in name_labels(labels)]
+    return inputs + [(f"{name} missing", False) for name in columns if has_indicators]
 
 
 def encode_features(
@@ -99,24 +108,17 @@ def encode_features(
         DataError: columns are missing, columns of numbers contain text, or categories are unknown; it names all of
             them.
     """
-    parts, names, numbers, missing = [], [], [], []
-    problems, texts = [], []
+    parts, missing, problems, texts = [], [], [], []
     for name in columns:
         try:
-            if name in categories:
-                values, absent = _encode_categories(table, name, categories[name])
-            else:
-                values = _read_numbers(table, name)[:, None]
-                absent = np.isnan(values[:, 0])
+            values, absent = _encode_column(table, name, categories.get(name))
         except DataError as error:
             if name in categories or name not in table.columns or table.find_date(name) or not table.is_text(name):
                 problems.append(str(error))
             else:
                 texts.append(name)
             continue
-        names += [f"{name}={category}" for category in name_labels(categories[name])] if name in categories else [name]
         parts.append(values)
-        numbers += [name not in categories] * values.shape[1]
         missing.append(absent)
     if texts:
         problems.append(_describe_texts(table, texts))
@@ -125,9 +127,9 @@ def encode_features(
     marks = np.stack(missing, axis=1)
     if has_indicators:
         parts.append(marks.astype(np.float64))
-        names += [f"{name} missing" for name in columns]
-        numbers += [False] * len(columns)
-    return Features(np.hstack(parts), tuple(names), np.array(numbers), marks, tuple(columns))
+    inputs = list_inputs(columns, categories, has_indicators=has_indicators)
+    names, numbers = zip(*inputs, strict=True)
+    return Features(np.hstack(parts), names, np.array(numbers), marks, tuple(columns))
 
 
 def compute_scale(features: Features, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -167,7 +169,11 @@ def _format_label(label: str) -> str:
     return text.strip()[1:-1]
 
 
-def _encode_categories(table: Table, name: str, categories: Labels) -> tuple[np.ndarray, np.ndarray]:
+def _encode_column(table: Table, name: str, categories: Labels | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs ``(n, d)`` of a column, and which rows have no value."""
+    if categories is None:
+        numbers = table.get_numbers(name)
+        return numbers[:, None], np.isnan(numbers)
     position = number_labels(categories)
     labels = read_labels(table, name, position)
     if unknown := sorted({label for label in labels if label} - set(position)):
@@ -180,17 +186,6 @@ def _encode_categories(table: Table, name: str, categories: Labels) -> tuple[np.
         )
     numbers = np.array([position.get(label, -1) for label in labels])
     return (numbers[:, None] == np.arange(len(categories))).astype(np.float64), numbers < 0
-
-
-def _read_numbers(table: Table, name: str) -> np.ndarray:
-    """Return a column of numbers, NaN where one is missing.
-
-    Raises:
-        DataError: it is missing, or has text or dates.
-    """
-    if date := table.find_date(name):
-        raise DataError(f"{table.source}: column {name!r} is among task.features, but {DATES.format(date=date)}")
-    return table.get_numbers(name)
 
 
 def _describe_texts(table: Table, names: Sequence[str]) -> str:

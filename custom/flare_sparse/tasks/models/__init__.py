@@ -1,6 +1,5 @@
 """Networks by name, built from MONAI and torch modules. A builder is a function of keyword settings."""
 
-from .config import ModelConfig
-from .registry import MODELS, build_model
+from .registry import MODELS, ModelConfig, build_model, require_input
 
-__all__ = ["MODELS", "ModelConfig", "build_model"]
+__all__ = ["MODELS", "ModelConfig", "build_model", "require_input"]

@@ -12,7 +12,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from itertools import takewhile
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,10 +105,7 @@ def load_base(network: nn.Module, folder: Path, base: Base) -> str:
             raise ConfigError(f"task.base.new: {pattern!r} matches no tensor of the network: {list_first(expected, 5)}")
     new = set(base.list_new(expected))
     wanted = {name: shape for name, shape in expected.items() if name not in new}
-    # A whole file may be wrapped, as DataParallel does, and be a part of the network, too.
-    files_names = (tensors, _strip_wrapper(tensors))
-    matches = [_match_names(wanted, {name: tuple(value.shape) for name, value in part.items()}) for part in files_names]
-    tensors, sources = max(zip(files_names, matches, strict=True), key=lambda pair: len(pair[1]))
+    sources = _match_names(wanted, {name: tuple(value.shape) for name, value in tensors.items()})
     if missing := [name for name in wanted if name not in sources]:
         raise ConfigError(
             f"task.base: {len(missing)} of {len(wanted)} tensors are not in {file} with their shape: "
@@ -136,24 +133,12 @@ def _match_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tupl
     One prefix, which the names of the file have more or less than those of the network, applies to all of them: the
     one with which most tensors match, the shortest of several.
     """
-    ends: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for name, shape in found.items():
-        parts = name.split(".")
-        for start in range(len(parts)):
-            ends.setdefault((".".join(parts[start:]), shape), []).append(name)
-    prefixes: Counter[tuple[str, str]] = Counter()
-    for name, shape in wanted.items():
-        parts = name.split(".")
-        for start in range(len(parts)):
-            for source in ends.get((".".join(parts[start:]), shape), ()):
-                short, full = ".".join(parts[start:]), source
-                # Either the file's name or the network's has a prefix, never both.
-                if start == 0:
-                    prefixes["", full[: len(full) - len(short)]] += 1
-                elif full == short:
-                    prefixes[name[: len(name) - len(short)], ""] += 1
-    if not prefixes:
-        return {}
+    prefixes: Counter[tuple[str, str]] = Counter({("", ""): 0})
+    for name, source in product(wanted, found):
+        if wanted[name] == found[source] and f".{source}".endswith(f".{name}"):
+            prefixes["", source.removesuffix(name)] += 1
+        elif wanted[name] == found[source] and name.endswith(f".{source}"):
+            prefixes[name.removesuffix(source), ""] += 1
     own, other = min(prefixes, key=lambda pair: (-prefixes[pair], len(pair[0]) + len(pair[1]), pair))
     sources = {name: other + name.removeprefix(own) for name in wanted if name.startswith(own)}
     return {name: source for name, source in sources.items() if found.get(source) == wanted[name]}
@@ -187,14 +172,6 @@ def _select_dense(tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
         for name, value in tensors.items()
         if value.is_floating_point() and value.layout == torch.strided and not value.is_meta
     }
-
-
-def _strip_wrapper(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without the first parts of their names that are the same in all of them."""
-    parts = {name: name.split(".") for name in tensors}
-    columns = zip(*(path[:-1] for path in parts.values()), strict=False)
-    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-    return {".".join(parts[name][shared:]): value for name, value in tensors.items()}
 
 
 def _list_states(content: Any) -> list[dict[str, Tensor]]:

@@ -18,8 +18,16 @@ from math import prod
 from torch import Tensor, nn
 
 from ...inputs.scaling import InputScaler
-from .fields import Channels, Count, Share, Units, Volume
-from .shapes import build_convolution_block, compute_feature_map_shape, count_windows
+from .shapes import (
+    Channels,
+    Count,
+    Share,
+    Units,
+    Volume,
+    build_convolution_block,
+    compute_feature_map_shape,
+    count_windows,
+)
 from .small import mlp
 
 PAPER_CHANNELS = (32, 64, 128, 256, 256)

@@ -1,18 +1,23 @@
-"""Registry of networks; a network's settings are validated against the annotations of its builder."""
+"""Networks by name, and the ``model`` section of a task: a network and its settings, as ``{name: mlp, hidden: [64]}``.
+
+A network's settings are validated against the annotations of its builder.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails
 from torch import nn
 
+from ...compute.structure.nodes import replace_batch_norms
 from ...core.errors import ConfigError, suggest
+from ...core.settings import Settings
 from .brain_age import alexnet3d, brain_age_cnn, brain_age_cnn_3mm, voxel_mlp
-from .encoders import resnet3d, vit3d
-from .resnet import resnet32, resnet44, resnet56, resnet110
+from .gates import GateConfig, add_gates
+from .resnet import resnet3d, resnet32, resnet44, resnet56, resnet110
 from .segmentation import basic_unet, dyn_unet, seg_resnet
 from .small import image_cnn, image_cnn6, image_mlp, mlp, resnet_mlp
 
@@ -21,7 +26,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "brain_age_cnn_3mm": brain_age_cnn_3mm,
     "alexnet3d": alexnet3d,
     "resnet3d": resnet3d,
-    "vit3d": vit3d,
     "voxel_mlp": voxel_mlp,
     "resnet32": resnet32,
     "resnet44": resnet44,
@@ -48,11 +52,6 @@ INPUT_KINDS = ("volume", "image", "features", "patch")
 def get_input_kind(name: str) -> str:
     """Return the kind of input that a network takes: ``volume``, ``image``, ``features`` or ``patch``."""
     return next(kind for kind in INPUT_KINDS if kind in inspect.signature(MODELS[name]).parameters)
-
-
-def takes_numbers(name: str) -> bool:
-    """Return whether a network asks which of its inputs are numbers."""
-    return "numbers" in inspect.signature(MODELS[name]).parameters
 
 
 def build_model(name: str, **settings: Any) -> nn.Module:
@@ -103,3 +102,77 @@ def _describe_problem(schema: type[BaseModel], error: ErrorDetails) -> str:
         settings = list(schema.model_fields)
         return f"no setting {field!r}.{suggest(field, settings)} It has: {', '.join(settings)}"
     return f"{field}: {error['msg']}, found {error['input']!r}"
+
+
+FROM_TASK = (*INPUT_KINDS, "inputs", "outputs", "numbers")
+OWN = ("name", "norm", "gates")
+"""Settings that are not those of the network's builder."""
+
+
+class ModelConfig(Settings):
+    """A network and its settings, without the shape of its input and the number of outputs, which the task sets."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    """name of a ready-made network"""
+    norm: Literal["group"] | None = None
+    """group: group normalisation in place of batch normalisation, as privacy needs it; null: as is"""
+    gates: GateConfig | None = None
+    """channel gates around some layers (MetaGater); null: none"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_settings(cls, value: Any) -> Any:
+        """Validate the settings against the network's builder, fill in defaults, and convert them to JSON values."""
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return value
+        name, network_settings = (value["name"], {key: setting for key, setting in value.items() if key not in OWN})
+        if reserved := sorted(set(network_settings) & set(FROM_TASK)):
+            raise ValueError(f"{reserved[0]!r} of a model is set by the task; remove it")
+        # The number of features has no default and comes with the data; any value passes the check of the others.
+        placeholder = {"features": 1} if name in MODELS and get_input_kind(name) == "features" else {}
+        complete = validate_settings(name, {**placeholder, **network_settings})
+        settings = {key: _to_json(v) for key, v in complete.items() if key not in FROM_TASK}
+        return {"name": name, **settings, **{key: value[key] for key in OWN[1:] if key in value}}
+
+    def build(self, **task_settings: Any) -> nn.Module:
+        """Build the network, newly initialised.
+
+        Args:
+            task_settings: input shape and outputs from the task, such as ``volume=(26, 32, 26), outputs=1``.
+
+        Raises:
+            ConfigError: the network does not take this kind of input, the input is too small, or a layer cannot be
+                gated.
+        """
+        # Most networks of features do not distinguish numbers from categories.
+        if "numbers" not in inspect.signature(MODELS[self.name]).parameters:
+            task_settings.pop("numbers", None)
+        network = build_model(self.name, **task_settings, **(self.model_extra or {}))
+        if self.norm == "group" and not replace_batch_norms(network):
+            raise ConfigError(f"model.norm: {self.name} has no batch normalisation; leave norm out")
+        return network if self.gates is None else add_gates(network, self.gates)
+
+
+def require_input(kind: str) -> AfterValidator:
+    """Return a validator of a task's ``model`` that accepts only networks with this kind of input.
+
+    Args:
+        kind: ``volume``, ``image``, ``features`` or ``patch``.
+    """
+
+    def validate_kind(model: ModelConfig) -> ModelConfig:
+        if get_input_kind(model.name) != kind:
+            suitable = [name for name in MODELS if get_input_kind(name) == kind]
+            raise ValueError(
+                f"model {model.name!r} takes {get_input_kind(model.name)}, but this task provides {kind}; choose one "
+                f"of: {', '.join(suitable)}.{suggest(model.name, suitable)}"
+            )
+        return model
+
+    return AfterValidator(validate_kind)
+
+
+def _to_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

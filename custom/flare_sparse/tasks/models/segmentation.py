@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from ...core.errors import ConfigError
-from .fields import Count, Share, Volume
+from .shapes import Count, Share, Volume
 
 Levels = Annotated[tuple[Count, ...], Field(min_length=3, max_length=8)]
 SixLevels = Annotated[tuple[Count, ...], Field(min_length=6, max_length=6)]

@@ -1,4 +1,6 @@
-"""Sizes of feature maps, and the error for inputs that are too small.
+"""Types and ranges of the networks' settings, and the error for inputs that are too small.
+
+Configurations are validated against a builder's annotations.
 
 Blocks with the structure and the names of MONAI's, so that the weights of one fit the other.
 
@@ -8,10 +10,23 @@ They are built from torch alone: importing MONAI takes seconds and 300 MB in eac
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Annotated
 
+from pydantic import Field
 from torch import nn
 
 from ...core.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Features = Annotated[int, Field(ge=1, le=10_000_000)]
+Side = Annotated[int, Field(ge=1, le=4096)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Bins = Annotated[int, Field(ge=1, le=256)]
+Gain = Annotated[float, Field(gt=0, le=1)]
+Channels = Annotated[tuple[Count, ...], Field(min_length=1)]
+Units = tuple[Count, ...]
+Volume = tuple[Side, Side, Side]
+Image = tuple[Side, Side, Side]
 
 SizeFunction = Callable[[int], int]
 """Size of the last feature map along one axis, as a function of the size of the input."""
@@ -38,31 +53,15 @@ def compute_feature_map_shape(
         at_least: fewest elements that the map must have; 2 if an instance normalisation reads it.
 
     Raises:
-        ConfigError: the input is too small; the message names the smallest input of at least its size that works.
+        ConfigError: the input is too small.
     """
     last = tuple(compute_size(size) for size in shape)
     if min(last) >= 1 and prod(last) >= at_least:
         return last
-    smallest = _find_smallest_input(shape, compute_size, at_least)
     raise ConfigError(
         f"model {name!r}: input {_format_shape(shape)} is too small, its last feature map would be "
-        f"{_format_shape(last)}; the smallest that works is {_format_shape(smallest)}. "
-        "Use larger images, or choose a smaller model."
+        f"{_format_shape(last)}. Use larger images, or choose a smaller model."
     )
-
-
-def _find_smallest_input(shape: Sequence[int], compute_size: SizeFunction, at_least: int) -> tuple[int, ...]:
-    """Enlarge an input, axis by axis, until it works; axes that are large enough keep their size."""
-    enlarged = [_enlarge(size, compute_size, 1) for size in shape]
-    if prod(compute_size(size) for size in enlarged) < at_least:
-        enlarged[-1] = _enlarge(enlarged[-1], compute_size, at_least)
-    return tuple(enlarged)
-
-
-def _enlarge(size: int, compute_size: SizeFunction, minimum: int) -> int:
-    while compute_size(size) < minimum:
-        size += 1
-    return size
 
 
 def _format_shape(shape: Sequence[int]) -> str:

@@ -8,8 +8,19 @@ from torch import Tensor, nn
 
 from ...core.params import LinearPath
 from ...inputs.scaling import QuantileEncoder
-from .fields import Bins, Channels, Count, Features, Gain, Image, Share, Units
-from .shapes import build_convolution_block, build_fully_connected, compute_feature_map_shape
+from .shapes import (
+    Bins,
+    Channels,
+    Count,
+    Features,
+    Gain,
+    Image,
+    Share,
+    Units,
+    build_convolution_block,
+    build_fully_connected,
+    compute_feature_map_shape,
+)
 
 ENCODED = 64
 """Most inputs of a table of which the numbers are encoded."""
