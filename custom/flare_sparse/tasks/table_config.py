@@ -321,7 +321,7 @@ class TableConfig(TaskConfig):
         unit = deviation if deviation > 1e-9 * abs(mean) else 1.0
         return (
             f"{self.target} has the mean {mean:.4g} and the standard deviation {deviation:.2g} in the training rows, "
-            f"but task.target_scale is [{center:g}, {spread:g}]: the network starts at {center:g}, and takes many rounds "
+            f"but task.target_scale is [{center:g}, {spread:g}]: the network starts at {center:g}, taking many rounds "
             f"to get there. Set task.target_scale: [{mean:.6g}, {unit:.2g}], the same at all sites, or "
             "task.target_scaling: site with method.personal: site"
         )
