@@ -38,11 +38,11 @@ from flare_sparse.flare.script_process import ScriptProcess
 from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.scripts import PRIVACY_VARIABLE, ScriptBudget
-from flare_sparse.results.audit.membership import bound_epsilon
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training.script_exchange import ScriptRequest
 
 FOLDER = Path(__file__).parent
+sys.path.append(str(FOLDER.parent / "experiments"))
 DELTA = 1e-5
 CANARIES, OTHERS, ROUNDS, EPOCHS = 300, 100, 2, 30
 IMPORT = "    from flare_sparse import client as sparse"
@@ -148,6 +148,8 @@ def measure_canaries(shared: Path, script: str, **privacy: float) -> dict[str, A
         before = compute_losses(net, folder / "data.npz", labels)
         train(process, net, rounds)
         fallen = before - compute_losses(net, folder / "data.npz", labels)
+        from canary_bound import bound_epsilon
+
         return describe_budget(script, budget, bound_epsilon(fallen, is_included, DELTA).epsilon)
 
 
@@ -190,6 +192,8 @@ def measure_lightning(noise: float) -> dict[str, Any]:
         _, module.step, loader = make_private(module, module.step, loader, epochs=4)
         trainer = Trainer(max_epochs=4, logger=False, enable_checkpointing=False, enable_progress_bar=False)
         trainer.fit(module, train_dataloaders=loader)
+        from canary_bound import bound_epsilon
+
         bound = bound_epsilon(module.net.weight.detach()[0].numpy(), is_included, DELTA)
         return describe_budget("lightning", budget, bound.epsilon)
 

@@ -2,10 +2,10 @@ r"""Inversion of the message of one brain scan: without protection, under a site
 
     python benchmarks/experiments/inversion.py ../shared/data [--steps 300] [--picture docs/images/inversion.png]
 
-A server inverts one step of plain SGD and saliency scores of the initial model, as ``flare-sparse audit RUN
---set attackers=server`` does. ``perceptron``: scans at 6 mm, flattened into a linear layer, whose gradient reveals its
-input exactly. ``convolutions``: the published network at 12 mm, whose input is optimised. Under the policy also the
-smallest numbers of examples that it lets leave. Prints the table and draws a slice of each rebuilt scan.
+A server inverts one step of plain SGD and saliency scores of the initial model. ``perceptron``: scans at 6 mm,
+flattened into a linear layer, whose gradient reveals its input exactly. ``convolutions``: the published network at
+12 mm, whose input is optimised. Under the policy also the smallest numbers of examples that it lets leave. Prints the
+table and draws a slice of each rebuilt scan.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 import torch
+from inversion_attack import Inversion, ServerAttacks
 from torch import nn
 
 from flare_sparse.config.assemble import Assembly, assemble, build_initial_model, open_site
@@ -28,7 +29,6 @@ from flare_sparse.config.loading import load_config
 from flare_sparse.config.policy.policy import PRESETS, read_policy
 from flare_sparse.config.study import prepare_site_data
 from flare_sparse.config.user_classes import load_task
-from flare_sparse.results.audit.server import Inversion, ServerAttacks
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "app_configs" / "fedavg_brain_base.yaml"

@@ -30,8 +30,7 @@ from flare_sparse.config.study import Study, prepare_site_data
 from flare_sparse.config.yaml_files import apply_overrides, read_yaml
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.core.seeds import limit_threads
-from flare_sparse.results.audit.attacks import AuditOptions, RunAttacks
-from flare_sparse.results.audit.record import audit_run
+from flare_sparse.results.audit.attacks import RunAttacks, audit_run
 from flare_sparse.results.audit.training import Retraining
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.load import load_study, load_trained_model
@@ -90,12 +89,12 @@ def attack_by_loss(arguments: argparse.Namespace, sparsity: float, seed: int) ->
         Retraining(dense, config, data, examples),
         RunResult.read(dense).identity,
         arguments.out / f"references-{seed}",
-        AuditOptions(references=arguments.references),
+        arguments.references,
         lambda line: CONSOLE.print(f"{out.name}: {line}"),
     )
     with limit_threads(config.torch_threads):
         results = attacks.attack_by_loss(), attacks.attack_by_rmia()
-    write_json(file, {result.attack: result.to_dict() for result in results})
+    write_json(file, {result["attack"]: result for result in results})
 
 
 def attack_between_sites(arguments: argparse.Namespace, sparsity: float, seed: int) -> None:
@@ -108,7 +107,7 @@ def attack_between_sites(arguments: argparse.Namespace, sparsity: float, seed: i
     if is_attacked(run.audit):
         return
     data = load_study(out).prepare_sites(out)
-    audit_run(run, data, ["member"], AuditOptions(), lambda line: CONSOLE.print(f"{out.name}: {line}"))
+    audit_run(run, data, 0, lambda line: CONSOLE.print(f"{out.name}: {line}"))
 
 
 def build_config(file: Path, overrides: list[str], sparsity: float, seed: int) -> RunConfig:

@@ -37,7 +37,7 @@ from torch.utils.data import ConcatDataset
 
 import flare_sparse as fs
 from flare_sparse.core.checkpoint.writing import write_json
-from flare_sparse.results.audit.attribution import attack_between_sites
+from flare_sparse.results.audit.membership import attack_between_sites
 from flare_sparse.results.audit.training import compute_gradient_features
 from flare_sparse.results.runs.cost import measure_cost
 from flare_sparse.results.runs.load import load_study, load_trained_model

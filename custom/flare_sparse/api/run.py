@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,7 @@ from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, UntrustedCode
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
-from ..results.audit.attacks import Attacker, AuditOptions
-from ..results.audit.record import audit_run
+from ..results.audit.attacks import REFERENCES, audit_run
 from ..results.report.card import write_card
 from ..results.runs.adaptation import ADAPTED, adapt_to_site
 from ..results.runs.continuation import EXPIRED, expire_checkpoints
@@ -35,7 +34,6 @@ from ..results.runs.record import APPENDED_FILES, SUMMARY
 from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
 
 UNFINISHED = f"{{folder}}: no {SUMMARY}; expected the result folder of a finished flare-sparse run"
-ATTACKERS: tuple[Attacker, ...] = ("outsider", "member", "server")
 
 
 @dataclass(frozen=True)
@@ -207,12 +205,11 @@ class Run:
             return adapt_to_site(self.study.assembly, opened, self.path, (self.path / ADAPTED / site).resolve())
 
     @explain_damage
-    def audit(self, attackers: Collection[Attacker] = ATTACKERS, options: AuditOptions | None = None) -> dict[str, Any]:
+    def audit(self, references: int = REFERENCES) -> dict[str, Any]:
         """Attack the final model and keep the record in ``audit.json``; a second call continues an interrupted one.
 
         Args:
-            attackers: attackers whose attacks are made.
-            options: what the audit does; None: the defaults of ``flare-sparse audit``.
+            references: number of reference models, each of which takes as long as the run; 0: no attack with them.
 
         Returns:
             The record.
@@ -230,7 +227,7 @@ class Run:
             )
         result = RunResult.read(self.path)
         sites = self.study.prepare_sites(self.path, self.observer)
-        record = audit_run(result, sites, attackers, options or AuditOptions(), self.observer.say)
+        record = audit_run(result, sites, references, self.observer.say)
         self.write_card()
         return record
 
@@ -246,7 +243,7 @@ class Run:
         """Write an annex for an impact assessment, which a person completes; return the file.
 
         Args:
-            out: file that ends with .md, .docx or .pdf; None: ``dpia.md`` in the result folder.
+            out: file that ends with .md or .docx; None: ``dpia.md`` in the result folder.
             policies: policy in force at a site, its file or a preset's name, by site.
             egress: folder of a site's egress log, as the site hands it out, by site.
             kit: startup kit of a participant, to check who signed the job; None: that of the run's POC federation.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from opacus.accountants import PRVAccountant
+from scripts import load_script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,7 +21,6 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.privacy.dp.account import Budget, BudgetSpent, PrivacyAccount
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.scripts import PRIVACY_VARIABLE, ScriptBudget
-from flare_sparse.results.audit.membership import bound_epsilon
 
 DELTA = 1e-5
 # Of Opacus' hooks at a first layer, whose inputs need no gradient.
@@ -173,7 +173,7 @@ def test_bound_of_canaries_is_below_the_epsilon_that_is_charged(
     _, optimizer, private = make_private(net, optimizer, loader)
     for _ in range(4):
         train_epoch(net, optimizer, private)
-    bound = bound_epsilon(net.weight.detach()[0].numpy(), is_included, DELTA)
+    bound = load_script("experiments/canary_bound").bound_epsilon(net.weight.detach()[0].numpy(), is_included, DELTA)
     (charge,) = {entry.charge for entry in budget.account.read().entries}
     # What four times the noise would have cost: a claim that is too small.
     claimed = PRVAccountant()

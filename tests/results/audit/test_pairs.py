@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flare_sparse.results.audit.attribution import attack_between_sites
+from flare_sparse.results.audit.membership import attack_between_sites
 
 SITES = np.repeat([f"site-{i}" for i in range(8)], 40)
 IS_MEMBER = np.tile(np.arange(40) < 30, 8)

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from flare_sparse.compute.kernels import threads
 from flare_sparse.config.loading import load_config
 from flare_sparse.results.audit import training
-from flare_sparse.results.audit.training import Canaries, draw_reference_rows, join_examples, select_rows
+from flare_sparse.results.audit.training import draw_reference_rows, join_examples, select_rows
 from flare_sparse.results.runs import local
 from flare_sparse.rounds.local.run import Course
 from flare_sparse.tasks.task import Examples
@@ -40,17 +40,6 @@ def test_selected_rows_are_the_examples_of_their_site() -> None:
     assert values == {"a": [0, 6, 9], "b": [11, 16]}
 
 
-def test_canaries_have_the_targets_of_other_examples() -> None:
-    x = torch.arange(20.0)
-    canaries = Canaries(TensorDataset(x, 100 + x, 200 + x), [3, 5, 8, 13], seed=1)
-    pairs = [(example[0].item(), example[1].item()) for example in (canaries[i] for i in range(len(canaries)))]
-    assert [own for own, _ in pairs] == [3, 5, 8, 13]
-    assert sorted(target for _, target in pairs) == [103, 105, 108, 113]
-    assert all(target != 100 + own for own, target in pairs)
-    # What belongs to the target, such as its weight in the loss, goes with it.
-    assert all(example[2].item() == example[1].item() + 100 for example in (canaries[i] for i in range(4)))
-
-
 def test_reference_models_train_with_the_threads_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``compute: sparse`` torch has one thread: its number decides which layers the kernels compute."""
     seen = []
@@ -64,8 +53,3 @@ def test_reference_models_train_with_the_threads_of_the_run(monkeypatch: pytest.
     with pytest.raises(InterruptedError):
         training.Retraining(CONFIG.parent, config, {}, {}).train({}, seed=1)
     assert seen == [(1, 2)]
-
-
-def test_examples_without_targets_cannot_be_canaries() -> None:
-    with pytest.raises(TypeError, match="Tensor"):
-        Canaries(torch.zeros(4, 2), [0, 1], seed=0)  # type: ignore[arg-type]

@@ -68,7 +68,7 @@ def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run:
     assert "| site-2 | 6 | 2 | 2 | 2 of 2 | `summary.json` |" in text
     assert "claims no compliance" in text
     assert "| policy of site-2 | none in force" in text
-    assert "rmia (an outsider compares the model with similar ones)" in text
+    assert "An outsider with the final model and similar models of their own (RMIA) (rmia)" in text
     assert "| checkpoints in the result folder | until they are removed | `config.yaml` |" in text
     assert "| purpose of the processing |  |" in text
     assert "| checkpoints of site-1 | 90 days, the default |" in text
@@ -88,9 +88,9 @@ def test_annex_states_figures_with_their_sources_and_claims_nothing(phantom_run:
     sources = [row.cells[-1].text for row in document.tables[3].rows[1:]]
     assert set(sources) == {"egress log of the site", "ledger.jsonl of the server"}
     assert sum(int(row.cells[4].text.replace(",", "")) for row in document.tables[3].rows[1:]) == up["payload_bytes"]
-    printed = CliRunner().invoke(app, ["evidence", str(run), *options[:3], str(tmp_path / "annex.pdf")])
-    assert printed.exit_code == 0, printed.output
-    assert (tmp_path / "annex.pdf").read_bytes().startswith(b"%PDF-")
+    refused = CliRunner().invoke(app, ["evidence", str(run), *options[:3], str(tmp_path / "annex.pdf")])
+    assert refused.exit_code == 2
+    assert "ends with .md or .docx" in " ".join(refused.stderr.split())
     with (moved / "egress.jsonl").open("a") as log:
         log.write("{}\n")
     result = CliRunner().invoke(app, ["evidence", str(run), *options])
@@ -124,8 +124,8 @@ def test_budget_and_audit_of_a_run_are_passed_on(phantom_run: Path, tmp_path: Pa
     summary["privacy"] = {"epsilon": 3.0, "spent": {"site-1": 2.5}, "delta": 1e-5, "outside_budget": []}
     (run / "summary.json").write_text(json.dumps(summary))
     attack = {
-        "attacker": "server", "attack": "inversion of scores", "message": "scores", "batch_size": 1, "policy": "",
-        "psnr": None, "notes": [],
+        "attacker": "outsider", "attack": "loss threshold", "auc": 0.5, "balanced_accuracy": 0.5,
+        "tpr_at_1_percent_fpr": 0.0, "intervals": {"auc": [0.4, 0.6]},
     }  # fmt: skip
     audit = {"model_sha256": summary["model_sha256"], "attacks": [attack], "skipped": []}
     (run / "audit.json").write_text(json.dumps(audit))
@@ -134,8 +134,8 @@ def test_budget_and_audit_of_a_run_are_passed_on(phantom_run: Path, tmp_path: Pa
     assert parts["Privacy budget"].rows[0][1] == "epsilon 3.0, delta 1e-05"
     assert parts["Privacy budget"].rows[1][1] == "site-1 2.50"
     attacks = parts["Attacks"]
-    assert "inversion of scores (" not in attacks.paragraphs[-1]
-    assert "inversion of an update (" in attacks.paragraphs[-1]
+    assert "(loss threshold)" not in attacks.paragraphs[-1]
+    assert "(rmia)" in attacks.paragraphs[-1]
     assert Path("audit.json") in list_files(run)
     (run / "audit.json").write_text("{")
     assert "`audit.json` is damaged" in Run(run).evidence().read_text()

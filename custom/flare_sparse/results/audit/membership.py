@@ -1,12 +1,15 @@
 """Membership inference from the losses of single examples: loss threshold and RMIA.
 
-Lower bound on epsilon from one run with canaries: Steinke, Nasr and Jagielski 2023 (arXiv:2305.08846).
+Between sites: each site trains a classifier of gradient features and attacks each other.
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from .result import Ranking
 
 OFFLINE_SHIFT = 0.3
 """Parameter a of RMIA's estimate from models without the example alone (arXiv:2312.03262, section 3.3 and table 7)."""
@@ -68,85 +71,73 @@ def _compute_log_mean(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return np.asarray(total - np.log(np.maximum(chosen.sum(0), 1)))
 
 
-SHARES = (0.1, 0.25, 0.5, 1.0)
-"""Shares of the canaries on which the attacker guesses; the confidence is divided among them."""
-LEVEL = 0.95
+SIGNIFICANCE = 0.05
+"""Level of the one-sided test that a pair's accuracy exceeds 0.5."""
 
 
 @dataclass(frozen=True)
-class CanaryBound:
-    """What the attacker's guesses prove.
+class PairAttack:
+    """One site's attack on another.
 
     Attributes:
-        epsilon: lower bound on epsilon at 95 %.
-        canaries: number of canaries, each included with probability 1/2.
-        guesses: number of canaries that the attacker called included or excluded.
-        correct: number of correct guesses.
+        attacker: site whose own examples train the classifier.
+        target: site whose training examples are looked for.
+        ranking: scores and guesses for the target's examples.
+        accuracy: balanced accuracy.
+        p_value: probability of such guesses if they are independent of membership (Fisher's exact test, one-sided).
     """
 
-    epsilon: float
-    canaries: int
-    guesses: int
-    correct: int
+    attacker: str
+    target: str
+    ranking: Ranking
+    accuracy: float
+    p_value: float
+
+    @property
+    def is_successful(self) -> bool:
+        """Whether the accuracy exceeds 0.5 by the one-sided test."""
+        return self.p_value < SIGNIFICANCE
 
 
-def compute_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Return the probability of at least ``correct`` correct guesses if the run is (epsilon, delta)-private.
+def attack_between_sites(features: np.ndarray, is_member: np.ndarray, sites: np.ndarray) -> Iterator[PairAttack]:
+    """Yield the attack of each site on each other site.
 
-    arXiv:2305.08846, theorem 5.2 and the program in appendix D.
-    """
-    from scipy.stats import binom
-
-    accuracy = 1 / (1 + math.exp(-epsilon))
-    beta = float(binom.sf(correct - 1, guesses, accuracy))
-    # Largest mean probability of the counts just below ``correct``, which delta may shift upwards.
-    below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, accuracy))
-    alpha = float((below / np.arange(1, correct + 1)).max()) if correct else 0.0
-    return min(beta + 2 * alpha * delta * canaries, 1.0)
-
-
-def compute_epsilon_bound(canaries: int, guesses: int, correct: int, delta: float, level: float = LEVEL) -> float:
-    """Return the largest epsilon that the guesses contradict at this level; 0 if they contradict none.
+    Gupta et al. 2021 (arXiv:2105.02866), white-box attack, in the federated form of FedSparsify (arXiv:2208.11669,
+    section "Measuring Privacy"): the attacker knows which of its own examples trained the model. Members and
+    non-members weigh equally, so that 0.5 is the accuracy of a guess. Sites without both are left out.
 
     Args:
-        canaries: number of canaries, each included independently with probability 1/2.
-        guesses: number of guesses, fixed beforehand.
-        correct: number of correct guesses.
-        delta: delta of the claim.
-        level: confidence.
+        features: ``(n, d)`` of each example.
+        is_member: ``(n,)`` bool.
+        sites: ``(n,)`` site of each example.
     """
-    if compute_p_value(canaries, guesses, correct, 0.0, delta) >= 1 - level:
-        return 0.0
-    low, high = 0.0, 1.0
-    while compute_p_value(canaries, guesses, correct, high, delta) < 1 - level:
-        low, high = high, 2 * high
-    for _ in range(40):
-        middle = (low + high) / 2
-        if compute_p_value(canaries, guesses, correct, middle, delta) < 1 - level:
-            low = middle
-        else:
-            high = middle
-    return low
+    names = [site for site in np.unique(sites) if len(np.unique(is_member[sites == site])) == 2]
+    for attacker in names:
+        own = np.flatnonzero(sites == attacker)
+        classifier = build_classifier().fit(features[own], is_member[own])
+        for target in names:
+            if target == attacker:
+                continue
+            rows = np.flatnonzero(sites == target)
+            scores = classifier.decision_function(features[rows])
+            yield _measure_pair(str(attacker), str(target), Ranking(rows, scores, scores > 0), is_member[rows])
 
 
-def bound_epsilon(scores: np.ndarray, is_included: np.ndarray, delta: float) -> CanaryBound:
-    """Return the best bound of an attacker who calls the highest scores included and the lowest ones excluded.
+def build_classifier() -> Any:
+    """Return the attackers' classifier: logistic regression of standardised features, classes of equal weight."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
 
-    The attacker tries each of :data:`SHARES`, so that each gets its part of the error probability (Bonferroni).
+    # A small C: a site has fewer examples than features.
+    return make_pipeline(StandardScaler(), LogisticRegression(C=0.01, class_weight="balanced", max_iter=1000))
 
-    Args:
-        scores: ``(m,)``; higher: rather included.
-        is_included: ``(m,)`` bool, drawn independently with probability 1/2.
-        delta: delta of the claim.
-    """
-    count, order = len(scores), np.argsort(-scores, kind="stable")
-    level = 1 - (1 - LEVEL) / len(SHARES)
-    bounds = []
-    for share in SHARES:
-        half = max(int(share * count) // 2, 1) if count > 1 else 0
-        if not half:
-            continue
-        correct = int(is_included[order[:half]].sum() + (~is_included[order[-half:]]).sum())
-        epsilon = compute_epsilon_bound(count, 2 * half, correct, delta, level)
-        bounds.append(CanaryBound(epsilon, count, 2 * half, correct))
-    return max(bounds, key=lambda bound: bound.epsilon, default=CanaryBound(0.0, count, 0, 0))
+
+def _measure_pair(attacker: str, target: str, ranking: Ranking, is_member: np.ndarray) -> PairAttack:
+    from scipy.stats import fisher_exact
+
+    members, others = ranking.guesses[is_member], ranking.guesses[~is_member]
+    table = [[int(members.sum()), int((~members).sum())], [int(others.sum()), int((~others).sum())]]
+    p_value = float(fisher_exact(table, alternative="greater").pvalue)
+    accuracy = (float(members.mean()) + float((~others).mean())) / 2
+    return PairAttack(attacker, target, ranking, accuracy, p_value)

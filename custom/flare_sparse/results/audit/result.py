@@ -1,7 +1,7 @@
 """Figures of an attack: AUC, accuracy and true positives at few false alarms, with bootstrap intervals."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,43 +10,10 @@ from ...core.errors import DataError
 from ...core.ranking import Statistic, build_auc
 from ..runs.bootstrap import LEVEL, iterate_resamples
 
-LOW_RATES = {"tpr_at_1_percent_fpr": 0.01, "tpr_at_0_1_percent_fpr": 0.001}
-"""Shares of non-members that an attacker may accuse wrongly, by the name of the figure."""
-FIGURES = ("auc", "balanced_accuracy", *LOW_RATES)
-"""Figures of every attack that tells members from non-members."""
-
-
-@dataclass(frozen=True)
-class AttackResult:
-    """What one attack achieved.
-
-    Attributes:
-        attacker: ``outsider``, ``member`` or ``server``.
-        attack: name of the attack.
-        figures: :data:`FIGURES` by name; None: the attack has no such figure.
-        intervals: lower and upper bound of the 95 % bootstrap interval, by figure.
-        details: further figures of this attack.
-        notes: what limits the figures.
-    """
-
-    attacker: str
-    attack: str
-    figures: Mapping[str, float | None] = field(default_factory=dict)
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    details: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return one flat record; ``interval`` is that of the AUC."""
-        return {
-            "attacker": self.attacker,
-            "attack": self.attack,
-            **{name: self.figures.get(name) for name in FIGURES},
-            "interval": list(self.intervals["auc"]) if "auc" in self.intervals else None,
-            "intervals": {name: list(bounds) for name, bounds in self.intervals.items()},
-            **self.details,
-            "notes": list(self.notes),
-        }
+FIGURES = ("auc", "balanced_accuracy", "tpr_at_1_percent_fpr")
+"""Figures of every attack."""
+RESAMPLES = 1000
+"""Resamples of the bootstrap."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +32,15 @@ class Ranking:
 
 
 def measure_rankings(
-    rankings: Sequence[Ranking], is_member: np.ndarray, sites: np.ndarray, resamples: int
-) -> tuple[dict[str, float | None], dict[str, tuple[float, float]]]:
-    """Return the figures of an attack, means over its rankings, and their bootstrap intervals.
+    rankings: Sequence[Ranking], is_member: np.ndarray, sites: np.ndarray, resamples: int = RESAMPLES
+) -> dict[str, Any]:
+    """Return the figures of an attack by name, means over its rankings, and their 95 % bootstrap ``intervals``.
 
     Args:
         rankings: one for each model or pair of sites that is attacked.
         is_member: ``(n,)`` bool.
         sites: ``(n,)`` site of each example; members and non-members of a site are resampled separately.
-        resamples: number of resamples; 0: no intervals.
+        resamples: number of resamples.
 
     Raises:
         DataError: a score is not a number, or a ranking has no members or no non-members.
@@ -85,26 +52,20 @@ def measure_rankings(
             raise DataError("a score of an attack is not a number; look for NaN in the model or the data of the run")
         if labels.all() or not labels.any():
             raise DataError("an attack needs members and non-members: training examples and test examples of a site")
-        for name, statistic in _build_statistics(ranking, labels).items():
+        auc = build_auc(ranking.scores, labels[:, None].astype(float))
+        accuracy, tpr = build_balanced_accuracy(ranking.guesses, labels), build_tpr(ranking.scores, labels, 0.01)
+        for name, statistic in zip(FIGURES, (auc, accuracy, tpr), strict=True):
             statistics[name].append(_select_rows(statistic, ranking.rows))
     all_once = np.ones((1, len(is_member)), dtype=np.int64)
-    figures: dict[str, float | None] = {
-        name: float(np.mean([s(all_once)[0] for s in parts])) for name, parts in statistics.items()
-    }
-    if not resamples:
-        return figures, {}
+    figures: dict[str, Any] = {n: float(np.mean([s(all_once)[0] for s in parts])) for n, parts in statistics.items()}
     strata = np.array([f"{site} {label}" for site, label in zip(sites, is_member, strict=True)])
     drawn: dict[str, list[np.ndarray]] = {name: [] for name in statistics}
     for weights in iterate_resamples(strata, resamples):
         for name, parts in statistics.items():
             drawn[name].append(np.mean([s(weights) for s in parts], axis=0))
-    return figures, {name: compute_interval(np.concatenate(values)) for name, values in drawn.items()}
-
-
-def compute_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the percentile interval of a statistic's resamples."""
-    low, high = np.nanquantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+    ends = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+    intervals = {name: np.nanquantile(np.concatenate(values), ends).tolist() for name, values in drawn.items()}
+    return {**figures, "intervals": intervals}
 
 
 def build_balanced_accuracy(guesses: np.ndarray, is_member: np.ndarray) -> Statistic:
@@ -166,13 +127,5 @@ def choose_threshold(scores: np.ndarray, is_member: np.ndarray) -> float:
     return float(values[best] if best == 0 else (values[best - 1] + values[best]) / 2)
 
 
-def _build_statistics(ranking: Ranking, labels: np.ndarray) -> dict[str, Statistic]:
-    statistics = {
-        "auc": build_auc(ranking.scores, labels[:, None].astype(float)),
-        "balanced_accuracy": build_balanced_accuracy(ranking.guesses, labels),
-    }
-    return statistics | {name: build_tpr(ranking.scores, labels, rate) for name, rate in LOW_RATES.items()}
-
-
-def _select_rows(statistic: Statistic, rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+def _select_rows(statistic: Statistic, rows: np.ndarray) -> Statistic:
     return lambda weights: statistic(weights[:, rows])

@@ -5,7 +5,7 @@ The examples of a run as an attacker sees them: losses, predictions and gradient
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,37 +99,6 @@ def select_rows(joined: Mapping[str, Dataset[Any]], sites: np.ndarray, chosen: n
         if len(rows):
             selected[site] = Subset(dataset, rows.tolist())
     return selected
-
-
-class Canaries(Dataset[Any]):
-    """Examples with the targets of other examples, which a model can only know by heart.
-
-    Args:
-        dataset: examples whose first part is the input; the others, such as target and weight, belong together.
-        rows: the examples that become canaries.
-        seed: seed of the permutation of their targets.
-
-    Raises:
-        TypeError: an example is not a tuple of at least two parts.
-    """
-
-    def __init__(self, dataset: Dataset[Any], rows: Sequence[int], seed: int):
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(rows), generator=generator).tolist()
-        # A cycle through a random order: no canary keeps its own target.
-        shifted = {order[i]: order[(i + 1) % len(order)] for i in range(len(order))}
-        self._examples = []
-        for position, row in enumerate(rows):
-            example, other = dataset[row], dataset[rows[shifted[position]]]
-            if not isinstance(example, (tuple, list)) or len(example) < 2:
-                raise TypeError(f"an example is {type(example).__name__}")
-            self._examples.append((example[0], *other[1:]))
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._examples[index]
 
 
 MAX_ENTRIES = 512

@@ -1,6 +1,6 @@
 """An annex for a data protection impact assessment: what was recorded, each figure with its source, for a person."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,27 +9,18 @@ from ...config.policy.policy import Policy
 from ...config.withdrawals import WITHDRAWN, Withdrawals
 from ...core.checkpoint.store import compute_file_digest
 from ...core.errors import ConfigError
-from ..report.attacks import describe_attacks
+from ..report.attacks import KNOWLEDGE, describe_attacks
 from ..report.tables import build_subgroups, describe_gap, format_markdown
 from ..runs.load import load_study
 from ..runs.results import AUDIT_FILE, RunResult
 from .facts import list_files
 
 FILE = "dpia.md"
-ATTACKS = {
-    "loss threshold": "an outsider looks at the errors of the model",
-    "rmia": "an outsider compares the model with similar ones",
-    "canaries": "planted examples are searched for",
-    "site of a prediction": "an outsider recognises the site of a subject",
-    "gradient classifier": "a site learns from the gradients of its own subjects",
-    "inversion of an update": "a server rebuilds inputs from an update",
-    "inversion of scores": "a server rebuilds inputs from scores",
-}
-"""The attacks that ``flare-sparse audit`` knows, with their attackers."""
 _ATTACKS = (
     "EDPB Opinion 28/2024 asks how likely it is that data of persons are extracted from a model, or obtained by "
     "queries to it. Attacks on this run or on a repetition of it (`audit.json`) are no statement of that likelihood; "
-    "not among them are queries to a model in use, and combinations with other data."
+    "not among them are the rebuilding of inputs from messages, queries to a model in use, and combinations with other "
+    "data."
 )
 _LEFT = (
     "Messages by kind, with their bytes. Of a site's data a message holds: weights, values of the trained model; a "
@@ -98,7 +89,7 @@ class Section:
 
 
 def write_dpia(run: RunResult, facts: dict[str, Any], file: Path) -> None:
-    """Write the annex, in the format that the name of the file ends with: .md, .docx or .pdf.
+    """Write the annex, in the format that the name of the file ends with: .md or .docx.
 
     Args:
         run: the run.
@@ -109,14 +100,15 @@ def write_dpia(run: RunResult, facts: dict[str, Any], file: Path) -> None:
         ConfigError: the file has another ending, or the extra evidence is not installed.
     """
     title, sections = f"Annex to a data protection impact assessment: {run.summary['name']}", build_dpia(run, facts)
-    if (write := WRITERS.get(file.suffix)) is None:
-        raise ConfigError(f"{file}: an annex is a file that ends with {', '.join(WRITERS)}")
-    try:
-        write(title, sections, file)
-    except ImportError as error:
-        raise ConfigError(
-            f"an annex as {file.suffix} needs pip install 'flare-sparse[evidence]' ({error.name})"
-        ) from error
+    if file.suffix == ".md":
+        file.write_text(format_dpia(title, sections), encoding="utf-8")
+    elif file.suffix == ".docx":
+        try:
+            _write_docx(title, sections, file)
+        except ImportError as error:
+            raise ConfigError(f"an annex as .docx needs pip install 'flare-sparse[evidence]' ({error.name})") from error
+    else:
+        raise ConfigError(f"{file}: an annex is a file that ends with .md or .docx")
 
 
 def build_dpia(run: RunResult, facts: dict[str, Any]) -> list[Section]:
@@ -136,7 +128,7 @@ def build_dpia(run: RunResult, facts: dict[str, Any]) -> list[Section]:
 def list_sections(run: RunResult, facts: dict[str, Any]) -> list[Section]:
     """Return the record of a run in words: who took part, what left, under which terms, what was tried."""
     made = {str(attack["attack"]) for attack in run.audit.get("attacks", [])}
-    not_made = "; ".join(f"{name} ({what})" for name, what in ATTACKS.items() if name not in made)
+    not_made = "; ".join(f"{what} ({name})" for name, what in KNOWLEDGE.items() if name not in made)
     unread = f"`{AUDIT_FILE}` is damaged or of another model: repeat the audit."
     tried = describe_attacks(run) or [unread if (run.path / AUDIT_FILE).is_file() else "No attack was tried."]
     recorded = "recorded", "source"
@@ -186,59 +178,6 @@ def format_dpia(title: str, sections: Sequence[Section]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _write_markdown(title: str, sections: Sequence[Section], file: Path) -> None:
-    file.write_text(format_dpia(title, sections), encoding="utf-8")
-
-
-def _write_pdf(title: str, sections: Sequence[Section], file: Path) -> None:
-    """Write pages in landscape, with their numbers; the head of a table stands on each page that it goes on.
-
-    Raises:
-        ConfigError: the fonts that every reader of PDF has lack a letter.
-    """
-    from xml.sax.saxutils import escape
-
-    from reportlab.lib import colors
-    from reportlab.lib.pagesizes import A4, landscape
-    from reportlab.lib.styles import getSampleStyleSheet
-    from reportlab.platypus import LongTable, Paragraph, SimpleDocTemplate, Spacer
-
-    for letter in format_dpia(title, sections):
-        if not letter.encode("cp1252", errors="ignore"):
-            raise ConfigError(f"{file}: a PDF has no letter {letter!r}; expected Western European letters. Write .docx")
-    styles = getSampleStyleSheet()
-    body = styles["BodyText"]
-    cell = body.clone("cell", fontSize=8, leading=10)
-    look = [
-        ("GRID", (0, 0), (-1, -1), 0.4, colors.lightgrey),
-        ("BACKGROUND", (0, 0), (-1, 0), colors.whitesmoke),
-        ("VALIGN", (0, 0), (-1, -1), "TOP"),
-    ]
-    document = SimpleDocTemplate(
-        str(file), pagesize=landscape(A4), leftMargin=50, rightMargin=50, title=title, invariant=1
-    )
-    story = [Paragraph(escape(title), styles["Title"])]
-    for section in sections:
-        story.append(Paragraph(escape(section.title), styles["Heading2"]))
-        story += [Paragraph(escape(_strip_marks(paragraph)), body) for paragraph in section.paragraphs]
-        if section.columns:
-            rows = [
-                [Paragraph(escape(_strip_marks(str(value))), cell) for value in row]
-                for row in (section.columns, *section.rows)
-            ]
-            # Wider where the text is longer, or still to be written; none so narrow that words break.
-            lengths = [max(len(str(cells[n])) for cells in section.rows) for n in range(len(section.columns))]
-            shares = [max(min(length or 90, 90), 14) for length in lengths] if section.rows else [1] * len(lengths)
-            widths = [document.width * share / sum(shares) for share in shares]
-            story += [Spacer(1, 6), LongTable(rows, widths, repeatRows=1, style=look)]
-
-    def number_page(canvas: Any, _: Any) -> None:
-        canvas.setFont("Helvetica", 8)
-        canvas.drawRightString(landscape(A4)[0] - 50, 30, f"{title}, page {canvas.getPageNumber()}")
-
-    document.build(story, onFirstPage=number_page, onLaterPages=number_page)
-
-
 def _write_docx(title: str, sections: Sequence[Section], file: Path) -> None:
     from docx import Document
     from docx.enum.section import WD_ORIENT
@@ -266,14 +205,6 @@ def _write_docx(title: str, sections: Sequence[Section], file: Path) -> None:
                 for cell, value in zip(cells.cells, row, strict=True):
                     cell.text = _strip_marks(str(value))
     document.save(str(file))
-
-
-WRITERS: dict[str, Callable[[str, Sequence[Section], Path], None]] = {
-    ".md": _write_markdown,
-    ".docx": _write_docx,
-    ".pdf": _write_pdf,
-}
-"""Function that writes an annex, by the ending of its file."""
 
 
 def _strip_marks(text: str) -> str:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
+from scripts import load_script
 from thoroughness import count_cases
+from torch.utils.data import TensorDataset
 
-from flare_sparse.results.audit.membership import SHARES, bound_epsilon, compute_epsilon_bound, compute_p_value
+bound: Any = load_script("experiments/canary_bound")
+bound_epsilon, compute_epsilon_bound, compute_p_value = (
+    bound.bound_epsilon, bound.compute_epsilon_bound, bound.compute_p_value
+)  # fmt: skip
 
 
 def compute_paper_p_value(m: int, r: int, v: int, eps: float, delta: float) -> float:
@@ -53,12 +60,12 @@ def test_delta_lowers_the_bound() -> None:
 
 def test_planted_leak_exceeds_a_small_claim() -> None:
     is_included = np.arange(200) % 2 == 0
-    bound = bound_epsilon(is_included.astype(float), is_included, 0.0)
-    level = 0.05 / len(SHARES)
+    found = bound_epsilon(is_included.astype(float), is_included, 0.0)
+    level = 0.05 / len(bound.SHARES)
     q = level ** (1 / 200)
-    assert (bound.guesses, bound.correct) == (200, 200)
-    assert bound.epsilon == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
-    assert bound.epsilon > 3
+    assert (found.guesses, found.correct) == (200, 200)
+    assert found.epsilon == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
+    assert found.epsilon > 3
 
 
 @pytest.mark.slow
@@ -75,9 +82,25 @@ def test_randomised_response_is_bounded_by_its_epsilon() -> None:
     generator, epsilon = np.random.default_rng(5), 1.0
     is_included = generator.random(2000) < 0.5
     is_kept = generator.random(2000) < 1 / (1 + math.exp(-epsilon))
-    bound = bound_epsilon(np.where(is_kept, is_included, ~is_included).astype(float), is_included, 0.0)
-    assert 0.5 < bound.epsilon < epsilon
+    found = bound_epsilon(np.where(is_kept, is_included, ~is_included).astype(float), is_included, 0.0)
+    assert 0.5 < found.epsilon < epsilon
 
 
 def test_one_canary_proves_nothing() -> None:
     assert bound_epsilon(np.array([1.0]), np.array([True]), 0.0).epsilon == 0.0
+
+
+def test_canaries_have_the_targets_of_other_examples() -> None:
+    x = torch.arange(20.0)
+    canaries = bound.Canaries(TensorDataset(x, 100 + x, 200 + x), [3, 5, 8, 13], seed=1)
+    pairs = [(example[0].item(), example[1].item()) for example in (canaries[i] for i in range(len(canaries)))]
+    assert [own for own, _ in pairs] == [3, 5, 8, 13]
+    assert sorted(target for _, target in pairs) == [103, 105, 108, 113]
+    assert all(target != 100 + own for own, target in pairs)
+    # What belongs to the target, such as its weight in the loss, goes with it.
+    assert all(example[2].item() == example[1].item() + 100 for example in (canaries[i] for i in range(4)))
+
+
+def test_examples_without_targets_cannot_be_canaries() -> None:
+    with pytest.raises(TypeError, match="Tensor"):
+        bound.Canaries(torch.zeros(4, 2), [0, 1], seed=0)

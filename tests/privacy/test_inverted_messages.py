@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from scripts import load_script
 from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Plain
@@ -16,9 +19,10 @@ from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
-from flare_sparse.results.audit.server import ServerAttacks
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, SitePrivacy, build_site
+
+ServerAttacks: Any = load_script("experiments/inversion_attack").ServerAttacks
 
 
 def build_attacks(policy: Policy | None, steps: int = 0, privacy: SitePrivacy | None = None) -> ServerAttacks:
