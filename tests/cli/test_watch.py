@@ -6,17 +6,15 @@ import io
 import json
 import time
 from collections.abc import Iterator
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from flare_sparse.cli.watch import SHOWN_ROUNDS, build_table, follow_folder, serve_page, show_updates
+from flare_sparse.cli.watch import SHOWN_ROUNDS, build_table, follow_folder, show_updates
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.steps import STEP_FILE
-from flare_sparse.results.report.live import format_live_page
 from flare_sparse.results.runs.progress import find_training
 
 
@@ -134,32 +132,7 @@ def test_table_sums_the_bytes_of_all_rounds_and_estimates_the_time_left() -> Non
     assert str(table.caption) == "2.0 kB in total, 2.0x less than dense, about 2 s left"
 
 
-def test_page_is_served_to_this_machine_under_its_own_names(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    with serve_page(page, 0) as address:
-        host, port = address.removeprefix("http://").split(":")
-        assert host == "127.0.0.1"
-
-        def get(name: str) -> tuple[int, bytes]:
-            connection = HTTPConnection(host, int(port))
-            connection.request("GET", "/any", headers={"Host": name})
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-
-        assert get("localhost:1") == (404, b"")
-        page.write_text("rounds")
-        assert get(f"127.0.0.1:{port}") == get("localhost") == (200, b"rounds")
-        assert get("attacker.example") == (404, b"")
-        with pytest.raises(ConfigError, match=f"--page {port}: .*choose another port"), serve_page(page, int(port)):
-            pass
-        with pytest.raises(ConfigError, match="--page -1: a port is 0 to 65535"), serve_page(page, -1):
-            pass
-    # An error of the block ends the server, and does not wait for it.
-    with pytest.raises(KeyError), serve_page(page, 0):
-        raise KeyError
-
-
-def test_sites_within_a_round_are_shown_in_table_and_page(tmp_path: Path) -> None:
+def test_sites_within_a_round_are_shown_in_the_table(tmp_path: Path) -> None:
     for place, site, number in (("progress/a", "a", 4), ("workspace/job/b/simulate_job", "b[/]", 3), ("k", "c", 5)):
         (tmp_path / place).mkdir(parents=True)
         text = json.dumps({"site": site, "round": number, "step": 7, "steps": 20, "epochs": 1})
@@ -169,4 +142,3 @@ def test_sites_within_a_round_are_shown_in_table_and_page(tmp_path: Path) -> Non
     console = Console(file=io.StringIO(), width=100)
     console.print(build_table([line(3)], now))
     assert "b[/]: round 3, step 7 of 20" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "a: round 4, step 7 of 20" in format_live_page([line(3)], now, has_ended=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,7 @@ from ..cohorts.split import Part
 from ..core.errors import ConfigError
 from .console import build_table
 from .console import out as console
-from .options import JSON, take_options
+from .options import JSON
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -21,19 +20,16 @@ if TYPE_CHECKING:
     from ..tasks.task import Metric
 
 
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """Options of ``flare-sparse evaluate``."""
-
-    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)]
+def evaluate(
+    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)],
     data: Annotated[
         Path | None,
         typer.Option(
             help="Data to evaluate on: the folder or file that a site file would name; default: every model of the run "
             "at every simulated site's test examples"
         ),
-    ] = None
-    split: Annotated[Part, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all"
+    ] = None,
+    split: Annotated[Part, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all",
     model: Annotated[
         str,
         typer.Option(
@@ -41,15 +37,12 @@ class EvaluateOptions:
             help="Which of the run's models: the last one, the best on validation examples, the last one adapted to "
             "80 % of the data, or a site's own",
         ),
-    ] = "final"
+    ] = "final",
     name: Annotated[
         str | None,
         typer.Option(help="Name of the cohort in file, table and report; default: that of the data"),
-    ] = None
-
-
-@take_options(EvaluateOptions)
-def evaluate(options: EvaluateOptions) -> None:
+    ] = None,
+) -> None:
     """Evaluate a run's model on the data of a hospital that took no part, or every model of a run at every site.
 
     The run's own task loads and preprocesses the data with the run's settings, and computes all its metrics, with
@@ -74,23 +67,22 @@ def evaluate(options: EvaluateOptions) -> None:
     from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS
 
     records = []
-    for folder in options.runs:
+    for folder in runs:
         run = Run(folder, Screen())
-        if options.model == "adapted":
-            records.append(_adapt(run, options))
+        if model == "adapted":
+            if data is None:
+                raise ConfigError("--model adapted: name the data of the new site with --data")
+            if split != "all" or name is not None:
+                raise ConfigError("--model adapted: has a split and a name of its own; leave --split and --name out")
+            records.append(_adapt(run, data))
             continue
-        record = run.evaluate(
-            options.data,
-            model=options.model,
-            split=options.split,
-            name=options.name,
-        )
+        record = run.evaluate(data, model=model, split=split, name=name)
         records.append(record)
         if not JSON.get():
-            (_show if options.data else _show_matrix)(record, run.study.assembly.task.metric)
+            (_show if data else _show_matrix)(record, run.study.assembly.task.metric)
             file = (
-                choose_evaluation_file(folder, record["cohort"], options.model, overwrite=True)
-                if options.data
+                choose_evaluation_file(folder, record["cohort"], model, overwrite=True)
+                if data
                 else (folder / EVALUATIONS / CROSS_SITE_FILE)
             )
             console.print(f"record: {file}", markup=False)
@@ -98,19 +90,11 @@ def evaluate(options: EvaluateOptions) -> None:
         console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
 
 
-def _adapt(run: Run, options: EvaluateOptions) -> dict[str, Any]:
-    """Adapt the run's model to the data, show the figures unless they are asked for as JSON, and return them.
-
-    Raises:
-        ConfigError: there is no data, or an option does not apply; and as ``Run.adapt``.
-    """
+def _adapt(run: Run, data: Path) -> dict[str, Any]:
+    """Adapt the run's model to the data, show the figures unless they are asked for as JSON, and return them."""
     from ..results.runs.adaptation import ADAPTATION, ADAPTED
 
-    if options.data is None:
-        raise ConfigError("--model adapted: name the data of the new site with --data")
-    if options.split != "all" or options.name is not None:
-        raise ConfigError("--model adapted: has a split and a name of its own; leave --split and --name out")
-    figures = run.adapt(options.data)
+    figures = run.adapt(data)
     if not JSON.get():
         metric, folder = run.study.assembly.task.metric, run.path / ADAPTED / figures["site"]
         rows = [

@@ -1,11 +1,8 @@
 """Command-line options that several commands share."""
 
-from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import MISSING, fields
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated
 
 import typer
 
@@ -32,35 +29,6 @@ ModelName = Annotated[
 
 JSON = ContextVar("JSON", default=False)
 """Whether the command line has --json, an option of all commands that programs read."""
-
-
-Options = TypeVar("Options")
-
-
-def take_options(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Return a decorator of a command that takes its options as one value: a dataclass with a field for each."""
-    hints = get_type_hints(options, include_extras=True)
-    parameters = [
-        Parameter(
-            field.name,
-            Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(options)  # type: ignore[arg-type]
-    ]
-
-    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
-        def call(**values: Any) -> None:
-            command(options(**values))
-
-        # Typer reads a command's options from its signature.
-        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        call.__name__, call.__doc__, call.__annotations__ = command.__name__, command.__doc__, hints
-        return call
-
-    return decorate
-
 
 StartFrom = Annotated[
     str | None,

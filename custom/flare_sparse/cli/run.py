@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,18 +20,15 @@ from ..core.threads import run_beside
 from ..results.runs.progress import find_training
 from .console import PageConsole
 from .console import out as stdout
-from .options import JSON, ConfigFile, Overrides, StartFrom, take_options
+from .options import JSON, ConfigFile, Overrides, StartFrom
 from .screen import Screen
 
 if TYPE_CHECKING:
     from .outcome import RunProgress
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of ``flare-sparse run``."""
-
-    config: ConfigFile
+def run(
+    config: ConfigFile,
     env: Annotated[
         Env,
         typer.Option(
@@ -40,23 +36,20 @@ class RunOptions:
             "poc (server and sites as separate processes on this machine, over mTLS) or prod (a running federation, "
             "see --kit)"
         ),
-    ] = "sim"
+    ] = "sim",
     kit: Annotated[
         Path | None, typer.Option(help="Startup kit of an admin who may submit jobs; only with --env prod")
-    ] = None
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             help="Result folder; default: runs/<name>, with --env local runs/<name>-local; with -2, -3, ... if that "
             "holds a finished run"
         ),
-    ] = None
-    start: StartFrom = None
-    set_: Overrides = None
-
-
-@take_options(RunOptions)
-def run(options: RunOptions) -> None:
+    ] = None,
+    start: StartFrom = None,
+    set_: Overrides = None,
+) -> None:
     """Run a job, show a line for each round, and write model and record to the result folder.
 
     The same settings end with the same model in every environment, bit for bit. Unless --env is given, the job runs in
@@ -92,25 +85,25 @@ def run(options: RunOptions) -> None:
     from .outcome import RunCommand, explain_outcome
     from .summary import PARTIAL, find_idle_sites, show_result
 
-    start, env = Start.parse(options.start), options.env
-    check_start(start, env, options.kit)
-    study = Study.load(options.config, options.set_ or ())
-    refuse_lost_state(start, study, env)
+    begin = Start.parse(start)
+    check_start(begin, env, kit)
+    study = Study.load(config, set_ or ())
+    refuse_lost_state(begin, study, env)
     name, restarts = name_run(study, env), env == "poc" and study.config.encrypted
-    chosen = RunFolder.open(name, study, start, options.out)
-    typed = {"env": env, "kit": options.kit}
-    command = RunCommand(options.config, chosen.path, typed, tuple(options.set_ or ()), replaces=start.replaces)
+    chosen = RunFolder.open(name, study, begin, out)
+    typed = {"env": env, "kit": kit}
+    command = RunCommand(config, chosen.path, typed, tuple(set_ or ()), replaces=begin.replaces)
     # A killed simulation holds the lock until its processes notice that their command is gone.
     with chosen.claim(0.0 if env == "local" else PATIENCE_S):
         folder = chosen.prepare(keeps_state=env != "prod", advise=command.format)
         with open_screen(env) as console:
-            if options.out is None and not JSON.get() and chosen.path.name != name and not chosen.resume:
+            if out is None and not JSON.get() and chosen.path.name != name and not chosen.resume:
                 console.print(f"runs/{name} holds a finished run; this one is written to {chosen.path}")
             # FLARE makes new keys for every POC federation, so an encrypted run there starts again.
             with explain_outcome(command, env, restarts=restarts) as progress:
                 screen = RunScreen(console, progress, as_json=JSON.get())
                 with show_training(console, folder.path, progress):
-                    finished = launch(env, study, folder, screen, options.kit, command.format())
+                    finished = launch(env, study, folder, screen, kit, command.format())
             if JSON.get():
                 console.print(json.dumps({"folder": str(folder.path), **finished.summary}), markup=False)
             else:

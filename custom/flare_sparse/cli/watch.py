@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import ConfigError
-from ..core.threads import run_beside
 from ..results.runs.progress import (
     CELLS,
     ProgressFormatter,
@@ -32,23 +27,17 @@ from ..results.runs.progress import (
     format_cells,
     format_duration,
 )
-from .console import err
+from .console import build_table as build_plain_table
 from .console import out as stdout
 from .options import JSON
 
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session
 
-    from ..flare.site.requests import SiteView
-
-FindNow = Callable[[Sequence[Mapping[str, Any]]], list[str]]
-"""Returns how far each site is within the round that follows some rounds, as text."""
-
 SHOWN_ROUNDS = 12
 """Lines of the live table; older ones scroll away."""
 EVERY_S = 2.0
 """Seconds between two looks."""
-_PORT, MAX_PORT = re.compile(r"-?\d+"), 65535
 
 
 def watch(
@@ -61,14 +50,6 @@ def watch(
     ],
     kit: Annotated[
         Path | None, typer.Option(help="Startup kit of an admin of the federation that runs the job")
-    ] = None,
-    page: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|PORT",
-            help="Also write an HTML page, which loads itself again in a browser while the run goes on; or serve it at "
-            "http://127.0.0.1:PORT",
-        ),
     ] = None,
 ) -> None:
     """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
@@ -83,121 +64,64 @@ def watch(
 
         flare-sparse watch runs/neurosfl_brain_age
 
-        flare-sparse watch runs/neurosfl_brain_age --page live.html
-
-        flare-sparse watch /opt/flare/site-1 --page 8080
+        flare-sparse watch /opt/flare/site-1
 
         flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
     """
-    with ExitStack() as stack:
-        file = None if page is None else Path(page)
-        if page is not None and _PORT.fullmatch(page):
-            file = Path(stack.enter_context(TemporaryDirectory())) / "page.html"
-            address = stack.enter_context(serve_page(file, int(page)))
-            err.print(f"page: {address}", markup=False)
-        try:
-            _watch(run, kit, file)
-        except KeyboardInterrupt:
-            stdout.print("no longer watching; the run continues")
+    try:
+        _watch(run, kit)
+    except KeyboardInterrupt:
+        stdout.print("no longer watching; the run continues")
 
 
-def _watch(run: str, kit: Path | None, page: Path | None) -> None:
-    folder = Path(run)
-    if kit is None and (folder / "startup").is_dir() and (folder / "local").is_dir():
-        _watch_site(folder, page, as_json=JSON.get())
-        return
-    updates = follow_folder(folder, EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
-    find_now = partial(_find_now, folder) if kit is None else _find_nothing
-    if page is not None:
-        updates = write_pages(updates, page, find_now)
+def _watch(run: str, kit: Path | None) -> None:
     from ..results.runs.received import name_damage
 
+    folder = Path(run)
+    if kit is None and (folder / "startup").is_dir() and (folder / "local").is_dir():
+        _watch_site(folder, as_json=JSON.get())
+        return
+    updates = follow_folder(folder, EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
     with name_damage(folder):
-        show_updates(stdout, updates, json.dumps if JSON.get() else None, find_now)
+        show_updates(stdout, updates, json.dumps if JSON.get() else None, folder if kit is None else None)
 
 
-@contextmanager
-def serve_page(file: Path, port: int) -> Iterator[str]:
-    """Serve a page to browsers on this machine alone while the block runs; yield its address.
-
-    Raises:
-        ConfigError: there is no such port, or it is not free.
-    """
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            # A site of the internet whose name resolves to this machine must not read it through a browser here.
-            is_own = self.headers.get("Host", "").partition(":")[0] in ("127.0.0.1", "localhost")
-            self.send_response(200 if is_own and file.exists() else 404)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.end_headers()
-            self.wfile.write(file.read_bytes() if is_own and file.exists() else b"")
-
-        def log_message(self, *_: Any) -> None:
-            """Print no line for a request: the terminal has the table."""
-
-    if not 0 <= port <= MAX_PORT:
-        raise ConfigError(f"--page {port}: a port is 0 to {MAX_PORT}; a file of this name is ./{port}")
-    try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        raise ConfigError(f"--page {port}: {error.strerror}; choose another port") from error
-    with server, run_beside(lambda _: server.serve_forever()):
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-
-
-def _find_nothing(_lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return nothing: an admin sees no site within its round."""
-    return []
-
-
-def _find_now(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how far each site is in the round after the last committed one."""
-    return find_training(folder, lines[-1]["round"] if lines else 0)
-
-
-def follow_site(kit: Path) -> Iterator[tuple[SiteView, list[str]]]:
+def follow_site(kit: Path) -> Iterator[tuple[list[list[str]], list[str]]]:
     """Yield what a site's own kit has of its runs, and how far a training is, whenever one of them changes.
 
     Nothing of other sites is in a kit. It never ends, because a site does not.
 
     Raises:
         ConfigError: the folder is no kit.
-        EgressError: the egress log was changed.
+        RequestRefused: a record cannot be read.
     """
     from ..flare.running import RUNNING_FOLDER, list_running
-    from ..flare.site.requests import SiteView
+    from ..flare.site.requests import list_request_rows
 
-    shown: tuple[SiteView, list[str]] | None = None
+    shown: tuple[list[list[str]], list[str]] | None = None
     while True:
-        # Reading the whole log takes longer the older the site is; a new answer changes the record of requests, too.
-        if shown is None or SiteView.measure(kit) != shown[0].stamp:
-            view = SiteView.read(kit)
         running = {use.job for site in (kit / RUNNING_FOLDER).glob("*") for use in list_running(kit, site.name)}
-        if (found := (view, find_training(kit, jobs=running))) != shown:
+        if (found := (list_request_rows(kit), find_training(kit, jobs=running))) != shown:
             shown = found
             yield found
         time.sleep(EVERY_S)
 
 
-def _watch_site(kit: Path, page: Path | None, *, as_json: bool) -> None:
+def _watch_site(kit: Path, *, as_json: bool) -> None:
     """Show a site's runs until Ctrl-C."""
-    from ..results.report.live import format_site_page
+    from ..flare.site.requests import COLUMNS
 
+    name = kit.resolve().name
     live = Live(console=stdout, auto_refresh=False) if stdout.is_terminal and not as_json else nullcontext()
     with live as screen:
-        for view, now in follow_site(kit):
-            if page is not None:
-                _replace(page, format_site_page(view.site, view.columns, view.rows, view.cards, now))
-            title = f"site {view.site}: {'; '.join(now) or 'no training now'}"
-            table = build_site_table(title, view.columns, view.rows)
+        for rows, now in follow_site(kit):
+            table = build_plain_table(
+                f"site {name}: {'; '.join(now) or 'no training now'}", COLUMNS, rows, left=COLUMNS
+            )
             if screen is not None:
                 screen.update(table, refresh=True)
             elif as_json:
-                stdout.print(json.dumps({"site": view.site, "runs": view.rows, "now": now}), markup=False)
+                stdout.print(json.dumps({"site": name, "runs": rows, "now": now}), markup=False)
             else:
                 stdout.print(table)
 
@@ -286,33 +210,11 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str
             time.sleep(every_s)
 
 
-def write_pages(
-    updates: Iterator[list[Mapping[str, Any]]], file: Path, find_now: FindNow = _find_nothing
-) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield the updates; write the page of the run whenever there is something new, and once more at its end."""
-    from ..results.report.live import format_live_page
-
-    written: tuple[list[Mapping[str, Any]], list[str]] | None = None
-    for lines in updates:
-        if (found := (list(lines), find_now(lines))) != written:
-            written = found
-            _replace(file, format_live_page(*found, has_ended=False))
-        yield lines
-    _replace(file, format_live_page(written[0] if written else [], has_ended=True))
-
-
-def _replace(file: Path, text: str) -> None:
-    from ..core.checkpoint.writing import replace_atomically
-
-    with replace_atomically(file) as part:
-        part.write_text(text, encoding="utf-8")
-
-
 def show_updates(
     console: Console,
     updates: Iterator[list[Mapping[str, Any]]],
     format_line: Callable[[Mapping[str, Any]], str] | None = None,
-    find_now: FindNow = _find_nothing,
+    folder: Path | None = None,
 ) -> None:
     """Show rounds as they come: a live table on a terminal, else one line each.
 
@@ -320,7 +222,7 @@ def show_updates(
         console: receives the rounds.
         updates: all rounds so far, at every look.
         format_line: returns the line of a round, which is then printed on a terminal, too; None: for people.
-        find_now: returns how far the sites are within the round; only for the table.
+        folder: result folder, in which a table shows how far each site is within the round; None: not on this machine.
     """
     shown: list[Mapping[str, Any]] = []
     if format_line is not None or not console.is_terminal:
@@ -335,17 +237,8 @@ def show_updates(
         return
     with Live(build_table(shown), console=console, auto_refresh=False) as live:
         for lines in updates:
-            live.update(build_table(lines, find_now(lines)), refresh=True)
-
-
-def build_site_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return the table of the runs of one site."""
-    table = Table(title=Text(title), title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+            now = [] if folder is None else find_training(folder, lines[-1]["round"] if lines else 0)
+            live.update(build_table(lines, now), refresh=True)
 
 
 def build_table(lines: Sequence[Mapping[str, Any]], now: Sequence[str] = ()) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,18 +10,14 @@ import typer
 from ..core.errors import ConfigError
 from .console import err
 from .console import out as console
-from .options import take_options
 from .screen import Screen
 
 if TYPE_CHECKING:
     from ..api.withdraw import Touched
 
 
-@dataclass(frozen=True)
-class WithdrawOptions:
-    """Options of ``flare-sparse withdraw``."""
-
-    run: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)]
+def withdraw(
+    run: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)],
     leaving: Annotated[
         str,
         typer.Argument(
@@ -30,17 +25,14 @@ class WithdrawOptions:
             help="File with the identifiers of the subjects that withdraw, one a line; or name of the site that leaves",
             show_default=False,
         ),
-    ]
+    ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say which rounds the data touched; change and train nothing")
-    ] = False
+    ] = False,
     delete_models: Annotated[
         bool, typer.Option("--delete-models", help="Delete the models of RUN, which have learned from the data")
-    ] = False
-
-
-@take_options(WithdrawOptions)
-def withdraw(options: WithdrawOptions) -> None:
+    ] = False,
+) -> None:
     """Make a finished run again without subjects who withdraw, or without a site that leaves.
 
     Says which rounds the data touched. Deletes from RUN what holds it: checkpoints, recorded updates, predictions,
@@ -59,18 +51,18 @@ def withdraw(options: WithdrawOptions) -> None:
     from ..core.names import read_names
     from ..results.runs.received import name_damage
 
-    file = Path(options.leaving)
-    gone = Withdrawals(read_names(file)) if file.is_file() else Withdrawals(sites=frozenset({options.leaving}))
+    file = Path(leaving)
+    gone = Withdrawals(read_names(file)) if file.is_file() else Withdrawals(sites=frozenset({leaving}))
     if not gone.subjects and not gone.sites:
         raise ConfigError(f"{file}: the file lists no identifier")
-    run = Run.load(options.run, Screen(err))
-    touched = trace_withdrawal(run, gone)
-    with name_damage(run.path):
+    finished = Run.load(run, Screen(err))
+    touched = trace_withdrawal(finished, gone)
+    with name_damage(run):
         for line in _describe(touched):
             console.print(line, markup=False)
-    if options.dry_run:
+    if dry_run:
         return
-    done = make_again(run, gone, touched, deletes_models=options.delete_models, observer=Screen())
+    done = make_again(finished, gone, touched, deletes_models=delete_models, observer=Screen())
     console.print(f"new run: {done.path}; model sha256 {done.summary['model_sha256']}", markup=False)
 
 

@@ -18,10 +18,8 @@ from typer.testing import CliRunner
 
 from flare_sparse.cli import app
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare.site.requests import SiteView
 from flare_sparse.results.report.card import format_card
 from flare_sparse.results.report.findings import describe_caveat, describe_data, describe_findings, describe_weight
-from flare_sparse.results.report.live import format_site_page
 from flare_sparse.results.report.page import write_report
 from flare_sparse.results.report.tables import (
     build_contributions,
@@ -66,26 +64,6 @@ def page(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     figures = "learning", "traffic", "sites", "gains", "predicted", "layers"
     assert {"report.html", *(f"{name}.png" for name in figures)} == {p.name for p in out.iterdir()}
     return out / "report.html"
-
-
-@pytest.mark.slow
-def test_page_of_a_run_fits_a_phone(browser: Any, finished: dict[str, Path], tmp_path: Path) -> None:
-    page = tmp_path / "live.html"
-    result = CliRunner().invoke(app, ["watch", str(finished["neurosfl"]), "--page", str(page)])
-    assert result.exit_code == 0, result.output
-    of_site = tmp_path / "site.html"
-    row = ["study", "evaluate 21", "22", "22", "1", "2026-11-28 02:04"]
-    of_site.write_text(format_site_page("site-1", SiteView.columns, [row], [("22", "answers")], ["site-1: round 4"]))
-    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    for file, text in ((page, "ended"), (of_site, "site-1: round 4")):
-        browser.get(file.as_uri())
-        assert text in browser.find_element("tag name", "body").text
-        # Neither the page nor a table scrolls sideways.
-        for part in ("html", ".wide"):
-            script = f"return [...document.querySelectorAll('{part}')].every(part => part.scrollWidth <= innerWidth)"
-            assert browser.execute_script(script), (file, part)
-        assert browser.get_log("browser") == []
 
 
 @pytest.mark.slow

@@ -18,8 +18,6 @@ from ...config.yaml_files import format_yaml
 from ...core.errors import ConfigError
 from ...privacy.release.record import Rule
 from ...privacy.release.site import RELEASE_FOLDER
-from ...results.runs.progress import format_bytes
-from ...rounds.endpoints.egress import find_logs, read_log
 from ...rounds.endpoints.request_log import RunRecord, read_record
 from ...tasks.data.source import LOCAL_FILE, find_site_data
 from ...tasks.data.tables import read_table
@@ -96,51 +94,23 @@ class RunSummary:
         }
 
 
-@dataclass(frozen=True)
-class SiteView:
-    """What a site's kit has of its runs, as display text.
+COLUMNS = ("job", "last request", "answers", "models", "starts", "last answer")
 
-    Attributes:
-        site: name of the kit.
-        stamp: changes when there is something new.
-        rows: cells of each run, see ``columns``.
-        cards: figures of the site, each with its label.
+
+def list_request_rows(kit: Path) -> list[list[str]]:
+    """Return the cells of each run that a site's kit has a record of, the latest first; see ``COLUMNS``.
+
+    Raises:
+        ConfigError: the folder is no kit.
+        RequestRefused: a record cannot be read.
     """
-
-    site: str
-    stamp: float
-    rows: list[list[str]]
-    cards: list[tuple[str, str]]
-    columns = ("job", "last request", "answers", "models", "starts", "last answer")
-
-    @staticmethod
-    def measure(kit: Path) -> float:
-        """Return the time of the last change of the site's records."""
-        folders = [kit / REQUESTS_FOLDER, *find_logs(kit).values()]
-        return max((file.stat().st_mtime for folder in folders for file in folder.glob("**/*.json*")), default=0.0)
-
-    @classmethod
-    def read(cls, kit: Path) -> SiteView:
-        """Read the records of a kit.
-
-        Raises:
-            ConfigError: the folder is no kit.
-            EgressError: the egress log was changed.
-            RequestRefused: a record cannot be read.
-        """
-        stamp, runs = cls.measure(kit), summarize_requests(kit)
-        lines = [line for folder in find_logs(kit).values() for line in read_log(folder)]
-        rows = [
-            [
-                *(run.job, f"{requests[-1].kind} {run.last_round}" if (requests := run.record.requests) else "none"),
-                *(str(run.answers), str(len(requests)), str(run.record.start), format_time(run.last_time)),
-            ]
-            for run in reversed(runs)
+    return [
+        [
+            *(run.job, f"{requests[-1].kind} {run.last_round}" if (requests := run.record.requests) else "none"),
+            *(str(run.answers), str(len(requests)), str(run.record.start), format_time(run.last_time)),
         ]
-        sent = sum(int(line.get("sent_bytes", 0)) for line in lines)
-        cards = [(str(len(runs)), "runs"), (str(sum(run.answers for run in runs)), "answers"),
-                 (format_bytes(sent), f"left this site in {len(lines)} messages")]  # fmt: skip
-        return cls(kit.resolve().name, stamp, rows, cards)
+        for run in reversed(summarize_requests(kit))
+    ]
 
 
 def format_time(moment: float | None) -> str:
