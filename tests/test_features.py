@@ -12,7 +12,6 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "custom" / "flare_sparse"
 FEATURES = {
-    "encryption": (r"cipher|ckks|[Ee]ncrypted\b|[Ee]ncryption", 9),
     # Not the word masked alone, which elsewhere is about the mask of a model.
     "sums": (
         r"SumRules|sum_rules|ServerSums|SiteSums|secure_aggregation|site_sums|is_masked|aggregation.*masked|[.]masked\b",

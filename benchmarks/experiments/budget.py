@@ -64,7 +64,7 @@ from flare_sparse.rounds.federation.rounds import QuorumMissed
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, build_site
 from flare_sparse.wire.envelope import HEADER_BYTES
-from flare_sparse.wire.formats import FORMAT_CODES, FORMATS
+from flare_sparse.wire.formats import FORMATS
 from flare_sparse.wire.number_format import CodedValues, Coding, NumberFormat, add_residual, take_reference
 from flare_sparse.wire.quantized import find_exact_values
 
@@ -314,7 +314,6 @@ class ErrorBounded(NumberFormat):
 
 for _code, _share in enumerate(SHARES, start=200):
     FORMATS[f"sz3_{_share}"] = ErrorBounded(code=_code, share=1 / _share)
-    FORMAT_CODES[f"sz3_{_share}"] = _code
 
 
 def write_words(data: Path, file: Path) -> None:

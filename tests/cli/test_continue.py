@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from skips import require
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
@@ -140,20 +138,3 @@ def test_method_whose_schedule_has_ended_is_refused(folder: Path, tmp_path: Path
     assert result.exit_code == 2
     assert "method fedsparsify: the sparsity of every round depends on method.rounds" in result.output
     assert not (tmp_path / "short-4").exists()
-
-
-@pytest.mark.slow
-def test_encrypted_run_continues_with_its_own_keys(folder: Path, tmp_path: Path) -> None:
-    require(importlib.util.find_spec("tenseal") is not None, "TenSEAL is needed: pip install 'flare-sparse[he]'")
-    settings = ("--set", "method={name: fedavg}", "--set", "wire={encryption: ckks}", "--set", "federation.min_sites=2")
-    short = tmp_path / "short"
-    arguments = ("run", folder / "job.yaml", "--env", "local", *settings)
-    first = call(*arguments, "--set", "method.rounds=1", "--out", short)
-    assert first.exit_code == 0, first.output
-    result = call(*arguments, "--set", "method.rounds=2", "--start", short)
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "short-2" / "model.safetensors").is_file()
-    shutil.rmtree(short / "he")
-    lost = call(*arguments, "--set", "method.rounds=3", "--start", short)
-    assert lost.exit_code == 2
-    assert "the keys of the run are missing" in lost.output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +151,3 @@ def test_unusable_options_and_data_are_refused_with_the_fix(
     result = call(finished / "fedavg", *(paths.get(option, option) for option in options))
     assert result.exit_code in (1, code)
     assert message in result.output
-
-
-def test_encrypted_run_must_be_decrypted_first(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished / "fedavg", tmp_path / "run")
-    for name in ("model", "best_model"):
-        (tmp_path / "run" / f"{name}.safetensors").rename(tmp_path / "run" / f"encrypted_{name}.safetensors")
-    for option in ((), ("--model", "best")):
-        result = call(tmp_path / "run", "--data", finished / "held-out.csv", "--name", "x", *option)
-        assert result.exit_code == 2
-        assert "the run's model is encrypted; decrypt it at a site: flare-sparse save" in result.output

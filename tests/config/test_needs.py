@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from flare_sparse.config.schema import RunConfig
 from flare_sparse.core.needs import Need
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.lora import LoRAMethod
-from flare_sparse.privacy.encryption import KeyContexts
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.script import ScriptTask
@@ -93,11 +91,6 @@ PAIRS = [
 ]
 
 
-@cache
-def contexts() -> KeyContexts:
-    return KeyContexts.generate()
-
-
 def choose_task(name: str, config: RunConfig) -> Task:
     task = LoadedAdapted if issubclass(METHODS[name], LoRAMethod) else Normless if config.privacy else Loaded
     return task(config.task.config)
@@ -120,8 +113,7 @@ def test_pair_runs_for_a_round_or_is_refused_with_both_names(name: str, feature:
     task = choose_task(name, config)
     assembly = assemble(config, task)
     sites = {site: open_site(assembly, SiteData(site, Path())) for site in SITES}
-    keys = contexts() if config.encrypted else None
-    outcome, _ = run_assembly(config, assembly, sites, contexts=keys)
+    outcome, _ = run_assembly(config, assembly, sites)
     assert sorted(outcome.evaluation.sites) == list(SITES)
 
 
@@ -134,7 +126,7 @@ def test_files_of_the_page_are_the_table() -> None:
 
 def test_two_features_that_exclude_each_other_are_refused_with_both_names() -> None:
     pairs = [(first, second) for first, second, _ in list_pairs() if first.example and second.example]
-    assert len(pairs) > 10
+    assert len(pairs) > 5
     for first, second in pairs:
         with pytest.raises(ValidationError) as caught:
             build_config({"method": {"name": "fedavg"}}, first.example, second.example)
@@ -144,7 +136,7 @@ def test_two_features_that_exclude_each_other_are_refused_with_both_names() -> N
 
 def test_new_feature_and_new_method_meet_without_knowing_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     gossip = Feature(
-        "gossip", "no server exists", lambda job: True, "turn gossip off", frozenset({Need.READABLE_MODEL})
+        "gossip", "no server exists", lambda job: True, "turn gossip off", frozenset({Need.NUMBER_OF_ROUNDS})
     )
     monkeypatch.setitem(FEATURES, gossip.name, gossip)
     with pytest.raises(

@@ -173,7 +173,6 @@ def test_filter_of_the_job_changes_nothing_that_leaves(sites: list[DescribedSite
     [
         ({"contents": ["weights", "metrics"]}, "contents: statistics may not leave"),
         ({"permit": "EA 2"}, "permit: this site takes part under 'EA 2'"),
-        ({"encrypted": True}, "encrypted: statistics would leave without it"),
         ({"masked": True}, "masked: statistics would leave without it"),
         ({"epsilon": 8}, "epsilon: statistics would leave without it"),
         ({"clip_norm": 1, "noise": 0.1}, "noise: statistics would leave without it"),

@@ -14,10 +14,8 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import FlareSparseError, SiteExcluded, WireError
 from flare_sparse.core.exchange import Contribution, Patch, Request, Update
 from flare_sparse.methods.method import Method
-from flare_sparse.privacy.encryption import KeyContexts, SiteCipher
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, unpack_message
-from flare_sparse.rounds.endpoints.encrypted import SiteEncryption
 from flare_sparse.rounds.endpoints.events import pack_events
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
@@ -31,7 +29,7 @@ from flare_sparse.rounds.federation import (
     RoundRules,
     SumQuestions,
 )
-from flare_sparse.rounds.local.run import Transport
+from flare_sparse.rounds.local.run import build_sums
 from flare_sparse.training import Site
 from flare_sparse.wire.codec import Encoded
 from flare_sparse.wire.formats import ValueType
@@ -83,8 +81,6 @@ class LocalFederation:
         sites: sites by name, or how many to build.
         rules: rules of the rounds.
         values: number format on the wire.
-        contexts: keys for encryption; None: values travel in the clear.
-        site_contexts: other keys, by site.
         stores: checkpoint store of each end; None for an end without checkpoints.
         sum_rules: rules of sums of padded values; None: updates carry their values.
 
@@ -113,8 +109,6 @@ class LocalFederation:
         sites: Mapping[str, Site] | int = 3,
         rules: RoundRules | None = None,
         values: ValueType = "float32",
-        contexts: KeyContexts | None = None,
-        site_contexts: Mapping[str, KeyContexts] | None = None,
         stores: Callable[[str], Store | None] = lambda end: None,
         sum_rules: SumRules | None = None,
         **settings: Any,
@@ -122,16 +116,11 @@ class LocalFederation:
         self.bench = bench or ToyBench(Toy())
         self.method = self.bench.method(method, **settings) if isinstance(method, str) else method
         self.rules, self.values, self.stores = rules, values, stores
-        self.contexts = (
-            {} if contexts is None else dict.fromkeys(self._names(sites), contexts) | dict(site_contexts or {})
-        )
         self.ledger = Ledger()
         names = self._names(sites)
-        protection, self.stages = Transport(values, contexts, sum_rules).open_stages(
-            self.method, RUN, names, self.ledger
+        protection, self.stages = (
+            (None, {}) if sum_rules is None else build_sums(self.method, RUN, sum_rules, names, self.ledger)
         )
-        if contexts is not None:
-            self.stages = {name: SiteEncryption(SiteCipher(self.contexts[name].client)) for name in names}
         self.server = ServerEndpoint(self.method.layout, RUN, values, self.ledger, protection, self.method.seed)
         self.sites = self.bench.sites(sites) if isinstance(sites, int) else dict(sites)
         self.endpoints = {name: self._build_endpoint(name) for name in self.sites}

@@ -7,7 +7,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from toy import Toy, ToyBench
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import MissingBase, RoundFailed
-from flare_sparse.privacy.encryption import KeyContexts
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
 from flare_sparse.rounds.endpoints.site_state import SiteMemory
@@ -28,15 +26,6 @@ WAIT_S = 300.0
 """Longer than a busy machine takes to import what torch's first optimiser needs."""
 LOSS_WORDS = ("starts without it", "starts from zero")
 """What the log of a site says when its residual or the memory of its method is lost."""
-
-
-PROTECTIONS = ("ckks", "masked")
-"""In the place of a number format: values that the server cannot read."""
-
-
-@cache
-def generate_contexts() -> KeyContexts:
-    return KeyContexts.generate()
 
 
 class Killed(BaseException):
@@ -72,7 +61,7 @@ class SteppedFederation(LocalFederation):
 
     Args:
         name: name of the method.
-        values: number format on the wire, or ``ckks`` or ``masked`` for float32 that is encrypted or summed.
+        values: number format on the wire, or ``masked`` for float32 that is summed.
         folder: folder of the checkpoints; None: none are written, and nothing can be resumed.
         rules: rules of the rounds; None: each needs all sites, in at most three attempts.
         settings: settings of the method.
@@ -99,8 +88,7 @@ class SteppedFederation(LocalFederation):
             name,
             ToyBench(Toy(), personal=personal),
             rules=rules,
-            values="float32" if values in PROTECTIONS else values,
-            contexts=generate_contexts() if values == "ckks" else None,
+            values="float32" if values == "masked" else values,
             sum_rules=SumRules(8.0) if values == "masked" else None,
             stores=self._open_store,
             **settings,

@@ -75,12 +75,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (info / "entry_points.txt").write_text(f"[flare_sparse.formats]\n{entries}")
     (tmp_path / "signs.py").write_text(SIGNS)
     monkeypatch.syspath_prepend(tmp_path)
-    rows, codes = dict(formats.FORMATS), dict(formats.FORMAT_CODES)
+    rows = dict(formats.FORMATS)
     yield tmp_path
     sys.modules.pop("signs", None)
-    for table, before in ((formats.FORMATS, rows), (formats.FORMAT_CODES, codes)):
-        table.clear()
-        table.update(before)
+    formats.FORMATS.clear()
+    formats.FORMATS.update(rows)
 
 
 def write_job(folder: Path, name: str, method: str = "fedavg") -> Path:

@@ -18,7 +18,6 @@ from ..core.seeds import limit_threads
 from ..core.steps import STEP_FILE, STEP_FOLDER, StepFile
 from ..methods.method import describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
-from ..results.runs.decrypt import decrypt_run
 from ..results.runs.folder import ERRORS, RunFolder
 from ..results.runs.local import run_assembly
 from ..results.runs.model_files import save_site_model
@@ -58,7 +57,6 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
             name: _open_site(replace(assembly, task=study.load_task()), own, runners.get(name), folder.path)
             for name, own in data.items()
         }
-    contexts = folder.open_keys(study)
     folder.clear()
     notes: dict[str, list[str]] = {}
     for name, opened in sites.items():
@@ -88,7 +86,6 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
                 ),
             ),
             watcher=Watcher(commit, errors.report),
-            contexts=contexts,
             ledger=ledger,
         )
     finally:
@@ -101,8 +98,6 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
             site = sites[name]
             assert isinstance(site, Site), f"{name} contributed, so its data was loaded"
             save_site_model(folder.path, site)
-    if contexts:
-        decrypt_run(folder.path, assembly, contexts.client)
     return complete_run(study, folder)
 
 

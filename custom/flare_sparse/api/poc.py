@@ -1,9 +1,7 @@
 """The environment ``poc``: FLARE provisions and starts a server and sites as separate processes on this machine."""
 
 from ..config.study import Study
-from ..core.errors import ConfigError
 from ..core.observer import SILENT, Observer
-from ..results.runs.decrypt import decrypt_run
 from ..results.runs.folder import RunFolder
 from .deployment import build_recipe, describe_start
 from .run import Run, complete_run
@@ -13,28 +11,20 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
     """Run a study in a POC federation and write its record.
 
     Raises:
-        ConfigError: an encrypted run cannot be resumed here, because FLARE makes new keys for every
-            POC federation; or the federation cannot be started.
+        ConfigError: the federation cannot be started.
         JobFailed: the job ended without a result.
     """
-    from ..flare.launch.poc import read_client_context, start_poc
+    from ..flare.launch.poc import start_poc
     from ..flare.launch.submission import run_deployed
     from ..flare.recipe import list_user_classes
 
-    out, encrypted = folder.path, study.config.encrypted
-    if folder.resume and encrypted:
-        raise ConfigError(
-            "--start last: an encrypted run cannot be resumed with --env poc, where every federation has new keys; "
-            "leave --start out, or use --env sim"
-        )
+    out = folder.path
     checkpoints = folder.open_checkpoints(study, observer)
     with observer.wait("preparing the sites' data ..."):
         sites = study.prepare_sites(out, observer)
     observer.say(describe_start(study, f"{len(sites)} sites as separate processes (nvflare poc, mTLS)"))
     also, recipe = list_user_classes(study.config), build_recipe(study, out)
-    with start_poc(out / "poc", sites, checkpoints, encrypted=encrypted, also=also) as kit:
+    with start_poc(out / "poc", sites, checkpoints, also) as kit:
         folder.clear()
         run_deployed(recipe, kit, out, on_line=observer.say)
-    if encrypted:
-        decrypt_run(out, study.assembly, read_client_context(out / "poc", next(iter(sites))))
     return complete_run(study, folder)

@@ -2,8 +2,7 @@
 
 from ..config.study import Study
 from ..core.observer import SILENT, Observer
-from ..results.runs.decrypt import decrypt_run
-from ..results.runs.folder import KEYS, RunFolder
+from ..results.runs.folder import RunFolder
 from ..tasks.data.source import write_site_files
 from .deployment import build_recipe, describe_start
 from .run import Run, complete_run
@@ -31,11 +30,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
     if kits:
         write_kits(kits, sites)
     recipe = build_recipe(study, out)
-    contexts = folder.open_keys(study)
     folder.clear()
-    keys = out / KEYS if contexts else None
-    workplace = Workplace(list_user_classes(config), checkpoints=checkpoints, keys=keys, kits=kits)
+    workplace = Workplace(list_user_classes(config), checkpoints=checkpoints, kits=kits)
     simulate(recipe, sorted(sites), site_files, out, workplace, observer)
-    if contexts:
-        decrypt_run(out, study.assembly, contexts.client)
     return complete_run(study, folder)

@@ -93,11 +93,10 @@ def refuse_lost_state(start: Start, study: Study, env: str) -> None:
     Raises:
         ConfigError: a finished run of this environment leaves nothing that ``--start RUN`` could continue.
     """
-    if start.run is not None and (env == "prod" or (env == "poc" and study.config.encrypted)):
-        reason = "the server deletes its checkpoints" if env == "prod" else "every federation has new keys"
+    if start.run is not None and env == "prod":
         raise ConfigError(
-            f"--start {start.run} does not apply to --env {env}, where {reason} after a run. Start a run of "
-            f"{study.config.method.config.rounds} rounds without --start"
+            f"--start {start.run} does not apply to --env prod, where the server deletes its checkpoints after a run. "
+            f"Start a run of {study.config.method.config.rounds} rounds without --start"
         )
 
 

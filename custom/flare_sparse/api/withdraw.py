@@ -67,9 +67,9 @@ def find_start(lines: Sequence[Line], sites: Iterable[str], config: RunConfig, *
         config: settings of the run.
         leaves: the sites are gone; otherwise some of their subjects are.
     """
-    # Ciphertexts need the keys that wrote them, and noise comes from a secret that the new run does not have. A site
-    # that is there changes the sample of sites of a round, also of one in which it is not drawn.
-    if config.encrypted or config.privacy is not None or (leaves and config.method.config.participation < 1):
+    # Noise comes from a secret that the new run does not have. A site that is there changes the sample of sites of a
+    # round, also of one in which it is not drawn.
+    if config.privacy is not None or (leaves and config.method.config.participation < 1):
         return 0
     names = set(sites)
     return next((i for i, line in enumerate(lines) if names & _list_traces(line, leaves=leaves)), len(lines))

@@ -131,13 +131,12 @@ def watch_signals() -> Iterator[Interruption]:
 
 
 @contextmanager
-def explain_outcome(command: RunCommand, env: Env, *, restarts: bool = False) -> Iterator[RunProgress]:
+def explain_outcome(command: RunCommand, env: Env) -> Iterator[RunProgress]:
     """Turn an interruption or an error of a run into what happened, what is safe and what to type.
 
     Args:
         command: the user's command.
         env: environment of the run.
-        restarts: the run cannot be resumed, only started again.
 
     Yields:
         The progress of the run; the block records every round in it.
@@ -156,7 +155,7 @@ def explain_outcome(command: RunCommand, env: Env, *, restarts: bool = False) ->
             if isinstance(error, KeyboardInterrupt) or interruption.number is not None:
                 end_processes(interruption.processes)
                 number = interruption.number or signal.SIGINT
-                for line in describe_interruption(command, env, progress, number, restarts=restarts):
+                for line in describe_interruption(command, env, progress, number):
                     err.print(line, markup=False)
                 raise typer.Exit(128 + number) from None
             failure = find_full_disk(error, command.out) or find_lack_of_memory(error) or error
@@ -165,28 +164,24 @@ def explain_outcome(command: RunCommand, env: Env, *, restarts: bool = False) ->
             # An error before the first round, such as unreadable data, leaves nothing to continue.
             has_commit = env == "prod" or progress.committed is not None or RunFolder(command.out).has_checkpoint
             if has_commit or isinstance(failure, OutOfMemory) or bool(getattr(failure, "remedy", "")):
-                for note in describe_next_steps(command, env, progress, failure, restarts=restarts):
+                for note in describe_next_steps(command, env, progress, failure):
                     failure.add_note(note)
             if failure is error:
                 raise
             raise failure from error
 
 
-def describe_interruption(
-    command: RunCommand, env: Env, progress: RunProgress, number: int, *, restarts: bool = False
-) -> list[str]:
+def describe_interruption(command: RunCommand, env: Env, progress: RunProgress, number: int) -> list[str]:
     """Return what happened, what is safe, and what to type after a signal ended the command."""
     cause = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     if env == "prod":
         happened = f"stopped by {cause}; the job itself continues at the server"
         return [happened, _describe_safe(env, progress, command.out), f"follow it again: {command.format('last')}"]
     happened = f"stopped by {cause}; the processes of the run are ended"
-    return [happened, *describe_next_steps(command, env, progress, None, restarts=restarts)]
+    return [happened, *describe_next_steps(command, env, progress, None)]
 
 
-def describe_next_steps(
-    command: RunCommand, env: Env, progress: RunProgress, error: BaseException | None, *, restarts: bool = False
-) -> list[str]:
+def describe_next_steps(command: RunCommand, env: Env, progress: RunProgress, error: BaseException | None) -> list[str]:
     """Return what is safe and what to type.
 
     Args:
@@ -194,13 +189,12 @@ def describe_next_steps(
         env: environment of the run.
         progress: rounds seen so far.
         error: why the run ended; None: the user ended it.
-        restarts: the run cannot be resumed, only started again.
     """
     remedy = str(getattr(error, "remedy", ""))
     has_commit = progress.committed is not None or RunFolder(command.out).has_checkpoint
     # What was to be replaced is still there if the run ended before it had anything of its own.
     keeps_older = command.replaces and env != "prod" and progress.committed is None
-    start = "new" if restarts or keeps_older else "last"
+    start = "new" if keeps_older else "last"
     way = "to continue" if error is None else "to continue, once the cause is removed"
     return [
         *([f"remedy: {remedy}"] if remedy else []),

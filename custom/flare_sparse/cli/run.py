@@ -89,7 +89,7 @@ def run(
     check_start(begin, env, kit)
     study = Study.load(config, set_ or ())
     refuse_lost_state(begin, study, env)
-    name, restarts = name_run(study, env), env == "poc" and study.config.encrypted
+    name = name_run(study, env)
     chosen = RunFolder.open(name, study, begin, out)
     typed = {"env": env, "kit": kit}
     command = RunCommand(config, chosen.path, typed, tuple(set_ or ()), replaces=begin.replaces)
@@ -99,8 +99,7 @@ def run(
         with open_screen(env) as console:
             if out is None and not JSON.get() and chosen.path.name != name and not chosen.resume:
                 console.print(f"runs/{name} holds a finished run; this one is written to {chosen.path}")
-            # FLARE makes new keys for every POC federation, so an encrypted run there starts again.
-            with explain_outcome(command, env, restarts=restarts) as progress:
+            with explain_outcome(command, env) as progress:
                 screen = RunScreen(console, progress, as_json=JSON.get())
                 with show_training(console, folder.path, progress):
                     finished = launch(env, study, folder, screen, kit, command.format())

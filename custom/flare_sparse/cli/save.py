@@ -1,4 +1,4 @@
-"""``flare-sparse save``: write a run's model in a format that other libraries read, decrypted first if need be."""
+"""``flare-sparse save``: write a run's model in a format that other libraries read."""
 
 from __future__ import annotations
 
@@ -40,32 +40,22 @@ def save(
     data: Annotated[
         Path | None, typer.Option(help="Data for the check of onnx; default: that of the run's first simulated site")
     ] = None,
-    context: Annotated[
-        Path | None,
-        typer.Option(help="Key context of a site of an encrypted run: startup/client_context.tenseal in its kit"),
-    ] = None,
 ) -> None:
     """Write a run's model as other libraries read it: adapters in the format of peft, networks as safetensors.
 
-    A folder in $FLARE_SPARSE_MODELS can serve other tasks as their base model, by the folder's name. An encrypted run
-    is decrypted first, which only a site can: neither the server nor the lead has the secret key. Its
-    model.safetensors, and best_model.safetensors, stay beside the encrypted files.
+    A folder in $FLARE_SPARSE_MODELS can serve other tasks as their base model, by the folder's name.
 
     [dim]flare-sparse save runs/lora_a2_brain_age --out adapters/nsk[/]
 
     [dim]flare-sparse save runs/neurosfl_brain_age --format onnx[/]
 
     [dim]flare-sparse save runs/neurosfl_brain_age --format sparse[/]
-
-    [dim]flare-sparse save runs/neurosfl_encrypted --context /opt/flare/site-1/startup/client_context.tenseal[/]
     """
     from ..compute.structure.compact import compact_model
     from ..results.runs.load import describe_missing, load_study, load_trained_model
     from ..results.runs.small import save_csr, save_small_run
 
     study = load_study(run)
-    if context is not None:
-        _decrypt(study, run, context)
     network = load_trained_model(study, model)
     if note := describe_missing(study.assembly, model):
         console.print(note, markup=False)
@@ -110,25 +100,6 @@ def _save_onnx(study: Study, network: nn.Module, folder: Path, data: Path | None
 
 def _count_bytes(network: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in network.state_dict().values())
-
-
-def _decrypt(study: Study, run: Path, context: Path) -> None:
-    """Decrypt the models of a run's folder, and write its card again.
-
-    Raises:
-        ConfigError: the key cannot be read, or the folder has no encrypted model.
-    """
-    from ..results.report.card import write_card
-    from ..results.runs.decrypt import decrypt_run
-    from ..results.runs.results import RunResult
-
-    try:
-        key = context.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--context {context}: cannot be read: {error.strerror}") from error
-    if not decrypt_run(run, study.assembly, key):
-        raise ConfigError(f"{run}: there is no encrypted model here; leave --context out")
-    write_card(RunResult.read(run))
 
 
 def _load_inputs(study: Study, data: Path | None) -> Tensor:

@@ -34,12 +34,9 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
     if stopped := summary.get("stopped_after"):
         console.print(f"stopped after round {stopped} of {summary['rounds']}: no better on validation examples")
     digest = summary["model_sha256"]
-    console.print(f"seconds: {summary['seconds']:.0f}" + (f"   model sha256: {digest[:16]}..." if digest else ""))
-    if digest:
-        best_file = "  (best: best_model.safetensors)" if best["round"] >= 0 else ""
-        console.print(f"model:  {out / 'model.safetensors'}{best_file}")
-    else:
-        console.print(f"model:  encrypted; a site can decrypt it: flare-sparse save {out} --context FILE", markup=False)
+    console.print(f"seconds: {summary['seconds']:.0f}   model sha256: {digest[:16]}...")
+    best_file = "  (best: best_model.safetensors)" if best["round"] >= 0 else ""
+    console.print(f"model:  {out / 'model.safetensors'}{best_file}")
     log = "; FLARE's log: flare.log" if (out / "flare.log").is_file() else ""
     console.print(f"record: {out / 'summary.json'}, rounds.jsonl, ledger.jsonl, config.yaml, model_card.md{log}")
     console.print(f"report: flare-sparse report {out}")

@@ -27,7 +27,6 @@ from ..privacy.dp.accounting import SamplingPlan
 from ..privacy.dp.config import PrivacyConfig
 from ..privacy.dp.mechanism import SiteMechanism
 from ..privacy.dp.scripts import ScriptBudget
-from ..privacy.encryption import KeyContexts
 from ..rounds.federation import RoundRules
 from ..rounds.local.run import Transport
 from ..tasks.task import Examples, SiteData, Task, load_examples
@@ -147,11 +146,9 @@ def build_rules(job: JobConfig) -> RoundRules:
     )
 
 
-def build_transport(job: JobConfig, contexts: KeyContexts | None = None) -> Transport:
-    """Return how the messages of a job travel within one process; keys of an encrypted run are new by default."""
-    if job.encrypted and contexts is None:
-        contexts = KeyContexts.generate()
-    return Transport(job.wire.values, contexts, job.sum_rules, job.builds_initial)
+def build_transport(job: JobConfig) -> Transport:
+    """Return how the messages of a job travel within one process."""
+    return Transport(job.wire.values, job.sum_rules, job.builds_initial)
 
 
 def open_checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -> Store:

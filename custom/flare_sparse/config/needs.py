@@ -73,27 +73,6 @@ _READS_SINGLE_UPDATES = "needs to read single updates"
 
 _FEATURES = (
     Feature(
-        "wire.encryption: ckks",
-        "the server cannot read any update",
-        lambda job: job.wire.encryption != "none",
-        "set wire.encryption to none",
-        takes=frozenset(
-            {
-                Need.SINGLE_UPDATES,
-                Need.OWN_ENTRIES,
-                Need.READABLE_MODEL,
-                Need.EQUAL_WEIGHTS,
-                Need.OWN_FORMAT,
-                Need.EXACT_STATISTICS,
-            }
-        ),
-        needs=_require(
-            Need.SEALED_VALUES.because("values are encrypted"),
-            Need.QUORUM.because("a sum of one is that site's model", amount=2),
-        ),
-        example={"wire": {"encryption": "ckks"}, "federation": {"min_sites": 2}},
-    ),
-    Feature(
         "wire.aggregation: masked",
         "the server reads sums only",
         lambda job: job.wire.aggregation == "masked",
@@ -105,7 +84,6 @@ _FEATURES = (
                 Need.OWN_ENTRIES,
                 Need.LATE_WEIGHTS,
                 Need.OWN_FORMAT,
-                Need.SEALED_VALUES,
                 Need.EXACT_STATISTICS,
             }
         ),

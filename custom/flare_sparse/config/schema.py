@@ -34,8 +34,6 @@ class WireConfig(Section):
     values: ValueType = Field("float32", examples=list(FORMATS))
     """number format of values in messages; the rounding residual of a short format is added to the next message; int8,
     int4, int2 and int1 (signs) round the difference to what the receiver holds; _zstd is lossless compression"""
-    encryption: Literal["none", "ckks"] = "none"
-    """ckks: the server aggregates encrypted weights; the keys are part of the startup kits"""
     aggregation: Literal["plain", "masked"] = "plain"
     """masked: the server reads the sum of the sites' values and no value of a single site; sites sign their keys with
     the certificates of their startup kits"""
@@ -80,7 +78,7 @@ class FederationConfig(Section):
     """largest L2 norm of a site's delta; a longer one is clipped, and clipping is recorded"""
     max_norm_ratio: float | None = Field(100.0, ge=1.5, allow_inf_nan=False)
     """largest L2 norm of a site's delta, as a multiple of the median of the round's; a longer one is rejected (E_NORM);
-    from three updates on, not for encrypted ones and not with clip_norm; null: no bound"""
+    from three updates on, not with clip_norm; null: no bound"""
     examples_tolerance: float = Field(0.1, ge=0)
     """largest relative change of a site's number of examples from the one it first reported"""
     examples: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
@@ -349,11 +347,6 @@ class JobConfig(Section):
                 "configuration or below it"
             )
         return self
-
-    @property
-    def encrypted(self) -> bool:
-        """Whether weights are sent encrypted."""
-        return self.wire.encryption != "none"
 
     @property
     def sum_rules(self) -> SumRules | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,17 +28,6 @@ are sums that one pooled table would give."""
 
 
 @dataclass(frozen=True)
-class SealedValues:
-    """Values that the server must not read, as they travel (docs/wire-format.md).
-
-    Attributes:
-        data: uint8 ``(n,)``.
-    """
-
-    data: Tensor
-
-
-@dataclass(frozen=True)
 class Patch:
     """Values of the entries of a mask, over a base: all other entries are those of the base.
 
@@ -48,8 +36,6 @@ class Patch:
             they are entries of. The vector must not change while the patch is in use: messages gather from it directly.
         mask: entries in the patch.
         base: ``"zeros"``, or ``"previous"``: the vector that the receiver holds since the last message.
-        sealed: the values as they travel where the server must not read them. Where they cannot be opened, ``source``
-            is NaN, and so is every result computed from it; NaN is never sent.
 
     Examples:
         >>> patch = Patch.from_vector(torch.tensor([1.0, 2.0, 3.0]), Mask(torch.tensor([True, False, True])))
@@ -60,17 +46,11 @@ class Patch:
     source: Tensor
     mask: Mask
     base: Base = "zeros"
-    sealed: SealedValues | None = None
 
     @classmethod
     def from_vector(cls, vector: Tensor, mask: Mask, base: Base = "zeros") -> Patch:
         """Return the patch of the entries ``mask`` of a vector ``(P,)``, which is not copied."""
         return cls(vector, mask, base)
-
-    @classmethod
-    def from_sealed(cls, sealed: SealedValues, mask: Mask, base: Base = "zeros") -> Patch:
-        """Return a patch of sealed values that this end cannot read."""
-        return cls(torch.full((mask.count,), math.nan), mask, base, sealed)
 
     @cached_property
     def values(self) -> Tensor:
@@ -83,14 +63,11 @@ class Patch:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the selected entries and their values, or the bytes of sealed ones; 64 hex digits.
+        """Digest of the selected entries and their values; 64 hex digits.
 
         SHA-256 of the mask's fingerprint and of the SHA-256 of every 4 MiB of the values.
         """
-        if self.sealed is not None:
-            data = self.sealed.data.contiguous().numpy().data
-        else:
-            data = self.values.detach().contiguous().numpy().astype("<f4", copy=False).data.cast("B")
+        data = self.values.detach().contiguous().numpy().astype("<f4", copy=False).data.cast("B")
         pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
         # Side by side: a single pass takes longer than to write the values into a message.
         with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1) or 1) as threads:

@@ -114,7 +114,7 @@ def _check_recipe(recipe: Recipe) -> None:
         if any(type(entry).__name__.startswith("HE") for entry in filters):
             raise ConfigError(
                 f"{name}: its updates are encrypted, and a selection cannot be made from ciphertext; use "
-                "wire.encryption of this package's own methods, or a recipe without encryption"
+                "wire.aggregation: masked of this package's own methods, or a recipe without encryption"
             )
     if getattr(recipe, "_tensor_streaming_added", False):
         raise ConfigError(

@@ -23,7 +23,6 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from ..config.assemble import build_rules
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, FlareSparseError
-from ..results.runs.model_files import ENCRYPTED
 from ..results.runs.progress import format_events, format_progress
 from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.server import Attempt
@@ -186,7 +185,7 @@ class FederatedController(Controller):
             app_dir / "artifact_manifest.json",
             {
                 "schema_version": "1",
-                "artifacts": {"global_model": f"{RESULTS}/{ENCRYPTED if outcome.sealed else ''}model.safetensors"},
+                "artifacts": {"global_model": f"{RESULTS}/model.safetensors"},
             },
         )
         # The mark comes last, because it promises that the complete result is on disk.

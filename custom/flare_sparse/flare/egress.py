@@ -172,7 +172,7 @@ def iterate_buffers(value: Any) -> Iterator[np.ndarray | bytes]:
     elif value is None or isinstance(value, str | int | float | np.generic):
         yield str(value).encode()
     else:
-        # Ciphertext and whatever else has bytes of its own only as FLARE serializes it.
+        # Whatever else has bytes of its own only as FLARE serializes it.
         yield bytes(fobs.dumps(value))
 
 

@@ -71,7 +71,7 @@ class EncodeUpdate(Filter):
         update = dxo_to_update(from_shareable(shareable), update, endpoint.site.layout)
         try:
             encoded = endpoint.encode(request, update)
-        # Raised, for example, by a value that is not finite or exceeds the range of encryption.
+        # Raised, for example, by a value that is not finite or exceeds the bound of a sum.
         except Exception as error:  # noqa: BLE001 - FLARE would send its own code and log the error's text
             code = get_failure_code(error)
             write_site_error(error, code, fl_ctx)

@@ -40,7 +40,6 @@ from ..privacy.dp.scripts import PRIVACY_VARIABLE
 from ..privacy.release.record import Rule
 from ..privacy.release.site import RELEASE_FOLDER
 from ..results.runs.model_files import save_site_model
-from ..rounds.endpoints.encrypted import ServerEncryption, SiteEncryption
 from ..rounds.endpoints.plans import InitialModel
 from ..rounds.endpoints.request_checks import ChangeLimit
 from ..rounds.endpoints.request_log import RequestLog
@@ -59,7 +58,6 @@ from ..wire.capabilities import local_capabilities
 from ..wire.ledger import Ledger
 from .checkpoints import KEPT_DAYS, delete_archived, delete_ended, delete_old, find_checkpoint_folder
 from .egress import install_recorder
-from .he_keys import load_server_cipher, load_site_cipher
 from .kits import load_identity, load_root
 from .running import hold_data
 from .script import FlareScript
@@ -191,9 +189,7 @@ class ServerSession(FLComponent):
             self.store.unmark_finished()
         layout, run_id, method = self.assembly.layout, self.assembly.run_id, self.assembly.method
         protection: ServerStage | None = None
-        if self.job.encrypted:
-            protection = ServerEncryption(load_server_cipher(fl_ctx))
-        elif (rules := self.job.sum_rules) is not None:
+        if (rules := self.job.sum_rules) is not None:
             protection = ServerSums(layout, run_id, rules, method.get_sum_weights, load_root(fl_ctx), self.ledger)
         updates = UpdateStore(folder=Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())))
         self.endpoint = ServerEndpoint(
@@ -368,8 +364,6 @@ def open_gate(fl_ctx: FLContext) -> ReleaseGate | None:
 
 def _open_protection(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: RequestLog) -> SiteStage | None:
     """Return what keeps the values of this site's updates from the server; None: they travel in the clear."""
-    if job.encrypted:
-        return SiteEncryption(load_site_cipher(fl_ctx))
     rules = job.sum_rules
     if rules is None:
         return None

@@ -47,11 +47,10 @@ class FedSparsifyConfig(AveragingConfig):
 
     def needs(self) -> Needs:
         # With privacy, the server prunes models that are private already: post-processing, which costs nothing.
-        needs = super().needs() | {Need.READABLE_MODEL.because("the server prunes the model by its values")}
         longer = self.model_copy(update={"rounds": self.rounds + 1})
         if all(self.compute_sparsity(t) == longer.compute_sparsity(t) for t in range(1, self.rounds + 1)):
-            return needs
-        return needs | {
+            return super().needs()
+        return super().needs() | {
             Need.NUMBER_OF_ROUNDS.because(
                 f"the sparsity of every round depends on method.rounds: the schedule has reached {self.sparsity} after "
                 f"{self.rounds} rounds"

@@ -47,10 +47,7 @@ class PerFedAvgConfig(AdaptationConfig):
         return self
 
     def needs(self) -> Needs:
-        return super().needs() | {
-            Need.EQUAL_WEIGHTS.because("all sites weigh the same"),
-            Need.FLOAT32_STEPS.because("a meta-step is one of plain SGD in float32"),
-        }
+        return super().needs() | {Need.FLOAT32_STEPS.because("a meta-step is one of plain SGD in float32")}
 
     @property
     def epochs_remedy(self) -> str:
@@ -113,12 +110,6 @@ class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
 class FedAvgOneStepConfig(AdaptationConfig):
     weighting: Literal["examples", "uniform"] = "examples"
     """weight of a site in the average"""
-
-    def needs(self) -> Needs:
-        if self.weighting == "examples":
-            return super().needs()
-        reason = f"weighting: {self.weighting} is not the mean by examples"
-        return super().needs() | {Need.EQUAL_WEIGHTS.because(reason, "set weighting to examples")}
 
 
 @final

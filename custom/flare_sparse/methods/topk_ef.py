@@ -88,7 +88,7 @@ class TopKEFConfig(MethodConfig):
 
     def needs(self) -> Needs:
         own = Need.OWN_ENTRIES.because("each site sends its largest changes")
-        return frozenset({own, Need.MORE_READS.because()}) | self.server.needs() | self.model_average.needs()
+        return frozenset({own, Need.MORE_READS.because()}) | self.model_average.needs()
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Differential privacy, sums that the server cannot take apart, and encryption."""
+"""Differential privacy, and sums that the server cannot take apart."""

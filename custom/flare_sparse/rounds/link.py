@@ -55,7 +55,7 @@ class Vector:
 
 
 def name_vector(patch: Patch) -> str:
-    """Return the name of the vector of a patch over zeros: that of its bytes where it is sealed."""
+    """Return the name of the vector of a patch over zeros."""
     return patch.digest[:16]
 
 

@@ -6,7 +6,7 @@ from ..core.errors import MissingBase, RejectedMessage
 from ..core.exchange import Base, Patch
 from .encodings import Encoding
 from .envelope import Header, is_kind
-from .formats import FORMAT_CODES, ValueFormat
+from .formats import FORMATS, ValueType
 from .plan import NO_NAME, Plan
 
 T = TypeVar("T")
@@ -68,18 +68,16 @@ def check_base(header: Header, base: Base, encoding: Encoding, plan: Plan, *, is
         raise RejectedMessage("E_CANON", "base", NO_NAME, header.base)
 
 
-def find_value_format(code: int, plan: Plan) -> ValueFormat:
-    """Return the value format that has ``code`` in the header.
+def find_value_format(code: int) -> ValueType:
+    """Return the number format that has ``code`` in the header.
 
     Raises:
-        RejectedMessage: there is no such code, or the values are encrypted and this end accepts plain values only.
+        RejectedMessage: there is no such code.
     """
-    # Without the format of its ciphertexts an end can neither bound their length nor read them.
-    accepted = {name: own for name, own in FORMAT_CODES.items() if name != "ckks" or plan.ciphertext_format is not None}
-    for name, own in accepted.items():
-        if own == code:
+    for name, row in FORMATS.items():
+        if row.code == code:
             return name
-    raise RejectedMessage("E_DTYPE", "values", accepted, code)
+    raise RejectedMessage("E_DTYPE", "values", {name: row.code for name, row in FORMATS.items()}, code)
 
 
 def find_by_code(table: tuple[T, ...], code: int, field: str) -> T:

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from ..core.errors import RejectedMessage, WireError
-from ..core.exchange import Base, Content, Patch, SealedValues
+from ..core.exchange import Base, Content, Patch
 from ..core.mask import Mask
-from . import ciphertexts
 from .checks import check_base, check_identity, check_patch, check_sender_plan, find_by_code, find_value_format
 from .encoding_choice import choose_encoding, compute_selection_entropy
 from .encodings import Encoding, find_encoding
 from .envelope import HEADER_BYTES, Header, read_header, round_up_to_words, write_header
-from .formats import FORMAT_CODES, FORMATS, WITHOUT_BASE, ValueFormat, ValueType, is_quantized
-from .number_format import CodedValues, Coding
+from .formats import FORMATS, WITHOUT_BASE, ValueType, is_quantized
+from .number_format import Coding
 from .plan import NO_NAME, Plan
 
 
@@ -44,7 +43,7 @@ class Encoded:
 
     data: np.ndarray
     encoding: str
-    values: ValueFormat
+    values: ValueType
     scalars: int
     selection_bytes: int
     values_bytes: int
@@ -77,7 +76,7 @@ class Decoded:
     target: str
     request: str
     encoding: str
-    values: ValueFormat
+    values: ValueType
     selection_bytes: int
     values_bytes: int
     is_difference: bool = False
@@ -122,12 +121,12 @@ def encode(
         plan: the receiver's plan; everything from ``target`` on must be given, if ``name`` is not.
         content: kind of the values.
         trainable: second selection of a request, encoded relative to ``patch.mask``.
-        values: number format; ignored for an encrypted patch. ``Encoded.residual`` is its rounding error. A quantized
+        values: number format. ``Encoded.residual`` is its rounding error. A quantized
             format sends weights as differences to ``plan.base_vector``; without that, in ``WITHOUT_BASE``.
         residual: residual of the previous message.
         generator: source of the rounding of a quantized format, in the same state for every attempt at a request.
         name: returns ``target`` and ``request`` from the values ``(k,)`` that the receiver reads, which it must not
-            keep, or from None if these are not rounded and not plain; None: the names are those of the plan.
+            keep, or from None if these are compressed and not rounded; None: the names are those of the plan.
 
     Raises:
         RejectedMessage: a value is not finite in this format.
@@ -137,19 +136,14 @@ def encode(
     check_patch(patch, plan)
     if is_quantized(values) and content == "weights" and plan.base_vector is None:
         values = WITHOUT_BASE
-    value_format: ValueFormat = values if patch.sealed is None else "ckks"
     sections = _encode_selections(patch, trainable, plan)
     row, coding = (
         FORMATS[values],
         Coding(plan.layout, residual, plan.base_vector if content == "weights" else None, generator),
     )
-    coded: CodedValues | None = None
-    if patch.sealed is not None:
-        coded = CodedValues(patch.sealed.data.numpy(), residual)
     # Values of one width are written in place, below.
-    elif not row.width:
-        coded = row.seal(patch, coding)
-    header = _build_header(patch, plan, sections, content, value_format)
+    coded = None if row.width else row.seal(patch, coding)
+    header = _build_header(patch, plan, sections, content, values)
     values_bytes = row.width * patch.mask.count if coded is None else coded.section.size
     start, end = header.values_start, header.values_start + values_bytes
     buffer = np.empty(round_up_to_words(end), np.uint8)
@@ -172,7 +166,7 @@ def encode(
     return Encoded(
         data=buffer,
         encoding=sections.encoding.name,
-        values=value_format,
+        values=values,
         scalars=patch.mask.count,
         selection_bytes=sections.total_bytes,
         values_bytes=values_bytes,
@@ -208,7 +202,7 @@ def _write_selections(sections: _Sections, header: Header, buffer: np.ndarray) -
     buffer[end : header.values_start] = 0
 
 
-def _build_header(patch: Patch, plan: Plan, sections: _Sections, content: Content, values: ValueFormat) -> Header:
+def _build_header(patch: Patch, plan: Plan, sections: _Sections, content: Content, values: ValueType) -> Header:
     assert plan.sequence is not None
     assert plan.round is not None
     assert plan.kind is not None
@@ -217,7 +211,7 @@ def _build_header(patch: Patch, plan: Plan, sections: _Sections, content: Conten
     return Header(
         encoding=sections.encoding.code,
         trainable=sections.trainable_code,
-        values=FORMAT_CODES[values],
+        values=FORMATS[values].code,
         content=_CONTENTS_BY_CODE.index(content),
         patch_base=_BASES_BY_CODE.index(patch.base) + _DIFFERENCE * is_difference,
         round=plan.round,
@@ -312,7 +306,7 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     header = read_header(buffer)
     check_identity(header, plan)
     encoding = find_encoding(header.encoding, "encoding")
-    value_format = find_value_format(header.values, plan)
+    value_format = find_value_format(header.values)
     content = find_by_code(_CONTENTS_BY_CODE, header.content, "content")
     is_difference = is_quantized(value_format) and content == "weights" and header.patch_base >= _DIFFERENCE
     base = find_by_code(_BASES_BY_CODE, header.patch_base - _DIFFERENCE * is_difference, "base")
@@ -326,7 +320,7 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     if header.scalars > plan.layout.size:
         raise RejectedMessage("E_SIZE", "scalars", f"at most {plan.layout.size}", header.scalars)
     start = header.values_start
-    end = start + _measure_values(buffer, header, value_format, plan)
+    end = start + FORMATS[value_format].measure(buffer[start:], header.scalars, plan.layout)
     if buffer.size != round_up_to_words(end):
         raise RejectedMessage("E_LEN", "message", round_up_to_words(end), buffer.size)
     selection_end = HEADER_BYTES + header.selection_bytes
@@ -342,14 +336,9 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
         raise RejectedMessage("E_LEN", "trainable", "0 bytes", header.trainable_bytes)
     trainable = relative.decode(buffer[selection_end:trainable_end], mask, plan.layout) if relative else None
     values = buffer[start:end]
-    if value_format == "ckks":
-        # Copied, because the transport delivers read-only bytes and torch cannot share their memory.
-        patch = Patch.from_sealed(SealedValues(torch.from_numpy(values.copy())), mask, base)
-    else:
-        base_vector = plan.base_vector if is_difference else None
-        patch = Patch(FORMATS[value_format].open(values, mask, plan.layout, base_vector), mask, base)
+    base_vector = plan.base_vector if is_difference else None
     return Decoded(
-        patch=patch,
+        patch=Patch(FORMATS[value_format].open(values, mask, plan.layout, base_vector), mask, base),
         content=content,
         trainable=trainable,
         kind=header.kind,
@@ -363,11 +352,3 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
         values_bytes=values.size,
         is_difference=is_difference,
     )
-
-
-def _measure_values(buffer: np.ndarray, header: Header, value_format: ValueFormat, plan: Plan) -> int:
-    """Return the length of the values section, from the receiver's own plan and lengths that have been checked."""
-    if value_format != "ckks":
-        return FORMATS[value_format].measure(buffer[header.values_start :], header.scalars, plan.layout)
-    assert plan.ciphertext_format is not None, "find_value_format has checked it"
-    return ciphertexts.measure_ciphertexts(buffer[header.values_start :], header.scalars, plan.ciphertext_format)

@@ -11,9 +11,7 @@ from .quantized import Quantized
 from .values import Compressed, Plain
 
 ValueType = str
-"""Name of a number format of values in the clear."""
-ValueFormat = str
-"""Name of a format of the values section: a number format, or ``ckks``, encrypted."""
+"""Name of a number format."""
 WITHOUT_BASE = "int8"
 """Format of weights in a message of differences whose receiver holds no vector: fewer bits lose too much of whole
 weights, and the next message sends what this one rounds off."""
@@ -32,8 +30,6 @@ FORMATS: dict[str, NumberFormat] = {
     "int1": Quantized(code=10, bits=1, rounding=1.0),
 }
 """Every number format. A new one is a row here, and its golden messages."""
-FORMAT_CODES: dict[str, int] = {**{name: row.code for name, row in FORMATS.items()}, "ckks": 4}
-"""Code of each format in the header."""
 
 
 def load_format(name: str) -> str:
@@ -55,11 +51,11 @@ def load_format(name: str) -> str:
     row = found[0].load()
     if not isinstance(row, NumberFormat):
         raise ConfigError(f"{name!r} of {owners[0]} is {row!r}; expected an instance of a subclass of NumberFormat")
-    others = {code: other for other, code in FORMAT_CODES.items()}
+    others = {known.code: other for other, known in FORMATS.items()}
     if not _FIRST_FOREIGN_CODE <= row.code < 2 * _FIRST_FOREIGN_CODE or row.code in others:
         owner = f", the code of {others[row.code]}" if row.code in others else ""
         raise ConfigError(f"{name!r} of {owners[0]} has the code {row.code}{owner}; expected a free one of 128 to 255")
-    FORMATS[name], FORMAT_CODES[name] = row, row.code
+    FORMATS[name] = row
     return name
 
 

@@ -18,25 +18,6 @@ def is_name(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class CiphertextFormat:
-    """What an end knows of ciphertexts before it reads one.
-
-    Attributes:
-        parameters: 8 bytes that identify the encryption parameters.
-        slots: number of values in one ciphertext.
-        max_bytes: largest possible length of one ciphertext.
-    """
-
-    parameters: bytes
-    slots: int
-    max_bytes: int
-
-    def count_ciphertexts(self, scalars: int) -> int:
-        """Return the number of ciphertexts that carry ``scalars`` values."""
-        return -(-scalars // self.slots)
-
-
-@dataclass(frozen=True)
 class Plan:
     """What one end knows about a message before it arrives.
 
@@ -51,7 +32,6 @@ class Plan:
         request: name of the request that the message is or answers.
         sequence, round, kind: of that request. A sender gives all of them, from ``target`` on. A site that receives a
             request does not know them yet and leaves them None; they are then not checked.
-        ciphertext_format: format of encrypted values; None: this end accepts no encrypted values.
         is_request: whether the message is a request, which alone has a trainable section; None: this is not checked.
 
     Raises:
@@ -68,7 +48,6 @@ class Plan:
     sequence: int | None = None
     round: int | None = None
     kind: str | None = None
-    ciphertext_format: CiphertextFormat | None = None
     is_request: bool | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +61,4 @@ class Plan:
         """Length that no message of this model exceeds: all values, and two selections in their longest encoding."""
         # The longest encodings take at most 8 bytes for each entry and tensor; the rest is for headers.
         selections = 2 * 8 * (self.layout.size + len(self.layout.tensors) + 1)
-        cipher = self.ciphertext_format
-        ciphertexts = cipher.count_ciphertexts(self.layout.size) * (cipher.max_bytes + 8) if cipher else 0
-        return 4096 + selections + 4 * self.layout.size + ciphertexts
+        return 4096 + selections + 4 * self.layout.size

@@ -104,7 +104,6 @@ def test_every_published_job_passes_the_open_policy_with_and_without_training_ex
 @pytest.mark.parametrize(
     ("terms", "conflict"),
     [
-        ({"encrypted": True}, "encrypted: weights and deltas must be encrypted"),
         (
             {"tensors": ("nothing_like_it*",)},
             f"tensors: {LAYOUT.tensors[0].name} may not leave, and a message has all tensors of the model",
@@ -112,9 +111,7 @@ def test_every_published_job_passes_the_open_policy_with_and_without_training_ex
         ({}, None),
     ],
 )
-def test_unencrypted_full_model_conflicts_with_terms_that_forbid_it(
-    terms: dict[str, Any], conflict: str | None
-) -> None:
+def test_full_model_conflicts_with_terms_that_forbid_it(terms: dict[str, Any], conflict: str | None) -> None:
     method = METHODS["fedavg"](METHODS["fedavg"].Config(rounds=2), LAYOUT, 1)
     sites = {"site-1": Site("site-1", DryTrainer("site-1", LAYOUT, examples=200))}
     _, ledger = dry_run(method, torch.ones(LAYOUT.size), sites)
@@ -145,11 +142,6 @@ def test_upload_whose_examples_are_not_known_is_no_upload_without_conflicts() ->
         ({"max_upload_share": 0.5}, {}, []),
         ({"max_upload_share": 0.49}, {}, ["max_upload_share: 50.0% of the model's entries, the limit is 49.0%"]),
         ({"max_upload_share": 0.49}, {"content": "metrics"}, []),
-        ({"encrypted": True}, {"values": "ckks"}, []),
-        ({"encrypted": True}, {"content": "scores"}, []),
-        ({"encrypted": True}, {}, ["encrypted: weights and deltas must be encrypted"]),
-        ({"encrypted": True}, {"content": "weights"}, ["encrypted: weights and deltas must be encrypted"]),
-        ({"encrypted": True}, {"content": "statistics"}, ["statistics of inputs leave"]),
         ({"noise": 0.1, "clip_norm": 1.0}, {"content": "statistics"}, ["statistics of inputs leave"]),
         ({"noise": 0.1, "clip_norm": 1.0}, {}, []),
         ({"tensors": ("none*",)}, {}, []),

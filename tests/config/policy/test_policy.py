@@ -78,7 +78,6 @@ STATISTICS_MASK = build_statistics_mask(SCALED)
         ({"min_examples": 2}, []),
         ({"min_examples": 3}, ["min_examples"]),
         ({"noise": 0.1, "clip_norm": 0.1}, ["noise"]),
-        ({"encrypted": True}, ["encrypted"]),
         ({"max_norm": 0.1}, []),
         ({"contents": ["weights", "delta", "scores", "metrics"]}, ["contents"]),
     ],

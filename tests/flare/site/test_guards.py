@@ -54,14 +54,12 @@ from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
-from flare_sparse.privacy.encryption import PRECISION, KeyContexts, ServerCipher, SiteCipher
 from flare_sparse.privacy.release.record import ReleaseRecord, Rule, SentCell
 from flare_sparse.privacy.release.site import Numbers, SiteRelease, update_record
 from flare_sparse.privacy.secure_aggregation.identities import generate_identity
 from flare_sparse.privacy.secure_aggregation.keys import SumId
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
-from flare_sparse.rounds.endpoints.encrypted import ServerEncryption, SiteEncryption
 from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
@@ -90,7 +88,6 @@ class Hospital:
         folder: Path,
         method: str = "fedavg",
         policy: dict[str, Any] | None = None,
-        keys: KeyContexts | None = None,
         values: ValueType = "float32",
         privacy: SitePrivacy | None = None,
     ):
@@ -104,13 +101,10 @@ class Hospital:
         data = Examples(TensorDataset(x[8:], x[8:, :1]), TensorDataset(x[:8], x[:8, :1]))
         settings = {"rounds": 2, **({"sparsity": 0.5, "saliency_batches": 1} if method == "neurosfl" else {})}
         self.method = METHODS[method](METHODS[method].Config.model_validate(settings), layout, 1)
-        self.server = ServerEndpoint(
-            layout, RUN, values, Ledger(), ServerEncryption(ServerCipher(keys.server)) if keys else None, 1
-        )
+        self.server = ServerEndpoint(layout, RUN, values, Ledger(), seed=1)
         session = SiteSession()
-        cipher = SiteEncryption(SiteCipher(keys.client)) if keys else None
         site = build_site(LocalTask.open("site-1", task, data, layout, 1), privacy=privacy)
-        session._endpoint = SiteEndpoint(site, self.method, RUN, values, protection=cipher)
+        session._endpoint = SiteEndpoint(site, self.method, RUN, values)
         self.endpoint, self.folder, self.layout, self.session = session._endpoint, folder, layout, session
         state = self.method.init(weights, ["site-1"])
         self.attempt = self.server.encode_requests(self.method.ask(state, ["site-1"]) or {})
@@ -304,57 +298,6 @@ def test_changes_of_a_job_filter_never_leave_the_site(name: str, tmp_path: Path)
     assert hospital.read_site_error()
 
 
-def test_encrypted_update_leaves_and_decrypts_to_the_approved_values(tmp_path: Path) -> None:
-    keys = KeyContexts.generate()
-    hospital = Hospital(tmp_path / "site", policy={"clip_norm": 0.001, "encrypted": True}, keys=keys)
-    dxo = from_shareable(hospital.run_task())
-    update = hospital.server.decode("site-1", dxo.data["message"], dxo.meta["examples"], dxo.meta["metrics"])
-    assert bool(update.patch.values.isnan().all())
-    assert update.patch.sealed is not None
-    values = SiteCipher(keys.client).decrypt(update.patch.sealed, update.patch.mask.count)
-    moved = values - update.patch.mask.take(hospital.endpoint.site.weights)
-    assert float(moved.norm()) == pytest.approx(0.001, abs=10 * PRECISION)
-
-
-@pytest.mark.parametrize("name", ["777", "a truncated message", "more examples"])
-def test_gate_decrypts_and_checks_encrypted_updates(name: str, tmp_path: Path) -> None:
-    hospital = Hospital(tmp_path / "site", keys=KeyContexts.generate())
-    forge_values.hospital = hospital  # type: ignore[attr-defined]
-    assert is_stripped(hospital.run_task(JobFilter(HOSTILE[name])))
-    assert hospital.read_site_error()
-
-
-@pytest.mark.parametrize(
-    ("policy", "weights", "reason"),
-    [
-        ({"max_norm": 1e-6}, None, "max_norm"),
-        ({}, float("nan"), "finite: a value is NaN or infinite"),
-        ({}, 1e6, "E_RANGE"),
-    ],
-)
-def test_values_are_checked_before_they_are_encrypted(
-    policy: dict[str, Any], weights: float | None, reason: str, tmp_path: Path
-) -> None:
-    hospital = Hospital(tmp_path / "site", policy=policy, keys=KeyContexts.generate())
-    if weights is not None:
-        site = hospital.endpoint.site
-
-        def train_entries(start: torch.Tensor, mask: Mask, *_: Any, **__: Any) -> torch.Tensor:
-            return torch.full((mask.count,), weights)
-
-        site.train_entries = train_entries  # type: ignore[method-assign]
-    reply = hospital.run_task()
-    assert is_stripped(reply)
-    assert reply.get_header(CODE_HEADER) == ("E_RANGE" if reason == "E_RANGE" else "E_POLICY")
-    assert reason in hospital.read_site_error()
-
-
-def test_policy_can_require_encryption(tmp_path: Path) -> None:
-    hospital = Hospital(tmp_path / "site", policy={"encrypted": True})
-    assert is_stripped(hospital.run_task())
-    assert "encrypted: the weights are not encrypted" in hospital.read_site_error()
-
-
 def build_masked_hospital(folder: Path, policy: dict[str, Any] | None = None) -> tuple[Hospital, SiteSums]:
     hospital = Hospital(folder, policy=policy)
     weights = hospital.method.get_sum_weights
@@ -410,11 +353,10 @@ def test_withheld_values_that_a_job_filter_has_changed_never_leave(tmp_path: Pat
     assert unpack_message(extract_sum(ask_for_keys(hospital)), "site-1")[2] == b""
 
 
-@pytest.mark.parametrize(("terms", "reason"), [({"max_norm": 1e-6}, "max_norm"), ({"encrypted": True}, "encrypted")])
-def test_policy_is_checked_before_values_wait_for_a_sum(terms: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    hospital, sums = build_masked_hospital(tmp_path / "site", policy=terms)
+def test_policy_is_checked_before_values_wait_for_a_sum(tmp_path: Path) -> None:
+    hospital, sums = build_masked_hospital(tmp_path / "site", policy={"max_norm": 1e-6})
     assert is_stripped(hospital.run_task())
-    assert reason in hospital.read_site_error()
+    assert "max_norm" in hospital.read_site_error()
     assert sums._withheld is None
 
 

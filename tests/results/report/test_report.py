@@ -324,14 +324,3 @@ def test_bytes_above_dense_fedavg_are_called_more() -> None:
     assert compare_bytes(100, 250) == "2.5x less"
     assert compare_bytes(102, 100) == "as much"
     assert compare_bytes(100, 0) == "-"
-
-
-@pytest.mark.slow
-def test_page_of_an_encrypted_run_shows_no_digest(finished: dict[str, Path], tmp_path: Path) -> None:
-    folder = tmp_path / "encrypted"
-    shutil.copytree(finished["fedavg"], folder)
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps({**summary, "model_sha256": None}))
-    result = CliRunner().invoke(app, ["report", str(folder), "--out", str(tmp_path / "page")])
-    assert result.exit_code == 0, result.output
-    assert "<code>encrypted</code>" in next((tmp_path / "page").glob("*.html")).read_text()

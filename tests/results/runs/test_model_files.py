@@ -12,16 +12,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.core.exchange import SealedValues
 from flare_sparse.core.mask import Mask, top_k
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.results.runs.model_files import (
     FORMAT,
     describe_model,
-    read_encrypted,
     read_mask,
     read_model,
-    save_encrypted,
     save_model,
 )
 
@@ -95,17 +92,6 @@ def test_equal_models_make_equal_files(tmp_path: Path) -> None:
         for number in range(20):
             save_model(tmp_path / f"{number}.safetensors", LAYOUT, *draw_model(density))
         assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
-
-
-def test_ciphertext_and_its_live_entries_are_read_back(tmp_path: Path) -> None:
-    _, live = draw_model(0.1)
-    save_encrypted(tmp_path / "encrypted_m", LAYOUT, SealedValues(torch.arange(100, dtype=torch.uint8)), live)
-    assert torch.equal(read_encrypted(tmp_path / "encrypted_m", LAYOUT).data, torch.arange(100, dtype=torch.uint8))
-    assert read_mask(tmp_path / "encrypted_m", LAYOUT) == live
-    with pytest.raises(ConfigError, match=r"flare-sparse save .* --context"):
-        read_model(tmp_path / "m", LAYOUT)
-    with pytest.raises(ConfigError, match=r"values: expected one of float32.*found 'ckks'"):
-        read_model(tmp_path / "encrypted_m", LAYOUT)
 
 
 def test_summary_counts_parameters_live_ones_and_those_of_each_layer() -> None:

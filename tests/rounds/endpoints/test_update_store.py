@@ -15,7 +15,7 @@ from local_federation import LocalFederation
 from skips import require
 from torch import Tensor
 
-from flare_sparse.core.exchange import Patch, SealedValues
+from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, unpack_message
@@ -148,18 +148,6 @@ def test_selection_of_an_update_is_the_same_in_a_file() -> None:
     assert stored.mask.fingerprint == patch.mask.fingerprint
     assert stored.mask.indices.tolist() == [0, 3]
     assert stored.to_vector().tolist() == [1.5, 0, 0, -2, 0]
-
-
-def test_ciphertext_of_an_update_is_the_same_in_a_file() -> None:
-    data, mask = torch.arange(200, dtype=torch.uint8), Mask.full(3)
-    stored = UpdateStore(199).keep(Patch.from_sealed(SealedValues(data), mask), mask)
-    assert stored.sealed is not None
-    assert torch.equal(stored.sealed.data, data)
-    assert is_in_file(stored.sealed.data)
-    assert stored.values.isnan().tolist() == [True] * 3
-    kept = UpdateStore(200).keep(Patch.from_sealed(SealedValues(data), mask), mask)
-    assert kept.sealed is not None
-    assert kept.sealed.data is data
 
 
 def test_update_stays_in_memory_if_it_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -128,11 +128,8 @@ def _iterate_conflicts_of_messages(
     share = max((line.scalars_sent / line.scalars_total for line in with_values), default=0.0)
     if share > policy.max_upload_share:
         yield f"max_upload_share: {share:.1%} of the model's entries, the limit is {policy.max_upload_share:.1%}"
-    trained = [line for line in with_values if line.content in ("weights", "delta")]
-    if policy.encrypted and any(line.values != "ckks" for line in trained):
-        yield "encrypted: weights and deltas must be encrypted; set wire.encryption: ckks"
-    if (policy.encrypted or policy.noise) and any(line.content == STATISTICS for line in uploads):
-        yield "statistics of inputs leave without encryption and noise, which the policy asks for; choose task.scaling"
+    if policy.noise and any(line.content == STATISTICS for line in uploads):
+        yield "statistics of inputs leave without noise, which the policy asks for; choose task.scaling"
     withheld = [spec.name for spec in layout.tensors if not policy.allows_tensor(spec)]
     if withheld and any(line.scalars_sent == line.scalars_total for line in with_values):
         yield f"tensors: {withheld[0]} may not leave, and a message has all tensors of the model"

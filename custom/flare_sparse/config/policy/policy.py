@@ -89,8 +89,6 @@ class Policy(Settings):
     """refuse deltas with a larger L2 norm"""
     noise: float = Field(0.0, ge=0)
     """standard deviation of Gaussian noise on weights and deltas, as a share of clip_norm"""
-    encrypted: bool = False
-    """refuse weights and deltas that are not encrypted"""
     epsilon: float | None = Field(None, gt=0, le=MAX_EPSILON, allow_inf_nan=False)
     """privacy budget of a subject over all jobs; only jobs with privacy may train then"""
     delta: float = Field(1e-5, ge=MIN_DELTA, le=MAX_DELTA)
@@ -167,8 +165,6 @@ class Policy(Settings):
 
     def _find_statistics_refusals(self, values: Tensor, mask: Mask, layout: Layout) -> Iterator[str]:
         """Yield the reasons why statistics of inputs may not leave."""
-        if self.encrypted:
-            yield "encrypted: statistics of inputs are sent in the clear"
         if self.noise:
             yield "noise: statistics of inputs would leave without noise"
         # The mean of a column with one value present is that value, however many subjects the site has.
@@ -208,7 +204,7 @@ class Policy(Settings):
         yield from self.find_job_refusals(permit)
         if STATISTICS not in self.contents:
             yield "contents: statistics may not leave this site"
-        for term in ("encrypted", "masked", "noise", "epsilon"):
+        for term in ("masked", "noise", "epsilon"):
             if getattr(self, term):
                 yield f"{term}: statistics would leave without it"
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 
 from ...core.errors import ConfigError
-from ...privacy.encryption import CLIENT_FILE
 from ...tasks.data.source import LOCAL_FILE, format_site_file
 from ...tasks.task import SiteData
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
@@ -32,8 +31,6 @@ def start_poc(
     workspace: Path,
     sites: Mapping[str, SiteData],
     checkpoints: Path,
-    *,
-    encrypted: bool = False,
     also: Sequence[str] = (),
 ) -> Iterator[Path]:
     """Prepare and start a POC federation, and stop it at the end of the block.
@@ -44,7 +41,6 @@ def start_poc(
         workspace: folder of the federation; an older one is replaced.
         sites: data of each site, by name.
         checkpoints: folder of the checkpoints; outside the workspace, which is removed before the next run.
-        encrypted: let FLARE put CKKS key contexts into the kits.
         also: further class paths that the sites allow, such as that of a user task.
 
     Yields:
@@ -60,7 +56,7 @@ def start_poc(
         )
     if busy := [port for port in PORTS if _is_port_in_use(port)]:
         raise ConfigError(f"port {busy[0]} is in use, probably by another FLARE server. Stop it: nvflare poc stop")
-    _run_poc_command(workspace, "prepare", "--force", *(["--he"] if encrypted else []), "-c", *sites)
+    _run_poc_command(workspace, "prepare", "--force", "-c", *sites)
     kits = _find_kits(workspace)
     for kit in kits.values():
         # Admins build no components and have no allow-list.
@@ -74,11 +70,6 @@ def start_poc(
     finally:
         # Also when the start failed: some of the processes may run. The command fails if none does.
         _run_poc_command(workspace, "stop", check=False)
-
-
-def read_client_context(workspace: Path, site: str) -> bytes:
-    """Read the key context in a site's kit of an encrypted federation."""
-    return (_find_kits(workspace)[site] / "startup" / CLIENT_FILE).read_bytes()
 
 
 def _run_poc_command(

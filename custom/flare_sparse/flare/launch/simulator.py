@@ -30,7 +30,6 @@ from ...results.runs.record import ROUNDS, GrowingRecord
 from ...tasks.data.source import SITE_FILE_VARIABLE
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
-from ..he_keys import KEYS_VARIABLE
 from ..kits import KITS_VARIABLE
 from ..recipe import SparseRecipe
 from ..session import SITE_MODELS_VARIABLE
@@ -112,7 +111,6 @@ class Workplace:
         checkpoints: folder of the checkpoints of server and sites; None: the run cannot be resumed.
         processes: number of sites that run at a time. The others wait for a free process; a site that starts again in a
             new process has lost the base and receives the full model. None: one process for each site.
-        keys: folder with the key contexts of an encrypted run.
         kits: folder with the certificates of the sites of a masked run.
         policy: policy file that the server and every site follow; None: the default policy.
     """
@@ -120,7 +118,6 @@ class Workplace:
     allowed_classes: Sequence[str] = ()
     checkpoints: Path | None = None
     processes: int | None = None
-    keys: Path | None = None
     kits: Path | None = None
     policy: Path | None = None
 
@@ -237,7 +234,6 @@ def _execute(
     variables = {
         SITE_FILE_VARIABLE: site_files,
         CHECKPOINTS_VARIABLE: str(workplace.checkpoints or OFF),
-        KEYS_VARIABLE: str(workplace.keys or ""),
         KITS_VARIABLE: str(workplace.kits or ""),
         SITE_MODELS_VARIABLE: str(workspace),
         COMMAND_VARIABLE: identify_command(),

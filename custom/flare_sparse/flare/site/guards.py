@@ -222,10 +222,6 @@ class SiteLastGate(FLComponent):
                 "this site's policy: a filter of the job added something to the message, the examples and the metrics"
             )
         expected = _encode_approved(approved, endpoint, policy)
-        if policy.encrypted and approved.content in ("weights", "delta") and expected.values != "ckks":
-            raise PolicyRefusal(
-                f"this site's policy: encrypted: the {approved.content} are not encrypted; set wire.encryption: ckks"
-            )
         _check_approved(message, meta, approved, expected)
         # Checked again on the encoded message: only now is its size known, and rounding may have changed the norm.
         rounded = None if endpoint.protection.is_summed else expected.received

@@ -56,13 +56,6 @@ class ServerOptimizer(Settings):
         """Whether the next model is the average itself."""
         return self.optimizer == "sgd" and self.lr == 1
 
-    def needs(self) -> Needs:
-        """Return what the step needs of the other parts of a run."""
-        if self.is_average:
-            return frozenset()
-        reason = f"server.optimizer {self.optimizer} steps from a model that the server reads"
-        return frozenset({Need.READABLE_MODEL.because(reason, "leave server out")})
-
 
 class ModelAverage(Settings):
     """Average of the models of several rounds, which is the result of the run in place of the last model."""
@@ -89,17 +82,10 @@ class ModelAverage(Settings):
 
     def needs(self) -> Needs:
         """Return what the average needs of the other parts of a run."""
-        if self.kind == "none":
+        if self.kind == "none" or self.start == 0:
             return frozenset()
-        is_read = Need.READABLE_MODEL.because(
-            f"model_average: {self.kind} needs models that the server reads", "leave model_average out"
-        )
-        if self.start == 0:
-            return frozenset({is_read})
-        depends = Need.NUMBER_OF_ROUNDS.because(
-            "model_average.start is a share of method.rounds, so other models are averaged in a longer run"
-        )
-        return frozenset({is_read, depends})
+        reason = "model_average.start is a share of method.rounds, so other models are averaged in a longer run"
+        return frozenset({Need.NUMBER_OF_ROUNDS.because(reason)})
 
 
 @dataclass(frozen=True)

@@ -204,10 +204,11 @@ class MetaLearningConfig(AdaptationConfig):
     """the result: the model last sent (the paper), or w_T^ag"""
 
     def needs(self) -> Needs:
-        needs = {Need.READABLE_MODEL.because("the server takes steps of its own along the sites' mean")}
-        if self.local_accuracy is not None:
-            needs.add(Need.PLAIN_STEPS.because("local_accuracy: a gradient ends the training", "leave it out"))
-        return super().needs() | needs
+        if self.local_accuracy is None:
+            return super().needs()
+        return super().needs() | {
+            Need.PLAIN_STEPS.because("local_accuracy: a gradient ends the training", "leave it out")
+        }
 
     def compute_steps(self, t: int) -> StepSizes:
         """Return alpha_t, beta_t and eta_t."""

@@ -172,9 +172,9 @@ class AveragingConfig(MethodConfig):
     """training at each site after the last round, whose model stays there; null: none"""
 
     def needs(self) -> Needs:
-        """Return the needs of the step, the average and the fine-tuning: an average itself has none."""
+        """Return the needs of the average and the fine-tuning: a mean itself has none."""
         finetuning = self.finetune.needs(self.training) if self.finetune else frozenset()
-        return self.server.needs() | self.model_average.needs() | finetuning
+        return self.model_average.needs() | finetuning
 
 
 class FedAvgConfig(AveragingConfig):

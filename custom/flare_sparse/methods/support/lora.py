@@ -27,9 +27,7 @@ class LoRAConfig(MethodConfig):
     """how a site trains in a round"""
 
     def needs(self) -> Needs:
-        return frozenset(
-            {Need.READABLE_MODEL.because("the server adds the sites' changes to its model"), Need.MORE_READS.because()}
-        )
+        return frozenset({Need.MORE_READS.because()})
 
 
 class RankedConfig(LoRAConfig):

@@ -64,12 +64,7 @@ _AGGREGATION = {
     "masked": "masked: the server reads sums over sites. Limits: accomplices take their part out of a sum; a server "
     "that deviates can compare sums over nearly the same model; a sum of few sites tells much about each",
 }
-_ENCRYPTION = {
-    "none": "none",
-    "ckks": "ckks: the server cannot read the weights. Limits: all sites share one key; scores, metrics and counts "
-    "travel in the clear; sites read every mean",
-}
-"""What a setting does, and the limits that the documentation states (secure-aggregation.md, encryption.md)."""
+"""What the setting does, and the limits that the documentation states (secure-aggregation.md)."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +270,6 @@ def _list_measures(run: RunResult, facts: dict[str, Any]) -> list[tuple[Any, ...
     wire, task = run.config.get("wire", {}), run.config.get("task", {})
     return [
         ("sums over sites", _AGGREGATION[wire.get("aggregation", "plain")], "`config.yaml`"),
-        ("encryption of weights", _ENCRYPTION[wire.get("encryption", "none")], "`config.yaml`"),
         ("privacy budget", "see below" if run.summary.get("privacy") else "none", "`summary.json`"),
         ("sparse or coarse messages", "they send less; that is no protection by itself", "method"),
         ("metrics by subgroup", ", ".join(map(str, task.get("subgroups") or ())) or "none computed", "`config.yaml`"),

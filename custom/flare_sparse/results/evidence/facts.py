@@ -186,8 +186,6 @@ def digest_model(run: RunResult) -> str:
         ConfigError: the model is missing, or its digest is not the one of the record.
     """
     recorded = run.summary["model_sha256"]
-    if not recorded:
-        return "encrypted: the server cannot read the model"
     digest = compute_digest(read_model(run.path / "model.safetensors", load_study(run.path).assembly.layout))
     if digest != recorded:
         raise ConfigError(
@@ -208,8 +206,7 @@ def _describe_policy(policy: Policy | None, approval: Approval) -> dict[str, Any
 def list_files(run: Path) -> list[Path]:
     """Return the files of a result folder that prove the run, relative to it; no site's own model, no predictions."""
     names = ["config.yaml", "summary.json", "rounds.jsonl", "ledger.jsonl", "model_card.md", AUDIT_FILE]
-    names += [f"{prefix}{name}.safetensors" for prefix in ("", "best_", "encrypted_", "encrypted_best_")
-              for name in ("model", "mask")]  # fmt: skip
+    names += [f"{prefix}{name}.safetensors" for prefix in ("", "best_") for name in ("model", "mask")]
     found = [Path(name) for name in names if (run / name).is_file()]
     code = [path.relative_to(run) for path in sorted((run / "code").rglob("*")) if path.is_file()]
     return found + [path for path in code if "__pycache__" not in path.parts]

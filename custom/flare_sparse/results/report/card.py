@@ -74,8 +74,8 @@ from flare_sparse import load_model
 model = load_model("{run.path.name}")  # this folder: a torch module in evaluation mode
 ```
 
-The model is `model.safetensors` ({_describe_digest(s)}) with `config.yaml` beside it. `flare-sparse save` exports it
-for other libraries and as ONNX.
+The model is `model.safetensors` (sha256 of its values {s["model_sha256"]}) with `config.yaml`
+beside it. `flare-sparse save` exports it for other libraries and as ONNX.
 
 ## Limits
 
@@ -177,11 +177,3 @@ def _describe_attacks(run: RunResult) -> str:
 def _describe_size(run: RunResult) -> str:
     table = build_sizes([run])
     return f"## Size\n\n{format_markdown(table.columns, table.rows)}\n\n{table.note}\n\n"
-
-
-def _describe_digest(summary: dict[str, Any]) -> str:
-    """Return the digest of the model's values; an encrypted model has none until a site decrypts it."""
-    digest = summary["model_sha256"]
-    return (
-        f"sha256 of its values {digest}" if digest else "encrypted; a site decrypts it: `flare-sparse save --context`"
-    )

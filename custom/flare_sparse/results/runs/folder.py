@@ -20,7 +20,6 @@ from ...core.checkpoint.store import Store
 from ...core.checkpoint.writing import lock_folder
 from ...core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
 from ...core.observer import SILENT, Observer
-from ...privacy.encryption import KeyContexts
 from ...rounds.endpoints.server import SERVER
 from ...rounds.federation.events import STEP_BACK
 from .continuation import EXPIRED, FINAL, UNFINISHED, expire_checkpoints, keep_final_checkpoints, prepare_continuation
@@ -29,8 +28,8 @@ from .model_files import delete_models
 from .record import APPENDED_FILES, CONFIG, SUMMARY
 from .results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
 
-CHECKPOINTS, KEYS, ERRORS = UNFINISHED, "he", "site_errors"
-"""Folders of an unfinished run's checkpoints, of the keys of an encrypted run, and of reports of sites that failed."""
+CHECKPOINTS, ERRORS = UNFINISHED, "site_errors"
+"""Folders of an unfinished run's checkpoints, and of reports of sites that failed."""
 RECORD = (
     SUMMARY,
     *APPENDED_FILES,
@@ -163,9 +162,6 @@ class RunFolder:
                 f"command with --out {folder.path} --start last. Else choose another --out"
             )
         prepare_continuation(run, study, folder.path, CHECKPOINTS)
-        if study.config.encrypted:
-            # Only these decrypt the checkpoints.
-            KeyContexts.read(run / KEYS).write(folder.path / KEYS)
         return folder
 
     @property
@@ -317,23 +313,6 @@ class RunFolder:
             )
         for _ in range(self.step_back):
             observer.say(STEP_BACK.format(number=store.step_back()))
-
-    def open_keys(self, study: Study) -> KeyContexts | None:
-        """Return new key contexts, or those of the resumed run; None when the run is not encrypted.
-
-        Raises:
-            ConfigError: TenSEAL is not installed, or the key contexts of a resumed run are missing.
-        """
-        folder = self.path / KEYS
-        # The checkpoints of an encrypted run hold ciphertexts: only the keys that wrote them can read them.
-        if self.resume:
-            return KeyContexts.read(folder) if study.config.encrypted else None
-        # Before anything is deleted: it needs a package that may be missing.
-        contexts = KeyContexts.generate() if study.config.encrypted else None
-        shutil.rmtree(folder, ignore_errors=True)
-        if contexts is not None:
-            contexts.write(folder)
-        return contexts
 
     def keep_study(self, study: Study) -> None:
         """Write the configuration and the user's code, from which the finished run can be loaded and run again."""

@@ -13,7 +13,7 @@ from ...config.user_code import trust_code as trust
 from ...core.errors import ConfigError, list_first, suggest
 from ...methods.method import describe_site_model, has_common_model
 from ...training.compute import can_use_kernels
-from .model_files import ENCRYPTED, list_site_models, read_model
+from .model_files import list_site_models, read_model
 from .record import CONFIG
 
 FILES = {"final": "model.safetensors", "best": "best_model.safetensors"}
@@ -30,7 +30,7 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
         name: ``final``, ``best``, or the name of a site for the site's own model.
 
     Raises:
-        ConfigError: the run has no such model, or it is encrypted.
+        ConfigError: the run has no such model.
     """
     if name not in FILES:
         site_models = list_site_models(run)
@@ -48,7 +48,7 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
             "--model SITE; evaluate without --data evaluates every site's model at every other site"
         )
     file = run / FILES[name]
-    if not file.is_file() and not (run / f"{ENCRYPTED}{file.name}").is_file():
+    if not file.is_file():
         if name == "best":
             raise ConfigError(f"{file}: the run has no best model; choose final")
         raise ConfigError(

@@ -7,7 +7,6 @@ from ...compute.kernels.threads import limit_kernel_threads
 from ...config.assemble import Assembly, build_rules, build_transport
 from ...config.schema import RunConfig
 from ...core.seeds import limit_threads
-from ...privacy.encryption import KeyContexts
 from ...rounds.federation import Outcome
 from ...rounds.local.run import FROM_START, UNWATCHED, Course, Watcher, run_locally
 from ...training import Site
@@ -21,7 +20,6 @@ def run_assembly(
     *,
     course: Course = FROM_START,
     watcher: Watcher = UNWATCHED,
-    contexts: KeyContexts | None = None,
     ledger: Ledger | None = None,
 ) -> tuple[Outcome, Ledger]:
     """Run the rounds of a configuration in this process, over the real messages and with its numbers of threads.
@@ -29,7 +27,7 @@ def run_assembly(
     Arguments and returned values are those of :func:`flare_sparse.rounds.local.run.run_locally`; run id, rules and
     threads of ``course`` are those of the configuration.
     """
-    transport = build_transport(config, contexts)
+    transport = build_transport(config)
     course = replace(course, run=assembly.run_id, rules=build_rules(config), threads=config.torch_threads)
     # First what other threads of the process wait for.
     with limit_threads(config.torch_threads), limit_kernel_threads(config.federation.threads):

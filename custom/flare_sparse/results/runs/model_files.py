@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.checkpoint.writing import replace_atomically
 from ...core.errors import ConfigError, WireError
-from ...core.exchange import Patch, SealedValues
+from ...core.exchange import Patch
 from ...core.mask import Mask
 from ...core.params import Layout, compute_digest
 from ...core.seeds import make_generator
@@ -27,8 +27,6 @@ from ...wire.number_format import Coding
 
 FORMAT = "flare-sparse model 1"
 """Format and version in the metadata of a file with the live entries alone."""
-ENCRYPTED = "encrypted_"
-"""Prefix of the file name of an encrypted model."""
 SITE_MODELS = "site_models"
 """Folder of the sites' own models, in the result folder of a run on one machine."""
 _EXACT: tuple[ValueType, ...] = ("float32", "float32_zstd")
@@ -86,31 +84,13 @@ def read_model(path: Path, layout: Layout) -> Tensor:
 
 
 def read_mask(path: Path, layout: Layout) -> Mask:
-    """Read the live entries from a file of :func:`save_model` or :func:`save_encrypted`.
+    """Read the live entries from a file of :func:`save_model`.
 
     Raises:
         ConfigError: as :func:`read_model`.
     """
     with _open(path, layout) as file:
         return _read_selection(path, file, layout) if "format" in file.metadata() else Mask.full(layout.size)
-
-
-def save_encrypted(path: Path, layout: Layout, values: SealedValues, live: Mask) -> None:
-    """Write the encrypted values of a model and its live entries; :func:`read_encrypted` reads the values back."""
-    metadata = {"layout": layout.fingerprint, "values": "ckks", "scalars": str(live.count)}
-    _write_live(path, layout, live, values.data.numpy(), metadata)
-
-
-def read_encrypted(path: Path, layout: Layout) -> SealedValues:
-    """Read the encrypted values from a file of :func:`save_encrypted`.
-
-    Raises:
-        ConfigError: the file is missing, was not written by :func:`save_encrypted`, or belongs to another network.
-    """
-    with _open(path, layout) as file:
-        if file.metadata().get("values") != "ckks":
-            raise ConfigError(f"{path}: expected values of the format ckks, found {file.metadata().get('values')!r}")
-        return SealedValues(_read_bytes(path, file, "values"))
 
 
 def describe_model(layout: Layout, live: Mask) -> dict[str, Any]:
@@ -140,11 +120,10 @@ def list_site_models(run: Path) -> dict[str, Path]:
 
 
 def delete_models(folder: Path) -> None:
-    """Delete the models of an earlier run, encrypted or not, so that they are not mixed with those of the next run."""
+    """Delete the models of an earlier run, so that they are not mixed with those of the next run."""
     shutil.rmtree(folder / SITE_MODELS, ignore_errors=True)
     for name in ("model.safetensors", "best_model.safetensors"):
         (folder / name).unlink(missing_ok=True)
-        (folder / f"{ENCRYPTED}{name}").unlink(missing_ok=True)
 
 
 def replace_record(record: Path, out: Path) -> None:
@@ -213,11 +192,6 @@ def _open(path: Path, layout: Layout) -> Iterator[Any]:
                 )
             yield file
     except (OSError, safetensors.SafetensorError) as error:
-        if (path.parent / f"{ENCRYPTED}{path.name}").is_file():
-            raise ConfigError(
-                f"{path}: the run's model is encrypted; decrypt it at a site: flare-sparse save {path.parent} "
-                "--context FILE"
-            ) from error
         raise ConfigError(f"{path}: cannot be read as a model of a run: {error}") from error
     except WireError as error:
         raise ConfigError(f"{path}: damaged: {error}; take it from a copy") from error

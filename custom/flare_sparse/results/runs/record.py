@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...config.assemble import Assembly
 from ...config.loading import dump_config
 from ...config.schema import JobConfig
 from ...core.checkpoint.writing import replace_atomically, sync_to_disk, write_json
-from ...core.exchange import SealedValues
-from ...core.mask import Mask
 from ...core.params import compute_digest
 from ...core.version import VERSION
 from ...methods.method import describe_site_model
@@ -28,7 +25,7 @@ from ...privacy.dp.config import PrivacyConfig
 from ...rounds.federation import Evaluation, Outcome, RoundRecord
 from ...rounds.federation.events import STEPPED_BACK
 from ...wire.ledger import Ledger
-from .model_files import ENCRYPTED, delete_models, describe_model, save_encrypted, save_model
+from .model_files import delete_models, describe_model, save_model
 
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
 """Files that every commit appends to."""
@@ -50,8 +47,7 @@ class RecordWriter:
     """Writes the record of one run into a folder.
 
     Files: ``config.yaml``, ``rounds.jsonl`` and ``ledger.jsonl`` (extended by every commit), ``summary.json``,
-    ``model.safetensors``, ``best_model.safetensors``. Encrypted models are in ``encrypted_model.safetensors`` and
-    ``encrypted_best_model.safetensors`` instead.
+    ``model.safetensors``, ``best_model.safetensors``.
     """
 
     def __init__(self, path: Path, config: JobConfig, assembly: Assembly, ledger: Ledger):
@@ -104,24 +100,16 @@ class RecordWriter:
         # A finished run is recognized by its summary, so the summary is written last: a crash before that leaves a
         # folder that counts as unfinished.
         delete_models(self.path)
-        file = self._save("", outcome.weights, outcome.mask, outcome.sealed)
-        best = outcome.best
-        if best.model is not None:
-            self._save("best_", best.model.to_vector(), best.model.mask, best.sealed)
-        size = {"bytes": file.stat().st_size, **describe_model(self.assembly.layout, outcome.mask)}
+        file, layout = self.path / "model.safetensors", self.assembly.layout
+        save_model(file, layout, outcome.weights, outcome.mask)
+        if (best := outcome.best.model) is not None:
+            save_model(self.path / "best_model.safetensors", layout, best.to_vector(), best.mask)
+        size = {"bytes": file.stat().st_size, **describe_model(layout, outcome.mask)}
         summary = {**self._build_summary(outcome), "model": size}
         for name in APPENDED_FILES:
             sync_to_disk(self.path / name)
         write_json(self.path / SUMMARY, summary)
         return summary
-
-    def _save(self, prefix: str, weights: Tensor, mask: Mask, encrypted: SealedValues | None) -> Path:
-        file = self.path / f"{ENCRYPTED if encrypted else ''}{prefix}model.safetensors"
-        if encrypted is None:
-            save_model(file, self.assembly.layout, weights, mask)
-        else:
-            save_encrypted(file, self.assembly.layout, encrypted, mask)
-        return file
 
     def _build_summary(self, outcome: Outcome) -> dict[str, Any]:
         config, method, metric = self.config, self.assembly.method, self.assembly.task.metric
@@ -147,7 +135,7 @@ class RecordWriter:
             "seconds": time.monotonic() - self._start_time,
             "threads": torch.get_num_threads(),
             "versions": list_versions(),
-            "model_sha256": None if outcome.sealed else compute_digest(outcome.weights),
+            "model_sha256": compute_digest(outcome.weights),
             **({} if config.privacy is None else {"privacy": _describe_privacy(config.privacy, outcome)}),
         }
 

@@ -11,7 +11,7 @@ from ...core.exchange import EXACT_CONTENTS, Content, Patch, Request
 from ...core.mask import Mask
 from ...core.params import Layout
 from ...wire.formats import ValueType, is_quantized
-from ...wire.plan import CiphertextFormat, Plan
+from ...wire.plan import Plan
 from ..link import Vector
 
 
@@ -39,7 +39,7 @@ class InitialModel:
 
     def shorten(self, patch: Patch) -> Patch | None:
         """Return the buffers of a patch that differ, as statistics of inputs do; None: the patch is another model."""
-        if patch.base != "zeros" or not patch.mask.is_full or patch.sealed is not None:
+        if patch.base != "zeros" or not patch.mask.is_full:
             return None
         differs = self.layout.unflatten(patch.values != self.weights)
         changed = {spec.name: spec.role for spec in self.layout.tensors if differs[spec.name].any()}
@@ -79,7 +79,7 @@ def find_target(read: Patch, base: Vector | None, layout: Layout, *, keeps_value
         layout: layout of the model.
         keeps_values: whether the vector is to have its values.
     """
-    patch = read if read.sealed is not None else correct_variances(read, layout)
+    patch = correct_variances(read, layout)
     if patch.base == "zeros":
         return Vector.of(patch, keeps_values=keeps_values)
     assert base is not None, "a patch over the previous model is for a site with a base"
@@ -91,23 +91,18 @@ def find_target(read: Patch, base: Vector | None, layout: Layout, *, keeps_value
     return replace(vector, values=values) if keeps_values else vector
 
 
-def plan_request(
-    layout: Layout, run: str, base: Vector | None, *, ciphertext_format: CiphertextFormat | None = None, **names: Any
-) -> Plan:
+def plan_request(layout: Layout, run: str, base: Vector | None, **names: Any) -> Plan:
     """Return the plan of a message from the server to a site.
 
     Args:
         layout: layout of the model.
         run: id of the run, 16 hex digits.
         base: vector that the site holds; None: none.
-        ciphertext_format: format of encrypted values that this end accepts; None: it accepts none.
         names: what only the sender knows: ``sequence``, ``round`` and ``kind``.
     """
-    if base is None:
-        return Plan(layout, run, ciphertext_format=ciphertext_format, is_request=True, **names)
-    return Plan(
-        layout, run, base.name, base.mask, base.values, ciphertext_format=ciphertext_format, is_request=True, **names
-    )
+    if base is not None:
+        names |= {"base": base.name, "base_mask": base.mask, "base_vector": base.values}
+    return Plan(layout, run, is_request=True, **names)
 
 
 def plan_update(
@@ -118,7 +113,6 @@ def plan_update(
     *,
     request_name: str | None = None,
     sequence: int | None = None,
-    ciphertext_format: CiphertextFormat | None = None,
 ) -> Plan:
     """Return the plan of the update that answers ``request``, the same at both ends.
 
@@ -131,7 +125,6 @@ def plan_update(
         target: the vector of the request, with its values if those of the job are quantized.
         request_name: name of the answer; None at the server, which compares it with two.
         sequence: number of the attempt.
-        ciphertext_format: format of encrypted values that this end accepts; None: it accepts none.
     """
     return Plan(
         layout,
@@ -144,6 +137,5 @@ def plan_update(
         sequence=sequence,
         round=request.round,
         kind=request.kind,
-        ciphertext_format=ciphertext_format,
         is_request=False,
     )

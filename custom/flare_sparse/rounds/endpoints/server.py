@@ -20,7 +20,7 @@ from ...wire.ledger import Ledger
 from ..link import ServerLink, Vector, name_new_start, name_request
 from .events import parse_events, validate_metrics, validate_num_examples
 from .plans import InitialModel, choose_values, correct_variances, find_target, plan_request, plan_update
-from .stages import SealedModel, ServerStage
+from .stages import ServerStage
 from .update_store import UpdateStore
 
 SERVER = "server"
@@ -55,12 +55,10 @@ class ServerSnapshot:
     Attributes:
         sequence: number of the last attempt.
         link: what it knows of its sites after the commit.
-        sealed: the model that the server cannot read; None: the model is in the method's state.
     """
 
     sequence: int = 0
     link: ServerLink = field(default_factory=ServerLink)
-    sealed: SealedModel | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class ServerEndpoint:
         run: id of the run, 16 hex digits.
         values: number format on the wire.
         ledger: receives one line per message.
-        protection: opens sealed updates; None: all values travel in the clear.
+        protection: how the server reads updates; None: one by one.
         seed: seed of the run, for the rounding of quantized values.
         updates: memory for the updates of a round; None: the default.
     """
@@ -259,11 +257,10 @@ class ServerEndpoint:
         # Of statistics alone nothing is rounded.
         is_exact |= self._sends_differences and sent is not patch and sent.mask.count > 0
         # The whole model, which the site then holds if nothing is rounded.
-        whole = patch if patch.base == "zeros" else self.protection.attach(assignment.full_model or patch)
+        whole = patch if patch.base == "zeros" else assignment.full_model or patch
         rounds = bool(self._sends_differences or FORMATS[self.values].rounding)
-        # Models of single sites are not the run's model, the server reads no sealed one, and a request may have none.
-        is_readable = self.protection.ciphertext_format is None and patch.mask.count > 0
-        keeps_copy = rounds and self._round.models == 1 and is_readable
+        # Models of single sites are not the run's model, and a request may have none.
+        keeps_copy = rounds and self._round.models == 1 and patch.mask.count > 0
 
         def name(received: Tensor | None) -> tuple[str, str]:
             """Return the names of the vector that the site then holds, and of the request."""
@@ -315,7 +312,6 @@ class ServerEndpoint:
             self.run,
             assignment.request,
             sent.target if self._sends_differences else replace(sent.target, values=None),
-            ciphertext_format=self.protection.ciphertext_format,
             sequence=self._sequence,
         )
         message = decode(data, plan, site)
@@ -351,18 +347,17 @@ class ServerEndpoint:
         self._builders.discard(site)
         self._link = self._link.forget([site])
 
-    def commit(self, arrived: Collection[str], counted: Collection[str]) -> None:
+    def commit(self, arrived: Collection[str]) -> None:
         """Remember a round that is decided: what its sites hold, and which of their answers count.
 
         Args:
-            arrived: sites with a valid answer, each of which holds the vector that it was sent.
-            counted: those whose answer the committed state has used. Of another answer nothing has arrived: its site
-                starts the next one from the memory before it.
+            arrived: sites with a valid answer, each of which holds the vector that it was sent. Of another answer
+                nothing has arrived: its site starts the next one from the memory before it.
         """
         round_ = self._round
         # After a request without a model, such as that for statistics, the sites hold what they are sent next.
         sent = {site: target for site in arrived if (target := round_.sent[site].target).mask.count}
-        answers = {site: round_.answers[site] for site in counted}
+        answers = {site: round_.answers[site] for site in arrived}
         self._link = self._link.add_commit(sent, answers, round_.residuals, round_.models)
         self._round = _OpenRound()
 
@@ -376,12 +371,11 @@ class ServerEndpoint:
 
     def snapshot(self) -> ServerSnapshot:
         """Return the part of a checkpoint that belongs to this endpoint."""
-        return ServerSnapshot(self._sequence, self._link, self.protection.model)
+        return ServerSnapshot(self._sequence, self._link)
 
     def restore(self, snapshot: ServerSnapshot) -> None:
         """Continue from :meth:`snapshot`. A site that holds another vector replies MissingBase."""
         self._sequence, self._link, self._round = snapshot.sequence, snapshot.link, _OpenRound()
-        self.protection.model = snapshot.sealed
 
     def step_back(self, snapshot: ServerSnapshot) -> None:
         """Continue from an older snapshot while the sites' processes run on; every site receives the full model."""
@@ -399,13 +393,13 @@ class ServerEndpoint:
         if patch.base == "previous" and is_unknown:
             assert assignment.full_model is not None, "a patch over the previous model needs Assignment.full_model"
             patch = assignment.full_model
-        return self.protection.attach(patch)
+        return patch
 
     def _check_values(self, message: Decoded, expected: UpdateSpec, site: str) -> None:
         """Raise unless content, protection and number format are those that the job requires.
 
         Raises:
-            RejectedMessage: unexpected content, values that are not sealed as they must be, or another number format.
+            RejectedMessage: unexpected content, values that must be masked, or another number format.
         """
         # A site without training examples answers every request with metrics only.
         if message.content not in (expected.content, "metrics"):

@@ -87,7 +87,7 @@ class SiteEndpoint:
         values: number format on the wire.
         store: receives a checkpoint before each update is sent. None: after a crash the site needs the full model, and
             the tensors that the method keeps at the site are lost.
-        protection: seals updates and opens models; None: all values travel in the clear.
+        protection: keeps the values of updates for sums; None: each update carries its values.
         limits: what this site refuses beside requests that its copy of the job does not have.
         initial: the model of the job's seed, which the first request then need not carry; None: it does.
 
@@ -253,7 +253,7 @@ class SiteEndpoint:
         """Encode ``update`` and write the checkpoint; the rounding residual is added to the next update.
 
         Raises:
-            RejectedMessage: a value is not finite, or cannot be encrypted or summed; nothing may be sent.
+            RejectedMessage: a value is not finite, or cannot be summed; nothing may be sent.
             CheckpointError: the checkpoint could not be written; nothing may be sent.
         """
         residual = self._current.memory.residual
@@ -277,12 +277,12 @@ class SiteEndpoint:
         Raises:
             RejectedMessage: as in :meth:`encode`.
         """
-        sealed = self.protection.seal(update, self._current.answer)
+        sent = self.protection.seal(update)
         return encode(
-            sealed.patch,
+            sent.patch,
             self.plan_update(request),
-            content=sealed.content,
-            values=choose_values(sealed.content, self.values, self.initial),
+            content=sent.content,
+            values=choose_values(sent.content, self.values, self.initial),
             residual=self._current.memory.residual,
             generator=make_generator(self.method.seed, "rounding", self.site.name, request.kind, request.round),
         )
@@ -325,12 +325,10 @@ class SiteEndpoint:
             RejectedMessage: as in :meth:`receive`.
             RequestRefused: as in :meth:`receive`.
         """
-        accepted = self.protection.ciphertext_format
-        plan = plan_request(self.site.layout, self.run, self._find_base(header.base), ciphertext_format=accepted)
-        message = decode(data, plan, "server")
+        message = decode(data, plan_request(self.site.layout, self.run, self._find_base(header.base)), "server")
         assert message.trainable is not None, "decode() has checked it"
         check_kind(self.method, RequestId(message.kind, message.round))
-        patch = correct_variances(self.protection.open(message.patch), self.site.layout)
+        patch = correct_variances(message.patch, self.site.layout)
         self._apply_patch(patch, message)
         return Request(message.kind, message.round, patch, message.trainable)
 
@@ -369,9 +367,7 @@ class SiteEndpoint:
         patch.write_into(self.site.weights)
         # The values of a whole model are at hand: the digest, the training and the checkpoint need not gather them.
         self.site.live_patch = Patch(patch.values, mask) if is_whole else Patch.from_vector(self.site.weights, mask)
-        if message.patch.sealed is not None:
-            name = name_vector(message.patch)
-        elif not is_whole and not patch.mask.count and held is not None:
+        if not is_whole and not patch.mask.count and held is not None:
             name = held.name
         else:
             name = name_vector(self.site.live_patch)

@@ -103,7 +103,7 @@ class SiteSums(SiteStage):
         ring.encode(values, 1.0)
         self._withheld = Withheld(request, update, values, ring, model_digest)
 
-    def seal(self, update: Update, answer: str) -> Update:
+    def seal(self, update: Update) -> Update:
         """Return an update as its message has it, without values."""
         return Update(Patch.empty(self.layout.size), "metrics", update.num_examples, update.metrics)
 

@@ -1,41 +1,27 @@
 """The stage of a message that keeps values from the server, here for values in the clear: it changes nothing.
 
-A site seals an update and opens a model; the server opens updates, by reading, aggregating or summing them. Encryption
-(``encrypted.py``) and sums of padded values (``site_sums.py``, ``server_sums.py``) are subclasses.
+Sums of padded values (``site_sums.py``, ``server_sums.py``) are subclasses.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from ...core.errors import RejectedMessage, RequestRefused
-from ...core.exchange import Assignment, Contribution, Patch, RequestId, SealedValues, Update
-from ...core.mask import Mask
+from ...core.exchange import Assignment, Patch, RequestId, Update
 from ...wire.codec import Decoded
-from ...wire.formats import FORMATS, ValueType
-from ...wire.plan import CiphertextFormat
-
-
-@dataclass(frozen=True)
-class SealedModel:
-    """The model as a server that cannot read it holds it: its mask and its sealed values."""
-
-    mask: Mask
-    values: SealedValues
+from ...wire.formats import ValueType
 
 
 class SiteStage:
     """A site's end of the stage.
 
     Attributes:
-        ciphertext_format: format of sealed values that this end accepts; None: it accepts none.
         is_summed: whether values leave in a sum only, after the message that answers a request.
     """
 
-    ciphertext_format: CiphertextFormat | None = None
     is_summed = False
 
     def withhold(self, update: Update, request: RequestId, model: Tensor, model_digest: str = "") -> None:
@@ -51,25 +37,9 @@ class SiteStage:
             RejectedMessage: a value cannot be summed. Nothing may be sent.
         """
 
-    def seal(self, update: Update, answer: str) -> Update:
-        """Return an update as its message has it; the same for the same answer.
-
-        Args:
-            update: the update.
-            answer: name of the answer.
-
-        Raises:
-            RejectedMessage: a value cannot be sealed. Nothing may be sent.
-        """
+    def seal(self, update: Update) -> Update:
+        """Return an update as its message has it."""
         return update
-
-    def open(self, patch: Patch) -> Patch:
-        """Return a patch of the server with readable values.
-
-        Raises:
-            RejectedMessage: this site cannot open them.
-        """
-        return patch
 
     @property
     def message_bytes(self) -> int:
@@ -98,50 +68,21 @@ class SiteStage:
 
 
 class ServerStage:
-    """The server's end of the stage.
-
-    Attributes:
-        ciphertext_format: as at a site.
-        model: the model since the first sum of sealed values; None: the server can read the model.
-    """
-
-    ciphertext_format: CiphertextFormat | None = None
-    model: SealedModel | None = None
-
-    def attach(self, patch: Patch) -> Patch:
-        """Return a patch of the model with its sealed values, which the method's state does not have."""
-        return patch
+    """The server's end of the stage."""
 
     def check(self, message: Decoded, values: ValueType, site: str) -> None:
-        """Check that an update is sealed as the job requires.
+        """Check that the values of an update arrive as the job requires.
 
         Args:
             message: the update.
-            values: number format that values in the clear must have.
+            values: number format that they must have.
             site: the sender.
 
         Raises:
-            RejectedMessage: it is not.
+            RejectedMessage: they do not.
         """
-        if message.patch.sealed is not None:
-            raise RejectedMessage("E_SEALED", f"values of {message.content}", "numbers", message.values, site)
         if message.values != values:
             raise RejectedMessage("E_DTYPE", "values", values, message.values, site)
-
-    def can_send(self, model: Patch, values: ValueType) -> bool:
-        """Whether all values of a model are finite in a number format; a sealed model always passes."""
-        return FORMATS[values].can_hold(model.values)
-
-    def aggregate(self, contributions: Sequence[Contribution]) -> None:
-        """Replace :attr:`model` with the mean of a round's sealed updates; without such updates, do nothing."""
-
-    def find_underweight_sites(self, contributions: Sequence[Contribution]) -> list[str]:
-        """Return the sites whose share of a sealed sum is too small for it."""
-        return []
-
-    def find_sites_with_wrong_key(self, contributions: Sequence[Contribution]) -> list[str]:
-        """Return the sites whose update is sealed with another key than the model or than most updates."""
-        return []
 
     def start_sum(self, assignments: Mapping[str, Assignment], sequence: int) -> Any:
         """Return the sum over the updates of an attempt; None: each update carries its values, or has none."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...core.exchange import Patch, SealedValues
+from ...core.exchange import Patch
 from ...core.mask import Mask
 
 _LOG = logging.getLogger(__name__)
@@ -57,15 +57,10 @@ class UpdateStore:
             return self._empty
         # A selection of its own has a byte per entry of the model, and its indices have eight per selected one.
         own_bytes = patch.mask.size + 8 * patch.mask.count if mask is None else 0
-        value_bytes = 4 * patch.mask.count if patch.sealed is None else patch.sealed.data.numel()
-        if own_bytes + value_bytes <= self.window_bytes // self._num_sites:
+        if own_bytes + 4 * patch.mask.count <= self.window_bytes // self._num_sites:
             return replace(patch, mask=mask or patch.mask)
         try:
             own = Mask.from_indices(self._map(patch.mask.bits), self._map(patch.mask.indices)) if mask is None else mask
-            if patch.sealed is not None:
-                # In place of the values that the server cannot read, one NaN stands for all of them.
-                hidden = torch.full((1,), torch.nan).expand(own.count)
-                return Patch(hidden, own, patch.base, SealedValues(self._map(patch.sealed.data)))
             return Patch(self._map(patch.values), own, patch.base)
         except (OSError, RuntimeError) as error:
             # A full disk must not cost a site its update while there is memory.

@@ -18,6 +18,7 @@ from ...core.exchange import Contribution, Patch
 from ...core.mask import Mask
 from ...methods.aggregation.weighted import clip_deltas
 from ...methods.method import Method
+from ...wire.formats import FORMATS
 from ..endpoints.server import ServerEndpoint
 from .roster import AttemptResult
 from .rules import RoundRules, cap_contributions
@@ -41,7 +42,7 @@ def reject_outliers(result: AttemptResult, get_previous: Callable[[], Patch], ma
 
     Returns:
         The replies; an outlier is rejected with ``E_NORM``. Values are never changed: the other updates keep their
-        bits. Encrypted and summed updates and scores are not examined.
+        bits. Summed updates and scores are not examined.
     """
     examined = _select_readable(result)
     if max_ratio is None or len(examined) < FEWEST:
@@ -65,7 +66,7 @@ def find_opposed(result: AttemptResult, get_previous: Callable[[], Patch]) -> li
     sends its own delta backwards does so no more than it agreed with them before. What differs is the length.
 
     The others count with one direction each, however long their deltas are. At most :data:`SAMPLED` entries are
-    compared. Updates of different entries, summed ones and encrypted ones are not examined.
+    compared. Updates of different entries and summed ones are not examined.
 
     Args:
         result: replies of an attempt.
@@ -89,7 +90,7 @@ def _select_readable(result: AttemptResult) -> list[Contribution]:
     # Values that are summed unread are NaN at the server.
     if result.total is not None:
         return []
-    return [c for c in result.contributed if c.content in ("weights", "delta") and c.patch.sealed is None]
+    return [c for c in result.contributed if c.content in ("weights", "delta")]
 
 
 class _Previous:
@@ -141,7 +142,7 @@ class LearnResult:
     Attributes:
         state: the method's state after the round.
         contributions: the aggregated contributions, after capping and clipping.
-        capped: weight of each site that counts with fewer examples than it reported; 0: it does not count.
+        capped: weight of each site that counts with fewer examples than it reported.
         clipped: L2 norm of a site's delta before it was clipped.
     """
 
@@ -178,7 +179,7 @@ def learn_from(
     # Each contribution is finite, but their sum or a factorization may not be. A model that cannot be encoded would
     # stop the run in the next round, so this is checked before the commit, and the likeliest cause is rejected.
     while has_quorum(result.contributed):
-        contributions, capped = _cap_weights(result.contributed, endpoint, rules)
+        contributions, capped = cap_contributions(result.contributed, rules.max_share)
         # Only clipping needs the model as a vector of P floats.
         previous = Tensor() if rules.clip_norm is None else method.model(state).to_vector()
         contributions, clipped = clip_deltas(contributions, previous, rules.clip_norm)
@@ -195,16 +196,6 @@ def learn_from(
     return result, None
 
 
-def _cap_weights(
-    contributions: list[Contribution], endpoint: ServerEndpoint, rules: RoundRules
-) -> tuple[list[Contribution], dict[str, int]]:
-    """Return the contributions with capped weights, and the weight of each one that counts less than reported."""
-    capped, examples = cap_contributions(contributions, rules.max_share)
-    underweight = endpoint.protection.find_underweight_sites(capped)
-    counted_contributions = [contribution for contribution in capped if contribution.site not in underweight]
-    return counted_contributions, {**examples, **dict.fromkeys(underweight, 0)}
-
-
 def _compute_state(
     method: Method[Any, Any], endpoint: ServerEndpoint, state: Any, contributions: list[Contribution]
 ) -> Any:
@@ -218,5 +209,4 @@ def _compute_state(
     # Values near the largest float32 can break a decomposition or a selection, which counts as a state with infinities.
     except (ArithmeticError, UndefinedScores, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return None
-    can_send = endpoint.protection.can_send(method.model(next_state), endpoint.values)
-    return next_state if can_send else None
+    return next_state if FORMATS[endpoint.values].can_hold(method.model(next_state).values) else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.checkpoint.packing import check_state
 from ...core.checkpoint.store import Store
-from ...core.exchange import EVALUATE, SealedValues
+from ...core.exchange import EVALUATE
 from ...methods.method import Method
 from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
@@ -180,7 +180,6 @@ class Federation:
             evaluation,
             progress.best,
             [*progress.records, record],
-            self._get_sealed_values(),
             sorted({*self._roster.seen, *self.rules.examples}),
             progress.committed if is_early else None,
             dict(sorted(result.history.registered.items())),
@@ -190,13 +189,8 @@ class Federation:
         """Write the checkpoint of a round and return the progress after it."""
         assert result.learned is not None, "a training round computes a next state"
         evaluation = self._evaluate(result)
-        # The sites evaluated the model that the round started from. It may be the best one, so its ciphertext is saved
-        # before the sum of this round replaces it.
         best = self._select_best(progress, evaluation, method)
-        self.endpoint.protection.aggregate(result.learned.contributions)
-        arrived = [contribution.site for contribution in result.last.accepted]
-        without_weight = {site for site, examples in result.learned.capped.items() if not examples}
-        self.endpoint.commit(arrived, [site for site in arrived if site not in without_weight])
+        self.endpoint.commit([contribution.site for contribution in result.last.accepted])
         state = result.learned.state
         masks = (method.model(each).mask for each in (progress.state, state))
         if detail := describe_cut_tensors(self.endpoint.layout, *masks):
@@ -233,8 +227,7 @@ class Federation:
         if not self._models.is_better(evaluation, progress, is_last=is_last):
             return progress.best
         model = self.endpoint.round_model(method.model(progress.state))
-        sealed = self._get_sealed_values()
-        return BestModel(progress.committed, evaluation, model.values, model.mask, sealed)
+        return BestModel(progress.committed, evaluation, model.values, model.mask)
 
     def _build_record(
         self, result: Round, evaluation: Evaluation, previous: Progress, state: Any, method: Method[Any, Any]
@@ -251,11 +244,6 @@ class Federation:
             events=self._events.take(result.last.attempt.round),
             figures=method.measure(state) if result.learned else None,
         )
-
-    def _get_sealed_values(self) -> SealedValues | None:
-        """Return the model's ciphertext, if the server cannot read the model."""
-        model = self.endpoint.protection.model
-        return model.values if model else None
 
     def _load_progress(self, store: Store, start: Progress) -> Progress:
         """Return the progress of the newest checkpoint, or ``start`` without one; report its rounds again."""

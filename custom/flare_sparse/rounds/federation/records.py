@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...cohorts.subgroups import split_metric
 from ...core.errors import RoundFailed
-from ...core.exchange import EVALUATE, Contribution, Patch, SealedValues
+from ...core.exchange import EVALUATE, Contribution, Patch
 from ...core.mask import Mask
 from ...methods.aggregation.weighted import cap
 from ...tasks.task import COUNTS, EPSILON, TEST_EXAMPLES, get_count_name
@@ -95,16 +95,14 @@ class BestModel:
     Attributes:
         round: round of the model; -1: no model was evaluated on validation examples.
         evaluation: metrics of the model.
-        values: ``(mask.count,)``; NaN where the server cannot read them.
+        values: ``(mask.count,)``.
         mask: live entries; all others are zero.
-        sealed: the values, if the server cannot read them.
     """
 
     round: int = -1
     evaluation: Evaluation = field(default_factory=lambda: Evaluation({}, {}))
     values: Tensor | None = None
     mask: Mask | None = None
-    sealed: SealedValues | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -266,12 +264,11 @@ class Outcome:
 
     Attributes:
         state: the method's last state.
-        weights: ``(P,)`` the last model; NaN where the server cannot read it.
+        weights: ``(P,)`` the last model.
         mask: live entries of the last model.
         evaluation: of the last model, or of the sites' personal models.
         best: best committed model.
         rounds: records of all rounds.
-        sealed: values of the last model, if the server cannot read them.
         sites: sites that were connected at any time or are expected by the settings.
         stopped_after: round after which early stopping ended the run; None: it ran all rounds.
         examples: number of training examples (n_k) by site that had an update accepted.
@@ -283,7 +280,6 @@ class Outcome:
     evaluation: Evaluation
     best: BestModel
     rounds: list[RoundRecord]
-    sealed: SealedValues | None = None
     sites: list[str] = field(default_factory=list)
     stopped_after: int | None = None
     examples: dict[str, int] = field(default_factory=dict)

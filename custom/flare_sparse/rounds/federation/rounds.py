@@ -189,8 +189,6 @@ class RoundRunner:
                 history = history.register(reply)
         accepted = [reply for reply in replies.values() if isinstance(reply, Contribution)]
         self.events.add_reports(sorted(accepted, key=lambda contribution: contribution.site))
-        for site in self.endpoint.protection.find_sites_with_wrong_key(accepted):
-            replies[site] = "E_KEY"
         total, failure = None, ""
         if self.connections.exchange_sum is not None:
             exchange = self.endpoint.protection.start_sum(assignments, attempt.sequence)

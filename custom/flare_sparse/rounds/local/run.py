@@ -14,7 +14,6 @@ from ...core.errors import FlareSparseError, MissingBase, WireError, format_site
 from ...core.exchange import Update
 from ...core.seeds import limit_threads
 from ...methods.method import Method
-from ...privacy.encryption import KeyContexts, ServerCipher, SiteCipher
 from ...privacy.secure_aggregation.identities import generate_identity
 from ...privacy.secure_aggregation.limits import SumRules
 from ...tasks.task import Metric
@@ -23,14 +22,13 @@ from ...wire.capabilities import local_capabilities
 from ...wire.formats import ValueType
 from ...wire.ledger import Ledger
 from ..endpoints.egress import EgressLog, Outgoing, build_beside, describe_message
-from ..endpoints.encrypted import ServerEncryption, SiteEncryption
 from ..endpoints.events import pack_events
 from ..endpoints.plans import InitialModel
 from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.server_sums import ServerSums
 from ..endpoints.site import SiteEndpoint
 from ..endpoints.site_sums import SiteSums
-from ..endpoints.stages import ServerStage, SiteStage
+from ..endpoints.stages import SiteStage
 from ..federation import (
     Connections,
     Federation,
@@ -56,24 +54,13 @@ class Transport:
 
     Attributes:
         values: number format of the values.
-        contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
         sum_rules: rules of the sums of padded values; None: each update carries its values.
         builds_initial: each site builds the initial model itself, and no message carries it.
     """
 
     values: ValueType = "float32"
-    contexts: KeyContexts | None = None
     sum_rules: SumRules | None = None
     builds_initial: bool = False
-
-    def open_stages(
-        self, method: Method[Any, Any], run: str, names: list[str], ledger: Ledger
-    ) -> tuple[ServerStage | None, dict[str, SiteStage]]:
-        """Return what keeps values from the server, at both ends of a run in this process; None: nothing does."""
-        if self.contexts is not None:
-            sites: dict[str, SiteStage] = {name: SiteEncryption(SiteCipher(self.contexts.client)) for name in names}
-            return ServerEncryption(ServerCipher(self.contexts.server)), sites
-        return (None, {}) if self.sum_rules is None else build_sums(method, run, self.sum_rules, names, ledger)
 
 
 @dataclass(frozen=True)
@@ -144,7 +131,8 @@ def run_locally(
     """
     ledger = Ledger() if ledger is None else ledger
     values, run = transport.values, course.run
-    protection, stages = transport.open_stages(method, run, list(sites), ledger)
+    rules = transport.sum_rules
+    protection, stages = (None, {}) if rules is None else build_sums(method, run, rules, list(sites), ledger)
     server = ServerEndpoint(method.layout, run, values, ledger, protection, method.seed)
     initial = InitialModel(weights, method.layout) if transport.builds_initial else None
     endpoints = {

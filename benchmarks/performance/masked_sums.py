@@ -1,17 +1,12 @@
 """Bytes, time and error of sums that the server cannot read against plain ones, for AlexNet3D at 95 % sparsity.
 
 Three sites without data (training adds the same noise in every run) use the real wire: NeuroSFL and dense FedAvg, each
-plain, masked and encrypted with CKKS, one after the other in one process. The bytes are those of the ledger.
+plain and masked, one after the other in one process. The bytes are those of the ledger.
 
-    python benchmarks/performance/encryption.py [--sparsity 0.95] [--rounds 5] [--write]
+    python benchmarks/performance/masked_sums.py [--sparsity 0.95] [--rounds 5] [--write]
 
-``--write`` writes the table into docs/results/privacy.md. Compare two result folders of the same job, one plain,
-one encrypted and decrypted since:
-
-    python benchmarks/performance/encryption.py --runs runs/plain runs/encrypted
-
-Exits with 1 if an encrypted sparse update is not smaller than a plain dense one, if padded values take more than 1.05
-times 4 bytes a live value, or if the final models differ by more than the precision of the sums allows.
+``--write`` writes the table into docs/results/privacy.md. Exits with 1 if padded values take more than 1.05 times 4
+bytes a live value, or if the final models differ by more than the precision of the sums allows.
 """
 
 from __future__ import annotations
@@ -21,18 +16,14 @@ import sys
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from page_tables import write_section
 
-from flare_sparse import load_model
-from flare_sparse.core.exchange import Patch
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.privacy.encryption import PRECISION, KeyContexts, SiteCipher
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.rings import Ring
 from flare_sparse.rounds.federation import Outcome, RoundRules
@@ -45,7 +36,7 @@ from flare_sparse.wire.ledger import Ledger, LedgerLine
 
 SITES = ("site-1", "site-2", "site-3")
 VOLUME = (121, 145, 121)
-SUMS = ("plain", "masked", "ckks")
+SUMS = ("plain", "masked")
 BOUND = 64.0
 LONGEST = 1.05
 """Bound of a masked message with values, over 4 bytes a live value."""
@@ -65,10 +56,7 @@ class Run:
     round_s: float
 
     def count_bytes(self, way: str) -> tuple[int, int]:
-        """Return the bytes of the message with values, and of all other messages, of one site in round 2.
-
-        In round 2 the model sent down is a sum, and encrypted if sums are.
-        """
+        """Return the bytes of the message with values, and of all other messages, of one site in round 2."""
         lines = [
             line
             for line in self.ledger.lines
@@ -83,10 +71,7 @@ def main() -> int:
     parser.add_argument("--sparsity", type=float, default=0.95)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", action="store_true", help="write the table into docs/results/privacy.md")
-    parser.add_argument("--runs", nargs=2, type=Path, metavar=("PLAIN", "ENCRYPTED"))
     options = parser.parse_args()
-    if options.runs:
-        return compare_runs(*options.runs)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         module = build_model("alexnet3d", volume=VOLUME, outputs=1)
@@ -96,9 +81,8 @@ def main() -> int:
         "sparse": ("neurosfl", {"sparsity": options.sparsity, "rounds": options.rounds}),
         "dense": ("fedavg", {"rounds": 3}),
     }
-    contexts = KeyContexts.generate()
     runs = {
-        (model, sums): run(name, settings, layout, weights, sums, contexts)
+        (model, sums): run(name, settings, layout, weights, sums)
         for model, (name, settings) in jobs.items()
         for sums in SUMS
     }
@@ -108,13 +92,11 @@ def main() -> int:
     print(table)
     if options.write:
         write_section("privacy", "secure_sums", table)
-    return int(not check_runs(runs, live, options.rounds, contexts))
+    return int(not check_runs(runs, live, options.rounds))
 
 
-def run(
-    name: str, settings: dict[str, Any], layout: Layout, weights: torch.Tensor, sums: str, contexts: KeyContexts
-) -> Run:
-    """Run a method without data, with plain, masked or encrypted sums."""
+def run(name: str, settings: dict[str, Any], layout: Layout, weights: torch.Tensor, sums: str) -> Run:
+    """Run a method without data, with plain or masked sums."""
     method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, 1)
     sites = {site: Site(site, DryTrainer(site, layout, 1)) for site in SITES}
     commits: list[float] = []
@@ -125,9 +107,7 @@ def run(
         Metric("none", "", "min"),
         course=Course(rules=RoundRules(min_sites=len(SITES))),
         watcher=Watcher(on_round=lambda record: commits.append(time.perf_counter())),
-        transport=Transport(
-            contexts=contexts if sums == "ckks" else None, sum_rules=SumRules(BOUND) if sums == "masked" else None
-        ),
+        transport=Transport(sum_rules=SumRules(BOUND) if sums == "masked" else None),
     )
     # The first commit ends the scores or the first round; the last one is the evaluation.
     return Run(outcome, ledger, median(end - begin for begin, end in pairwise(commits[1:-1])))
@@ -149,39 +129,17 @@ def format_table(runs: dict[tuple[str, str], Run], values: dict[str, int]) -> st
     return "\n".join(lines) + "\n"
 
 
-def check_runs(runs: dict[tuple[str, str], Run], live: int, rounds: int, contexts: KeyContexts) -> bool:
-    """Print the differences between the models; return whether all bounds hold."""
-    plain, encrypted = (runs["sparse", sums].outcome for sums in ("plain", "ckks"))
-    assert encrypted.sealed is not None
-    values = SiteCipher(contexts.client).decrypt(encrypted.sealed, encrypted.mask.count)
-    largest_value = float(plain.weights.abs().max())
-    models = {
-        "masked": (runs["sparse", "masked"].outcome.weights, Ring(32, BOUND).compute_error(len(SITES))),
-        "ckks": (Patch(values, encrypted.mask).to_vector(), PRECISION),
-    }
-    holds = True
-    for sums, (model, precision) in models.items():
-        error = float((model.double() - plain.weights.double()).abs().max())
-        allowed = rounds * 1.5**rounds * (precision + 2.0**-23 * largest_value)
-        print(f"{sums}: largest difference {error:.2g} after {rounds} rounds (values up to {largest_value:.2g})")
-        holds &= error <= allowed
-    cheaper = all(
-        runs["sparse", "ckks"].count_bytes(way)[0] < runs["dense", "plain"].count_bytes(way)[0]
-        for way in ("up", "down")
-    )
+def check_runs(runs: dict[tuple[str, str], Run], live: int, rounds: int) -> bool:
+    """Print the difference between the models; return whether all bounds hold."""
+    plain, masked = (runs["sparse", sums].outcome.weights for sums in SUMS)
+    largest_value = float(plain.abs().max())
+    error = float((masked.double() - plain.double()).abs().max())
+    precision = Ring(32, BOUND).compute_error(len(SITES))
+    allowed = rounds * 1.5**rounds * (precision + 2.0**-23 * largest_value)
+    print(f"masked: largest difference {error:.2g} after {rounds} rounds (values up to {largest_value:.2g})")
     factor = runs["sparse", "masked"].count_bytes("up")[0] / (4 * live)
     print(f"masked: {factor:.4f} times 4 bytes a live value")
-    return holds and cheaper and factor <= LONGEST
-
-
-def compare_runs(plain: Path, encrypted: Path) -> int:
-    """Print the largest difference between two models."""
-    first, second = (load_model(folder).state_dict() for folder in (plain, encrypted))
-    largest_error = max(
-        float((first[name].double() - second[name].double()).abs().max()) for name in first if first[name].numel()
-    )
-    print(f"largest difference of the two models: {largest_error:.2g}")
-    return 0
+    return error <= allowed and factor <= LONGEST
 
 
 if __name__ == "__main__":
