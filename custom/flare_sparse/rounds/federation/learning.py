@@ -18,8 +18,7 @@ from ...core.exchange import Contribution, Patch
 from ...core.mask import Mask
 from ...methods.aggregation.weighted import clip_deltas
 from ...methods.method import Method
-from ...wire.formats import FORMATS
-from ..endpoints.server import ServerEndpoint
+from ...wire.formats import FORMATS, ValueType
 from .roster import AttemptResult
 from .rules import RoundRules, cap_contributions
 
@@ -156,7 +155,7 @@ def learn_from(
     result: AttemptResult,
     state: Any,
     method: Method[Any, Any],
-    endpoint: ServerEndpoint,
+    values: ValueType,
     rules: RoundRules,
     has_quorum: HasQuorum,
 ) -> tuple[AttemptResult, LearnResult | None]:
@@ -166,7 +165,7 @@ def learn_from(
         result: replies of the attempt.
         state: the method's state before the round.
         method: computes the next state.
-        endpoint: checks which values can be sent.
+        values: number format of messages, which the next model must fit.
         rules: limits of a site's weight and delta.
         has_quorum: whether given contributions meet the quorum.
 
@@ -184,7 +183,7 @@ def learn_from(
         previous = Tensor() if rules.clip_norm is None else method.model(state).to_vector()
         contributions, clipped = clip_deltas(contributions, previous, rules.clip_norm)
         learned = contributions if result.total is None else [result.total]
-        next_state = _compute_state(method, endpoint, state, learned)
+        next_state = _compute_state(method, values, state, learned)
         if next_state is not None:
             return result, LearnResult(next_state, contributions, capped, clipped)
         # Of a sum, no single contribution can be rejected: the attempt has failed.
@@ -196,9 +195,7 @@ def learn_from(
     return result, None
 
 
-def _compute_state(
-    method: Method[Any, Any], endpoint: ServerEndpoint, state: Any, contributions: list[Contribution]
-) -> Any:
+def _compute_state(method: Method[Any, Any], values: ValueType, state: Any, contributions: list[Contribution]) -> Any:
     """Return the state after a round, or None if the contributions' values do not let it be computed or sent.
 
     Raises:
@@ -209,4 +206,4 @@ def _compute_state(
     # Values near the largest float32 can break a decomposition or a selection, which counts as a state with infinities.
     except (ArithmeticError, UndefinedScores, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return None
-    return next_state if FORMATS[endpoint.values].can_hold(method.model(next_state).values) else None
+    return next_state if FORMATS[values].can_hold(method.model(next_state).values) else None

@@ -213,7 +213,7 @@ class Federation:
     def _learn(
         self, method: Method[Any, Any], state: Any, result: AttemptResult, has_quorum: HasQuorum
     ) -> tuple[AttemptResult, LearnResult | None]:
-        return learn_from(result, state, method, self.endpoint, self.rules, has_quorum)
+        return learn_from(result, state, method, self.endpoint.values, self.rules, has_quorum)
 
     def _evaluate(self, result: Round) -> Evaluation:
         return Evaluation.from_contributions(result.last.accepted, self.rules.max_share)
