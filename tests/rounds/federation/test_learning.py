@@ -88,10 +88,10 @@ def test_contributions_are_capped_and_clipped_before_they_are_aggregated() -> No
         lambda counted: True,
     )
     assert result is not None
-    assert result.capped == {"c": 30}
+    assert result.capped == {"c": 20}
     assert result.clipped == {"c": pytest.approx(200.0)}
-    assert [update.num_examples for update in result.contributions] == [10, 10, 30]
-    assert result.state.weights.tolist() == pytest.approx([(10 * 1 + 10 * 1 + 30 * 2) / 50] * LAYOUT.size)
+    assert [update.num_examples for update in result.contributions] == [10, 10, 20]
+    assert result.state.weights.tolist() == pytest.approx([(10 * 1 + 10 * 1 + 20 * 2) / 40] * LAYOUT.size)
 
 
 def test_update_without_values_or_without_weight_does_not_contribute() -> None:
