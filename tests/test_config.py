@@ -255,7 +255,7 @@ MASKED = ("wire.aggregation=masked", "federation.min_sites=3", "method={name: ne
         ("method.training.compute=sparse", "method.training.compute: sparse"),
         ("task=" + TABLE % ("regression", "site", "null"), "task: task.scaling: site"),
         ("task=" + TABLE % ("regression", "federated", "null"), "task: task.scaling: federated"),
-        ("task=" + TABLE % ("survival", "none", "e"), "task: task.kind: survival"),
+        ("task=" + TABLE % ("survival", "none", "e"), "task: task.loss: cox"),
         ("task=" + TABLE % ("binary", "none", "null, class_weights: [1, 4]"), "task: task.class_weights"),
         ("task={name: image_classification, classes: 2, class_weights: [1, 4]}", "task: task.class_weights"),
         ("task={name: text_classification, classes: 2, class_weights: [1, 4]}", "task: task.class_weights"),

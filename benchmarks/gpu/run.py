@@ -166,7 +166,9 @@ class Network:
         """Return the smallest network of the kind that its builder accepts."""
         small = {"alexnet3d": (69, 73, 69), "brain_age_cnn": (64, 64, 64)}.get(self.model, (32, 32, 32))
         key = "volume" if "volume" in self.settings else "patch"
-        kept = {name: value for name, value in self.settings.items() if name != "channels"}
+        kept = {k: v for k, v in self.settings.items() if k not in ("channels", "width", "hidden", "layers", "heads")}
+        if self.model == "vit3d":
+            key = "volume"
         return replace(self, settings={**kept, key: small}, shape=small, batch=2)
 
     def build(self) -> nn.Module:
@@ -180,6 +182,12 @@ NETWORKS = {
         "basic_unet", {"patch": (96, 96, 96), "channels": (32, 32, 64, 128, 256, 32)}, (96, 96, 96), 2
     ),
     "dyn_unet": Network("dyn_unet", {"patch": (96, 96, 96)}, (96, 96, 96), 2),
+    "vit_b": Network(
+        "vit3d",
+        {"volume": (96, 96, 96), "patch": 16, "width": 768, "hidden": 3072, "layers": 12, "heads": 12},
+        (96, 96, 96),
+        2,
+    ),
 }
 
 

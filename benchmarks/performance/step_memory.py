@@ -1,6 +1,6 @@
 """What a training step takes of a process, against what ``estimate --memory`` counts, by network.
 
-    python benchmarks/performance/step_memory.py [--networks basic_unet resnet3d]
+    python benchmarks/performance/step_memory.py [--networks basic_unet vit3d]
 
 Each network trains in a process of its own, on phantoms; a first step loads libraries. On Linux alone.
 """
@@ -23,6 +23,7 @@ AGE, SEGMENTATION = "neurosfl_brain_age", "neurosfl_segmentation"
 NETWORKS = {
     "brain_age_cnn_3mm": (AGE, ()),
     "resnet3d": (AGE, ("task.downsample=1", "task.model={name: resnet3d}")),
+    "vit3d": (AGE, ("task.downsample=1", "task.model={name: vit3d, width: 384, hidden: 1536, heads: 6}")),
     "basic_unet": (SEGMENTATION, ()),
     "dyn_unet": (SEGMENTATION, ("task.model={name: dyn_unet}",)),
 }

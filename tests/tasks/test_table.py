@@ -34,7 +34,8 @@ p4,4,70,M,C,malignant,9,0
 
 
 SURVIVAL = {"kind": "survival", "target": "months", "event": "died"}
-COX = "{name: table, kind: survival, target: months, event: died, features: [age]}"
+DISCRETE = """{name: table, kind: survival, target: months, event: died, features: [age], loss: discrete,
+  times: [30, 45, 60]}"""
 BINARY = """{name: table, kind: binary, target: outcome, classes: [benign, malignant], id: patient,
   features: [age, sex], categories: {sex: [F, M]}}"""
 
@@ -171,6 +172,15 @@ def test_labels_are_merged_and_codes_are_missing_values(tmp_path: Path) -> None:
     described = {column.name: column for column in task.describe_columns(data)}
     assert (described["thal"].missing, described["thal"].numbers.tolist()) == (2, [6, 3])
     assert described["grade"].labels == {"none": 1, "disease": 2}
+
+
+@pytest.mark.parametrize(("transform", "function"), [("log", np.log), ("log1p", np.log1p)])
+def test_transformed_target_is_predicted_in_its_own_unit(transform: str, function: Any) -> None:
+    task = build(kind="regression", target="months", target_scale=[2, 0.5], target_transform=transform, classes=[])
+    targets = torch.tensor([[3.0], [40.0]])
+    exact = torch.from_numpy((function(targets.numpy()) - 2) / 0.5)
+    assert task.loss(torch.nn.Identity(), (exact, targets)).item() == pytest.approx(0, abs=1e-6)
+    assert task.predict(torch.nn.Identity(), (exact, targets))[0].flatten().tolist() == pytest.approx([3, 40])
 
 
 @pytest.mark.parametrize(
@@ -336,9 +346,20 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
             r"'ward' must have numbers, but it contains dates such as 3\.12\.19. Compute a number .*age",
         ),
         (
+            {"features": ["months"]},
+            (re.compile(r"(\d),([01])$", re.MULTILINE), r"2019030\1,\2"),
+            "contains dates such as 20190303",
+        ),
+        ({"kind": "regression", "target": "died", "target_transform": "log"}, ("", ""), "died' is 0 .row 2.*log1p"),
+        (
             SURVIVAL,
             (",5,1", ",-5,1"),
             r"is -5 \(row 1\); expected 0 or more",
+        ),
+        (
+            SURVIVAL | {"loss": "weibull", "times": [12]},
+            (",5,1", ",0,1"),
+            r"is 0 \(row 1\); expected above 0",
         ),
     ],
 )
@@ -370,10 +391,15 @@ def test_defect_of_a_table_is_named_with_its_remedy(
         ({"missing_codes": {"sex": ["F", 9]}}, "'F' of column 'sex' is one of its labels, too"),
         ({"missing_codes": {"agge": 0}}, "no column 'agge'. Did you mean 'age'"),
         ({"features": ["ag*"], "categories": {}}, "columns are not known here; set task.header"),
+        ({"target_transform": "log"}, "target_transform is for kind regression"),
         ({"class_weights": [1, 4, 2]}, "class_weights has 3 numbers for 2 classes; give one for each"),
         ({"kind": "regression", "target": "months", "class_weights": [1, 4]}, "class_weights are for kinds binary and"),
         ({"event": "died"}, "event is for kind survival"),
         ({"kind": "survival", "target": "months"}, "event is missing"),
+        ({"loss": "weibull", "times": [1]}, "loss: weibull is for kind survival, not for binary"),
+        (SURVIVAL | {"loss": "discrete"}, r"loss is discrete; set them, as \[12, 24, 60\]"),
+        (SURVIVAL | {"times": [12]}, "loss is cox; remove them, or set loss: discrete"),
+        (SURVIVAL | {"loss": "discrete", "times": [2, 1]}, "expected ascending times"),
         ({"kind": "classes", "target": "ward"}, "3 or more for classes"),
     ],
 )
@@ -449,7 +475,7 @@ def test_number_is_predicted_in_its_unit(tmp_path: Path) -> None:
     ("task", "metric"),
     [
         (BINARY, "auc"),
-        (COX, "c_index"),
+        (DISCRETE, "c_index"),
     ],
 )
 def test_table_is_federated_without_code(task: str, metric: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ..tasks.data.cases import CaseFiles, find_cases
 from ..tasks.data.cases import read_cohort as read_case_cohort
 from ..tasks.data.nifti import format_shape, read_nifti
 from ..tasks.data.phantom import write_phantoms
-from ..tasks.data.tables import Table, read_table
+from ..tasks.data.tables import Spelling, Table, read_table
 from ..tasks.nnunet.fingerprint import compute_fingerprint, count_samples, merge_fingerprints
 from ..tasks.nnunet.plan import build_plan, list_configurations
 from ..tasks.nnunet.raw import DATASET, find_raw_cases
@@ -60,7 +60,7 @@ def describe_table(path: Path) -> tuple[str, list[str]]:
     task: dict[str, Any] = {"name": "table", "kind": kind, "target": target}
     task |= {"classes": classes} if classes else {}
     task |= {"features": features} | ({"categories": categories} if categories else {})
-    has_commas = table.decimal == ","
+    has_commas = table.spelling.decimal == ","
     task |= {"decimal": ","} if has_commas else {}
     if identifier:
         ids = table.get_names(identifier)
@@ -105,7 +105,7 @@ def write_example(path: Path) -> None:
 
 def _find_decimal(table: Table) -> Table:
     """Return the table with the decimal mark by which more of its columns are numbers; a point, if none."""
-    tables = table, replace(table, decimal=",", _numbers={})
+    tables = table, replace(table, spelling=Spelling(decimal=","), _numbers={})
     return min(tables, key=lambda spelled: sum(map(spelled.is_text, spelled.columns)))
 
 

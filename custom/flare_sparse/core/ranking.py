@@ -108,16 +108,21 @@ def find_bins(risk: Tensor) -> Tensor:
     return (risk * BINS).long().clamp(0, BINS - 1)
 
 
-def estimate_survival(times: Tensor, events: Tensor, at: Tensor) -> Tensor:
+def estimate_survival(times: Tensor, events: Tensor, at: Tensor, *, of_censoring: bool = False) -> Tensor:
     """Return the share ``(T,)`` without an event until the times ``at`` (Kaplan and Meier 1958), in float64.
 
     Args:
         times: ``(n,)``.
         events: ``(n,)`` 1 for an event, 0 for the end of the observation.
         at: ``(T,)``.
+        of_censoring: return the share whose observation has not ended. A subject with an event is not at risk of an
+            end at the same time.
     """
     moments = times.unique()
-    happened = ((times == moments[:, None]) & (events > 0.5)).sum(dim=1)
+    at_moment = times == moments[:, None]
+    happened = (at_moment & (events > 0.5)).sum(dim=1)
     at_risk = (times >= moments[:, None]).sum(dim=1)
+    if of_censoring:
+        happened, at_risk = at_moment.sum(dim=1) - happened, at_risk - happened
     kept = 1 - happened.double() / at_risk.clamp(min=1)
     return torch.where(moments <= at[:, None], kept, 1.0).prod(dim=1)

@@ -27,7 +27,7 @@ from .data.features import (
     scale_anatomically,
 )
 from .data.screening import screen_subjects
-from .data.tables import Decimal, Table, read_table
+from .data.tables import PLAIN, Spelling, Table, read_table
 from .outcomes import NumberOutcome
 from .table_config import TableConfig
 from .task import Cohort, Column, Examples, Metric, SiteData, Task, TaskConfig, build_examples
@@ -89,7 +89,7 @@ class TableTask(Task):
         codes = tuple((column, frozenset(values)) for column, values in config.codes_by_column.items())
         named = (config.target, config.event, config.group, config.id, site_id, *config.rows)
         columns = frozenset({*config.features, *(name for name in named if name is not None)})
-        return _read_file(path, codes, config.decimal, columns)
+        return _read_file(path, codes, Spelling(config.decimal, config.censored), columns)
 
     def list_row_conditions(self) -> list[Term]:
         """Return the conditions of ``rows``, and the codes of missing values that are not filled in."""
@@ -247,20 +247,22 @@ Codes = tuple[tuple[str, frozenset[str]], ...]
 """Values that stand for missing ones, by column."""
 
 
-def _read_file(path: Path, codes: Codes = (), decimal: Decimal = ".", columns: frozenset[str] = frozenset()) -> Table:
+def _read_file(
+    path: Path, codes: Codes = (), spelling: Spelling = PLAIN, columns: frozenset[str] = frozenset()
+) -> Table:
     """Return the table at ``path``; values among the codes of their column are missing.
 
     Of a Parquet file, only ``columns`` are read; an empty set means all.
     """
     needed = columns if path.suffix == ".parquet" else frozenset()
-    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0, codes, decimal, needed)
+    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0, codes, spelling, needed)
 
 
 # As it is in the file for the partition, and with the job's rules for the sites.
 @lru_cache(maxsize=2)
-def _read_cached(path: Path, version: int, codes: Codes, decimal: Decimal, columns: frozenset[str]) -> Table:
+def _read_cached(path: Path, version: int, codes: Codes, spelling: Spelling, columns: frozenset[str]) -> Table:
     """Read a table, and keep it while its file is unchanged: the sites of a simulated federation share one file."""
-    if not codes and decimal == ".":
+    if not codes and spelling == PLAIN:
         return read_table(path, columns)
-    table = _read_cached(path, version, (), ".", columns)
-    return Table(path, table.columns, dict(codes), decimal)
+    table = _read_cached(path, version, (), PLAIN, columns)
+    return Table(path, table.columns, dict(codes), spelling)

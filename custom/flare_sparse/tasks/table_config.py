@@ -16,9 +16,9 @@ from ..inputs.scaling import InputScaler, StatisticsLayer
 from .classes import check_class_weights, list_weight_needs
 from .data.features import ATLASES, Labels, list_inputs, name_labels, number_labels
 from .data.table_files import read_header
-from .data.tables import Decimal
+from .data.tables import Censored
 from .models import ModelConfig, require_input
-from .outcomes import ClassOutcome, NumberOutcome, SurvivalOutcome, TableOutcome
+from .outcomes import ClassOutcome, Loss, NumberOutcome, SurvivalOutcome
 from .task import Kind, TaskConfig
 
 BINARY_LABELS = ("0", "1")
@@ -148,6 +148,11 @@ class TableConfig(TaskConfig):
     [3, 4]}}"""
     event: str | None = None
     """survival: column with 1 for an event, 0 for the end of observation"""
+    loss: Loss = "cox"
+    """survival: Cox's partial likelihood, which ranks subjects; hazards of the intervals that end at times (discrete);
+    or a Weibull distribution. The last two predict probabilities at times"""
+    times: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """survival, discrete and weibull: ascending times at which survival is predicted, [12, 24, 60]"""
     classes: LabelList = ()
     """labels of the target for binary and classes, or groups of labels, {none: 0, disease: [1, 2, 3]}; default for
     binary: 0, 1"""
@@ -167,13 +172,18 @@ class TableConfig(TaskConfig):
     """scaling combat: features whose effects on the others are kept, such as sex"""
     target_scale: tuple[float, Annotated[float, Field(gt=0)]] = (0.0, 1.0)
     """regression: value for the network's output 0, and the change per unit of the output"""
+    target_transform: Literal["none", "log", "log1p"] = "none"
+    """regression: what the network learns: the target, its logarithm, or that of 1 + target; target_scale is that of
+    the logarithm, and metrics are in the target's own unit"""
     target_scaling: Literal["none", "site"] = "none"
     """regression: site: the network predicts differences from the mean of the site's own training targets, in units of
     their standard deviation; both stay at the site, with method.personal: site"""
     clip: float | None = Field(None, gt=0)
     """largest absolute value of a scaled number, against outliers; null: no bound"""
-    decimal: Decimal = "."
+    decimal: Literal[".", ","] = "."
     """decimal mark of numbers; with ',' a column may have commas or points, but not both"""
+    censored: Censored = "refuse"
+    """numbers such as <90 and >200: refuse them, use the limit, or half of a lower limit and an upper limit (half)"""
     unit: str = ""
     """regression: unit of the target in tables and plots"""
     id: str | None = None
@@ -230,6 +240,13 @@ class TableConfig(TaskConfig):
             raise ValueError("event is missing; set the column with 1 for an event, 0 for the end of observation")
         if self.kind != "survival" and self.event is not None:
             raise ValueError(f"event is for kind survival, not for {self.kind}; remove it")
+        if self.kind != "survival" and self.loss != "cox":
+            raise ValueError(f"loss: {self.loss} is for kind survival, not for {self.kind}; remove it")
+        if bool(self.times) != (self.loss != "cox"):
+            remedy = "remove them, or set loss: discrete" if self.times else "set them, as [12, 24, 60]"
+            raise ValueError(f"times are for loss discrete and weibull, and loss is {self.loss}; {remedy}")
+        if list(self.times) != sorted(set(self.times)):
+            raise ValueError(f"times: found {list(self.times)}; expected ascending times, each once")
         expected = {"binary": len(self.classes) in (0, 2), "classes": len(self.classes) > 2}
         if not expected.get(self.kind, not self.classes):
             raise ValueError(
@@ -270,8 +287,9 @@ class TableConfig(TaskConfig):
         has_volumes = any(not name.endswith("_thickness") for name in numbers)
         if self.scaling == "freesurfer" and has_volumes and "ICV" not in numbers:
             raise ValueError("scaling freesurfer divides volumes by the column ICV; add ICV to the features")
-        if self.kind != "regression" and self.target_scaling != "none":
-            raise ValueError(f"target_scaling is for kind regression, not for {self.kind}; remove it")
+        for name in ("target_scaling", "target_transform"):
+            if self.kind != "regression" and getattr(self, name) != "none":
+                raise ValueError(f"{name} is for kind regression, not for {self.kind}; remove it")
         return self
 
     def needs(self) -> Needs:
@@ -284,9 +302,9 @@ class TableConfig(TaskConfig):
         if self.scaling in ("site", "federated", "combat"):
             constants = "give constants, {age: [50, 15]}, or none"
             needs.add(Need.JOINT_SUBJECTS.because(f"task.scaling: {self.scaling} {computes}", constants))
-        if self.kind == "survival":
-            compares = "task.kind: survival, Cox's loss compares subjects with each other"
-            needs.add(Need.JOINT_SUBJECTS.because(compares, "predict whether the event comes by a time, kind: binary"))
+        if self.kind == "survival" and self.loss == "cox":
+            compares = "task.loss: cox compares subjects with each other"
+            needs.add(Need.JOINT_SUBJECTS.because(compares, "set task.loss: discrete or weibull"))
         return frozenset(needs)
 
     @property
@@ -314,15 +332,18 @@ class TableConfig(TaskConfig):
         """Return a warning if the network's output is far from these targets ``(n, t)`` of a regression, else ""."""
         if self.kind != "regression" or self.target_scaling == "site" or not len(targets):
             return ""
+        if self.target_transform != "none":
+            targets = np.log(targets) if self.target_transform == "log" else np.log1p(targets)
         (center, spread), mean, deviation = self.target_scale, float(targets.mean()), float(targets.std())
         if max(abs(mean - center), deviation) <= MOST_SPREADS * spread:
             return ""
+        name = self.target if self.target_transform == "none" else f"{self.target_transform}({self.target})"
         # The deviation of equal targets is 0 or a rounding error.
         unit = deviation if deviation > 1e-9 * abs(mean) else 1.0
         return (
-            f"{self.target} has the mean {mean:.4g} and the standard deviation {deviation:.2g} in the training rows, "
-            f"but task.target_scale is [{center:g}, {spread:g}]: the network starts at {center:g}, taking many rounds "
-            f"to get there. Set task.target_scale: [{mean:.6g}, {unit:.2g}], the same at all sites, or "
+            f"{name} has the mean {mean:.4g} and the standard deviation {deviation:.2g} in the training rows, but "
+            f"task.target_scale is [{center:g}, {spread:g}]: the network starts at {center:g} and takes many rounds to "
+            f"get there. Set task.target_scale: [{mean:.6g}, {unit:.2g}], the same at all sites, or "
             "task.target_scaling: site with method.personal: site"
         )
 
@@ -341,11 +362,11 @@ class TableConfig(TaskConfig):
         covariates = [position for position, name in enumerate(columns) if name in self.covariates]
         return Harmonizer(is_harmonized, covariates, self.clip)
 
-    def build_outcome(self) -> TableOutcome:
+    def build_outcome(self) -> NumberOutcome | ClassOutcome | SurvivalOutcome:
         """Return the outcome of the configured kind."""
         if self.kind == "regression":
-            return NumberOutcome(self.target, self.unit, *self.target_scale)
+            return NumberOutcome(self.target, self.unit, *self.target_scale, self.target_transform)
         if self.kind == "survival":
             assert self.event is not None, "checked above"
-            return SurvivalOutcome(self.target, self.event)
+            return SurvivalOutcome(self.target, self.event, self.loss, self.times)
         return ClassOutcome(self.target, self.classes or BINARY_LABELS, self.class_weights)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import io
+import sqlite3
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.data import images
 from flare_sparse.tasks.data.partition import Cohort, partition_by_site
 from flare_sparse.tasks.data.table_files import read_header
-from flare_sparse.tasks.data.tables import Table, read_table
+from flare_sparse.tasks.data.tables import Spelling, Table, read_table
 
 CSV = "subject,site,age,icv\n007,A,30.5,1.5\n8,B,,2\n"
 
@@ -32,12 +34,15 @@ def write(path: Path, suffix: str) -> Path:
     elif suffix == ".npz":
         texts = {"subject", "site"}
         np.savez(file, **{name: frame[name].to_numpy(dtype=str if name in texts else None) for name in frame})
+    elif suffix == ".sqlite":
+        with closing(sqlite3.connect(file)) as database:
+            frame.to_sql("patients", database, index=False)
     else:
         (frame.to_parquet if suffix == ".parquet" else partial(frame.to_excel, index=False))(file)
     return file
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".tsv", ".npz", ".parquet", ".xlsx"])
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".tsv", ".npz", ".parquet", ".xlsx", ".sqlite"])
 def test_every_table_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
     table = read_table(write(tmp_path, suffix))
     assert list(table.columns) == read_header(table.source) == ["subject", "site", "age", "icv"]
@@ -102,26 +107,62 @@ def test_names_keep_the_characters_of_a_workbook(tmp_path: Path) -> None:
         read_table(tmp_path / "a.xlsx")
 
 
-@pytest.mark.parametrize(("cell", "value"), [("120,5", 120.5), ("1e-3", 0.001), ("1.5", 1.5), ("n/a", np.nan)])
-def test_cells_with_a_decimal_comma_are_numbers_where_the_job_says_so(cell: str, value: float) -> None:
-    table = Table(Path("t.csv"), {"x": np.array(["7", cell])}, decimal=",")
+@pytest.mark.parametrize(
+    ("cell", "spelling", "value"),
+    [
+        ("<90", Spelling(censored="half"), 45.0),
+        ("< 90", Spelling(censored="limit"), 90.0),
+        (">200", Spelling(censored="half"), 200.0),
+        ("≤0,5", Spelling(",", "half"), 0.25),
+        ("120,5", Spelling(","), 120.5),
+        ("1e-3", Spelling(","), 0.001),
+        ("n/a", Spelling(","), np.nan),
+    ],
+)
+def test_cells_of_other_conventions_are_numbers_where_the_job_says_so(
+    cell: str, spelling: Spelling, value: float
+) -> None:
+    table = Table(Path("t.csv"), {"x": np.array(["7", cell])}, spelling=spelling)
     np.testing.assert_array_equal(table.get_numbers("x"), [7, value])
 
 
-@pytest.mark.parametrize("cell", ["<90", "120,5", "1'234", "132 mmHg", "#DIV/0!", "inf", "neg", "1_000", "two\nlines"])
-def test_one_bad_cell_is_shown_with_its_row_and_remedy(cell: str) -> None:
+@pytest.mark.parametrize(
+    ("cell", "remedy"),
+    [
+        ("<90", "Set task.censored: half or limit, to compute with 90"),
+        ("120,5", "Set task.decimal: ','"),
+        ("1,234.5", "Remove the marks of thousands"),
+        ("1'234", "Remove the marks of thousands"),
+        ("132 mmHg", "Remove 'mmHg' from the cells"),
+        ("#DIV/0!", "It is an error of a spreadsheet"),
+        ("inf", "It is no finite number"),
+        ("neg", "If it stands for a missing value, set task.missing_codes: {x: 'neg'}"),
+        (".", "set task.missing_codes: {x: '.'}"),
+        ("1_000", "Remove the marks of thousands"),
+        ("two\nlines", "correct the cell"),
+        ("{}", "correct the cell"),
+    ],
+)
+def test_one_bad_cell_is_shown_with_its_row_and_remedy(cell: str, remedy: str) -> None:
     table = Table(Path("t.csv"), {"x": np.array(["7", "8", cell, "9"])})
     assert not table.is_text("x")
     with pytest.raises(DataError) as caught:
         table.get_numbers("x")
     text = str(caught.value)
     assert f"t.csv: column 'x' contains text such as {cell!r} (row 3; the only such cell)" in text
-    assert f"If it stands for a missing value, set task.missing_codes: {{x: {cell!r}}}; if its comma" in text
+    assert remedy in text
     assert "'7'" not in text
 
 
+def test_column_of_numbers_with_one_unit_is_no_column_of_categories() -> None:
+    table = Table(Path("t.csv"), {"x": np.array([f"{i}.5 %" for i in range(12)]), "stage": np.array(["1a", "2a"] * 6)})
+    assert (table.is_text("x"), table.is_text("stage")) == (False, True)
+    with pytest.raises(DataError, match=r"'0\.5 %' \(row 1; 12 of 12 cells\); expected numbers\. Remove '%' from the"):
+        table.get_numbers("x")
+
+
 def test_a_column_with_both_decimal_marks_is_refused() -> None:
-    table = Table(Path("t.csv"), {"x": np.array(["1,5", "1.234"])}, decimal=",")
+    table = Table(Path("t.csv"), {"x": np.array(["1,5", "1.234"])}, spelling=Spelling(","))
     with pytest.raises(DataError, match=r"'1\.234' \(row 2; the only such cell\).*write all cells of the column alike"):
         table.get_numbers("x")
 
@@ -162,6 +203,7 @@ def test_numbers_that_only_python_reads_are_text(tmp_path: Path) -> None:
         ("a.npz", b"PK", "cannot be read as a table"),
         ("a.parquet", b"PAR1", "cannot be read as a table"),
         ("a.xlsx", b"PK", "it is no xlsx workbook, or has a password"),
+        ("a.sqlite", b"", "the database has 0 tables"),
         ("a.xls", b"", "expected a file that ends with one of .csv, .csv.gz, .tsv, .tsv.gz, .xlsx, .parquet"),
     ],
 )

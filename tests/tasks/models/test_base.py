@@ -71,6 +71,7 @@ class Encoder(nn.Module):
         ("models/model.pt", lambda state: state),
         ("model.pt", lambda state: {f"module.{name}": value for name, value in state.items()}),
         ("model.pt", lambda state: {n.removeprefix("body."): v for n, v in state.items() if n.startswith("body.")}),
+        ("model.pt", lambda state: {f"module.{n[5:]}": v for n, v in state.items() if n.startswith("body.")}),
         (
             "model.pt",
             lambda state: {
@@ -80,7 +81,7 @@ class Encoder(nn.Module):
             },
         ),
     ],
-    ids=["safetensors", "bundle", "module", "encoder alone", "checkpoint"],
+    ids=["safetensors", "bundle", "module", "encoder alone", "encoder alone in module", "checkpoint"],
 )
 def test_encoder_of_another_training_keeps_its_tensors_beside_a_new_head(
     file: str, wrap: Callable[[dict[str, torch.Tensor]], dict[str, Any]], tmp_path: Path

@@ -56,10 +56,24 @@ def test_medicalnets_file_is_a_base_whose_last_layer_starts_anew(
         torch.testing.assert_close(network(volumes), network.fc(features))  # type: ignore[operator]
 
 
-@pytest.mark.slow
-def test_sparse_kernels_compute_the_same() -> None:
+def test_vit_has_the_tensors_and_logits_of_monais() -> None:
     torch.manual_seed(1)
-    network = build_model("resnet3d", volume=VOLUME, outputs=2).eval()
+    network = build_model("vit3d", volume=VOLUME, outputs=2).eval()
+    theirs = nets.ViT(
+        1, VOLUME, 8, hidden_size=96, mlp_dim=192, num_layers=4, num_heads=4, classification=True, num_classes=2,
+        post_activation="x",
+    ).eval()  # fmt: skip
+    theirs.load_state_dict(network.state_dict())
+    volumes = torch.randn(2, 1, *VOLUME)
+    with torch.inference_mode():
+        assert torch.equal(network(volumes), theirs(volumes)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet3d", "vit3d"])
+def test_sparse_kernels_compute_the_same(name: str) -> None:
+    torch.manual_seed(1)
+    network = build_model(name, volume=VOLUME, outputs=2).eval()
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.ndim > 1:
@@ -71,12 +85,14 @@ def test_sparse_kernels_compute_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "settings", "message"),
     [
-        ({"volume": (16, 16, 16)}, "input 16x16x16 is too small.* would be 1x1x1"),
-        ({"depth": 20}, "depth: Input should be 10, 18, 34 or 50, found 20"),
+        ("resnet3d", {"volume": (16, 16, 16)}, "input 16x16x16 is too small.* the smallest that works is 16x16x17"),
+        ("vit3d", {"volume": (26, 32, 7)}, "input 26x32x7 is too small.* the smallest that works is 26x32x8"),
+        ("vit3d", {"width": 50}, "width 50 is no multiple of heads, 4"),
+        ("resnet3d", {"depth": 20}, "depth: Input should be 10, 18, 34 or 50, found 20"),
     ],
 )
-def test_small_volumes_and_wrong_sizes_are_explained(settings: dict[str, object], message: str) -> None:
+def test_small_volumes_and_wrong_sizes_are_explained(name: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_model("resnet3d", **settings)
+        build_model(name, **settings)

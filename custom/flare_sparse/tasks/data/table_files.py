@@ -1,8 +1,9 @@
-"""Files of tables: CSV and TSV, xlsx, Parquet and npz, each as columns of text or of stored numbers."""
+"""Files of tables: CSV and TSV, xlsx, Parquet, SQLite and npz, each as columns of text or of stored numbers."""
 
 import csv
 import gzip
 import re
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -51,13 +52,15 @@ def read_columns(path: Path, columns: Collection[str] = ()) -> Columns:
 
 
 def read_header(path: Path) -> list[str]:
-    """Return the names of a table's columns, in order; of Parquet and CSV, no row is read.
+    """Return the names of a table's columns, in order; of Parquet and npz, no row is read.
 
     Raises:
         DataError: the file is missing, of another format, or malformed.
     """
     reader = _find_reader(path)
     try:
+        if reader is _read_npz:
+            return list(_read_npz(path))
         if reader is _read_parquet:
             return list(_import_parquet(path).read_schema(path).names)
         if reader is _read_csv:
@@ -228,6 +231,16 @@ def _show_cell(cell: Any) -> object:
     return str(value).zfill(len(cell.number_format)) if is_padded else value
 
 
+def _read_sqlite(path: Path) -> Columns:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        found = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view') ORDER BY type DESC, 1")
+        names = [name for (name,) in found if not name.startswith("sqlite_")]
+        if len(names) != 1:
+            raise ValueError(f"the database has {len(names)} tables ({list_first(names)}); expected one table or view")
+        rows = database.execute('SELECT * FROM "{}"'.format(names[0].replace('"', '""')))  # noqa: S608 - its own name
+        return _build_columns([[column[0] for column in rows.description], *rows])
+
+
 def _read_npz(path: Path) -> Columns:
     """Return the arrays with one value per row, and the columns ``codes_0``, ``codes_1``, ... of wider ones.
 
@@ -257,6 +270,7 @@ _READERS: dict[str, Callable[[Path], Columns]] = {
     ".tsv.gz": _read_csv,
     ".xlsx": _read_excel,
     ".parquet": _read_parquet,
+    ".sqlite": _read_sqlite,
     ".npz": _read_npz,
 }
 

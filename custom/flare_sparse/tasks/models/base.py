@@ -12,7 +12,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,7 +105,10 @@ def load_base(network: nn.Module, folder: Path, base: Base) -> str:
             raise ConfigError(f"task.base.new: {pattern!r} matches no tensor of the network: {list_first(expected, 5)}")
     new = set(base.list_new(expected))
     wanted = {name: shape for name, shape in expected.items() if name not in new}
-    sources = _match_names(wanted, {name: tuple(value.shape) for name, value in tensors.items()})
+    # A whole file may be wrapped, as DataParallel does, and be a part of the network, too.
+    files_names = (tensors, _strip_wrapper(tensors))
+    matches = [_match_names(wanted, {name: tuple(value.shape) for name, value in part.items()}) for part in files_names]
+    tensors, sources = max(zip(files_names, matches, strict=True), key=lambda pair: len(pair[1]))
     if missing := [name for name in wanted if name not in sources]:
         raise ConfigError(
             f"task.base: {len(missing)} of {len(wanted)} tensors are not in {file} with their shape: "
@@ -172,6 +175,14 @@ def _select_dense(tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
         for name, value in tensors.items()
         if value.is_floating_point() and value.layout == torch.strided and not value.is_meta
     }
+
+
+def _strip_wrapper(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without the first parts of their names that are the same in all of them."""
+    parts = {name: name.split(".") for name in tensors}
+    columns = zip(*(path[:-1] for path in parts.values()), strict=False)
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    return {".".join(parts[name][shared:]): value for name, value in tensors.items()}
 
 
 def _list_states(content: Any) -> list[dict[str, Tensor]]:

@@ -16,8 +16,9 @@ from ...compute.structure.nodes import replace_batch_norms
 from ...core.errors import ConfigError, suggest
 from ...core.settings import Settings
 from .brain_age import alexnet3d, brain_age_cnn, brain_age_cnn_3mm, voxel_mlp
+from .encoders import resnet3d, vit3d
 from .gates import GateConfig, add_gates
-from .resnet import resnet3d, resnet32, resnet44, resnet56, resnet110
+from .resnet import resnet32, resnet44, resnet56, resnet110
 from .segmentation import basic_unet, dyn_unet, seg_resnet
 from .small import image_cnn, image_cnn6, image_mlp, mlp, resnet_mlp
 
@@ -26,6 +27,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "brain_age_cnn_3mm": brain_age_cnn_3mm,
     "alexnet3d": alexnet3d,
     "resnet3d": resnet3d,
+    "vit3d": vit3d,
     "voxel_mlp": voxel_mlp,
     "resnet32": resnet32,
     "resnet44": resnet44,

@@ -1,17 +1,12 @@
-"""Residual networks for small images (He et al. 2016, "Deep Residual Learning", section 4.2): 6n + 2 layers.
-
-And MONAI's for volumes, as which published encoders are pre-trained; newly initialised, they are small.
-"""
+"""Residual networks for small images (He et al. 2016, "Deep Residual Learning", section 4.2): 6n + 2 layers."""
 
 from functools import partial
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .shapes import Count, Image, Volume, build_convolution_block, compute_feature_map_shape
+from .shapes import Count, Image, build_convolution_block
 
 
 class Shortcut(nn.Module):
@@ -67,47 +62,3 @@ def _build_convolution_block(inputs: int, outputs: int, stride: int = 1, *, acti
 
 
 resnet32, resnet44, resnet56, resnet110 = (partial(resnet, depth) for depth in (32, 44, 56, 110))
-
-Depth = Literal[10, 18, 34, 50]
-BLOCKS: dict[int, list[int]] = {10: [1, 1, 1, 1], 18: [2, 2, 2, 2], 34: [3, 4, 6, 3], 50: [3, 4, 6, 3]}
-"""Residual blocks of the four stages by depth."""
-
-
-def resnet3d(
-    *,
-    volume: Volume = (26, 32, 26),
-    outputs: Count = 1,
-    depth: Depth = 10,
-    channels: Annotated[int, Field(ge=4, le=256)] = 16,
-    stride: Literal[1, 2] = 1,
-) -> nn.Module:
-    """Build MONAI's ResNet, the network of MedicalNet (Chen et al. 2019, "Med3D") if ``channels`` is 64.
-
-    The default has 902,545 parameters, MedicalNet's ResNet-10 14,356,033. Shortcuts are those of the published weights:
-    of depth 18 and 34 without parameters, and without a gradient in MONAI.
-
-    Args:
-        volume: (depth, height, width) of an input in voxels.
-        outputs: numbers per volume.
-        depth: layers with weights.
-        channels: channels of the first stage; each further stage doubles them.
-        stride: stride of the first convolution; all others together have 16.
-
-    Raises:
-        ConfigError: the volume is so small that a batch normalisation would be of one voxel.
-    """
-    compute_feature_map_shape("resnet3d", volume, lambda size: -(-size // (16 * stride)), at_least=2)
-    from monai.networks.nets.resnet import ResNet, get_medicalnet_pretrained_resnet_args
-
-    has_bias, shortcut = get_medicalnet_pretrained_resnet_args(depth)
-    network: nn.Module = ResNet(
-        "bottleneck" if depth == 50 else "basic",
-        BLOCKS[depth],
-        [channels * 2**stage for stage in range(4)],
-        n_input_channels=1,
-        conv1_t_stride=stride,
-        shortcut_type=shortcut,
-        bias_downsample=has_bias,
-        num_classes=outputs,
-    )
-    return network

@@ -53,15 +53,31 @@ def compute_feature_map_shape(
         at_least: fewest elements that the map must have; 2 if an instance normalisation reads it.
 
     Raises:
-        ConfigError: the input is too small.
+        ConfigError: the input is too small; the message names the smallest input of at least its size that works.
     """
     last = tuple(compute_size(size) for size in shape)
     if min(last) >= 1 and prod(last) >= at_least:
         return last
+    smallest = _find_smallest_input(shape, compute_size, at_least)
     raise ConfigError(
         f"model {name!r}: input {_format_shape(shape)} is too small, its last feature map would be "
-        f"{_format_shape(last)}. Use larger images, or choose a smaller model."
+        f"{_format_shape(last)}; the smallest that works is {_format_shape(smallest)}. "
+        "Use larger images, or choose a smaller model."
     )
+
+
+def _find_smallest_input(shape: Sequence[int], compute_size: SizeFunction, at_least: int) -> tuple[int, ...]:
+    """Enlarge an input, axis by axis, until it works; axes that are large enough keep their size."""
+    enlarged = [_enlarge(size, compute_size, 1) for size in shape]
+    if prod(compute_size(size) for size in enlarged) < at_least:
+        enlarged[-1] = _enlarge(enlarged[-1], compute_size, at_least)
+    return tuple(enlarged)
+
+
+def _enlarge(size: int, compute_size: SizeFunction, minimum: int) -> int:
+    while compute_size(size) < minimum:
+        size += 1
+    return size
 
 
 def _format_shape(shape: Sequence[int]) -> str:
