@@ -222,7 +222,7 @@ def test_site_reveals_one_share_of_each_site_of_the_kind_that_its_survival_asks_
     seeds = {name: bench.parties[name].reveal(NAMES[:4]) for name in NAMES[:2]}
     pads = bench.parties["site-3"].reveal(NAMES[:3])
     assert {len(shares) for shares in (*seeds.values(), pads)} == {4}
-    shares = bench.parties["site-3"]._progress.shares
+    shares = bench.parties["site-3"]._shares
     assert shares is not None
     assert pads == [*(shares[name][0] for name in NAMES[:3]), shares["site-4"][1]]
 

@@ -12,7 +12,6 @@ import pytest
 from local_federation import LocalFederation
 from toy import Plain, ToyBench
 
-from flare_sparse.core.exchange import Patch
 from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.link import KEPT_VECTORS
@@ -53,7 +52,7 @@ def test_models_of_the_outcome_are_those_that_the_sites_evaluated(
     federation = LocalFederation(name, bench, sites=4, values=values, rounds=5, rules=rules, **settings)
     federation.is_silent = lambda site, attempt: (site, attempt.round) == ("site-2", 4)
     outcome = federation.run()
-    best = Patch(outcome.best.values, outcome.best.mask).to_vector()
+    best = outcome.best.model.to_vector()
     for weights, evaluation in ((outcome.weights, outcome.evaluation), (best, outcome.best.evaluation)):
         found = {site: federation.sites[site].evaluate(weights) for site in evaluation.sites}
         assert found == evaluation.sites

@@ -18,7 +18,7 @@ from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, bound_reply_bytes
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
 from flare_sparse.rounds.endpoints.server_sums import SumExchange
-from flare_sparse.rounds.federation import RoundRules, loop
+from flare_sparse.rounds.federation import RoundRules, rounds
 from flare_sparse.rounds.federation.roster import AttemptResult
 
 SITES, BOUND = 4, 8.0
@@ -81,7 +81,7 @@ def dump_round(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[set[str
     examples: dict[str, int] = {}
     found: set[str] = set()
     exchanges: list[SumExchange] = []
-    learn, start = loop.learn_from, SumExchange.__init__
+    learn, start = rounds.learn_from, SumExchange.__init__
 
     def record_update(upload: Upload) -> Upload:
         trained.setdefault(upload.site, upload.update.patch.values.double().numpy())
@@ -101,7 +101,7 @@ def dump_round(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[set[str
         return learn(result, *arguments)
 
     federation.change_update = record_update
-    monkeypatch.setattr(loop, "learn_from", record_objects)
+    monkeypatch.setattr(rounds, "learn_from", record_objects)
     monkeypatch.setattr(SumExchange, "__init__", record_exchange)
     federation.run()
     return found, set(federation.sites)

@@ -11,22 +11,19 @@ from flare_sparse.core.exchange import Content, Patch, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.rounds.endpoints.request_checks import is_standstill
-from flare_sparse.rounds.endpoints.server import SERVER
-from flare_sparse.rounds.federation.progress import describe_constant_metrics, describe_cut_tensors
-from flare_sparse.rounds.federation.records import Evaluation
+from flare_sparse.rounds.federation.progress import describe_cut_tensors
 from flare_sparse.training import TrainingConfig
 
 LAYOUT = Layout.from_module(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
 START = torch.arange(LAYOUT.size, dtype=torch.float32)
 
 
-def test_sites_that_learn_nothing_and_their_constant_metrics_are_events() -> None:
+def test_sites_that_learn_nothing_are_events() -> None:
     training = TrainingConfig(optimizer="sgd", lr=1e-30)
     outcome, _ = ToyBench(Plain()).run("topk_ef", rounds=2, training=training.model_dump(), fraction=0.1)
     found = [(event.round, event.site, event.event) for event in outcome.events]
     unchanged = [(1, f"site-{i}", "model_unchanged") for i in (1, 2, 3)]
-    # The models of rounds 0 and 1 are evaluated in rounds 1 and 2, the last one after them.
-    assert found == [*unchanged, (3, SERVER, "metrics_constant")]
+    assert found == unchanged
     outcome, _ = ToyBench().run("fedavg", rounds=2)
     assert outcome.events == []
 
@@ -54,13 +51,3 @@ def test_weights_that_lose_their_last_live_entry_are_named_once() -> None:
     )
     assert describe_cut_tensors(LAYOUT, full, without_bias) == ""
     assert describe_cut_tensors(LAYOUT, without_weight, without_weight & without_bias) == ""
-
-
-def test_three_equal_evaluations_are_constant_and_those_without_metrics_do_not_count() -> None:
-    def describe(*values: float | None) -> str:
-        return describe_constant_metrics([Evaluation({} if v is None else {"auc": 0.5, "loss": v}, {}) for v in values])
-
-    assert describe(2, 1, None, 1, 1).startswith(
-        "the models of 3 evaluations in a row have the same metrics: auc 0.5, loss 1"
-    )
-    assert describe(1, 1, 2) == describe(1, 1) == describe() == ""

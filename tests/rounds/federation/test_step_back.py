@@ -20,7 +20,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
 from flare_sparse.rounds.federation import Reply, RoundRules
-from flare_sparse.rounds.federation.learning import find_opposed, reject_outliers
+from flare_sparse.rounds.federation.learning import reject_outliers
 from flare_sparse.rounds.federation.roster import AttemptResult
 
 UNBOUNDED = RoundRules(min_sites=2, retries=1, max_norm_ratio=None)
@@ -175,22 +175,6 @@ def test_huge_update_is_rejected_by_default(tmp_path: Path) -> None:
 )
 def test_outlier_exceeds_the_ratio_to_the_median(norms: list[float], rejected: dict[str, str]) -> None:
     assert reject_outliers(build_replies(norms), get_zeros, 1000.0).rejected == rejected
-
-
-@pytest.mark.parametrize(
-    ("deltas", "opposed"),
-    [
-        ([1, 1, 1, -2], []),
-        ([1, 1, 1, -2.1], ["site-3"]),
-        ([-1, 5, -3, 11], ["site-3"]),
-        ([1, -9], []),
-        # Half of the sites and more send nothing, so that any length is beyond the median.
-        ([0, 0, 0, 1, -1], []),
-        ([0, 0, 0], []),
-    ],
-)
-def test_opposed_delta_takes_back_more_than_two_median_lengths(deltas: list[float], opposed: list[str]) -> None:
-    assert find_opposed(build_replies(deltas), get_zeros) == opposed
 
 
 def build_replies(deltas: list[float]) -> AttemptResult:

@@ -242,7 +242,7 @@ def _unpack_optional(packed: Any, parts: tuple[Any, ...], tensors: _Stored, path
 
 
 def _unpack_dataclass(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
-    """Unpack a dataclass, also a generic one with type arguments, such as ``Snapshot[State]``."""
+    """Unpack a dataclass, also a generic one with type arguments, such as ``Progress[State]``."""
     cls = get_origin(kind) or kind
     arguments = dict(zip(getattr(cls, "__parameters__", ()), get_args(kind), strict=True))
     hints = get_type_hints(cls)

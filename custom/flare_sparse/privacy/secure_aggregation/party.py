@@ -3,7 +3,6 @@
 import hashlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,40 +34,6 @@ def compute_sign(name: str, other: str) -> int:
     return 1 if name < other else -1
 
 
-@dataclass(frozen=True)
-class _Secrets:
-    """The secrets of one sum.
-
-    Attributes:
-        channel: private X25519 key of the boxes.
-        pad: private X25519 key of the pads that cancel.
-        seed: seed of the site's own pad.
-    """
-
-    channel: bytes
-    pad: bytes
-    seed: bytes
-
-
-@dataclass(frozen=True)
-class _Progress:
-    """What a site knows after a step; a new object for every step.
-
-    Attributes:
-        members: keys of all sites that published some, by name, itself included.
-        digest: digest of the members' names, numbers of examples and public keys.
-        own_shares: shares of this site's seed and of its key of pads, in the order of the members' names.
-        shares: shares of the seed and of the key of pads of every member, by site.
-        has_revealed: whether the site has sent shares of others.
-    """
-
-    members: Mapping[str, SignedKeys] | None = None
-    digest: str = ""
-    own_shares: tuple[list[bytes], list[bytes]] | None = None
-    shares: Mapping[str, tuple[bytes, bytes]] | None = None
-    has_revealed: bool = False
-
-
 class SumParty:
     """A site in one sum. A site that restarts has forgotten it, and has dropped out.
 
@@ -95,16 +60,16 @@ class SumParty:
         self.model_digest = model_digest
         # New for every attempt and never derived from a seed of the run: a pad that is used twice reveals the
         # difference of the two messages.
-        self._secrets = _Secrets(*(secrets.token_bytes(32) for _ in range(3)))
-        keys = SignedKeys(
-            identity.name,
-            num_examples,
-            get_public_key(self._secrets.channel),
-            get_public_key(self._secrets.pad),
-            commit_to(self._secrets.seed),
-        )
-        self.keys = keys.sign(identity, sum_id)
-        self._progress = _Progress()
+        self._channel_key, self._pad_key, self._seed = (secrets.token_bytes(32) for _ in range(3))
+        public = get_public_key(self._channel_key), get_public_key(self._pad_key), commit_to(self._seed)
+        self.keys = SignedKeys(identity.name, num_examples, *public).sign(identity, sum_id)
+        # What is known after a step: the keys of all sites that published some and the digest of these, this site's
+        # share of its own seed and key of pads, and such shares of every site.
+        self._members: dict[str, SignedKeys] | None = None
+        self._digest = ""
+        self._own_share: tuple[bytes, bytes] | None = None
+        self._shares: dict[str, tuple[bytes, bytes]] | None = None
+        self._has_revealed = False
 
     @property
     def name(self) -> str:
@@ -122,7 +87,7 @@ class SumParty:
             RequestRefused: the sites are too few or too many, one of them comes twice, or this one is not among them.
         """
         by_name = {keys.name: keys for keys in members}
-        if self._progress.members is not None:
+        if self._members is not None:
             raise RequestRefused("this site has already shared the secrets of this sum")
         if len(by_name) != len(members) or by_name.get(self.name) != self.keys:
             raise RequestRefused("the keys of the sum are not one of each site, with those that this site published")
@@ -133,14 +98,14 @@ class SumParty:
         for keys in members:
             keys.verify(self.identity.root, self.sum_id)
         threshold = compute_threshold(len(members), self.min_sites)
-        seeds = split_secret(self._secrets.seed, len(members), threshold)
-        pads = split_secret(self._secrets.pad, len(members), threshold)
-        ordered = dict(sorted(by_name.items()))
-        self._progress = _Progress(ordered, digest_members(ordered.values(), self.sum_id), (seeds, pads))
+        parts = (split_secret(secret, len(members), threshold) for secret in (self._seed, self._pad_key))
+        self._members = dict(sorted(by_name.items()))
+        self._digest = digest_members(self._members.values(), self.sum_id)
+        shares = dict(zip(self._members, zip(*parts, strict=True), strict=True))
+        self._own_share = shares.pop(self.name)
         return [
-            encrypt_shares(self._agree_channel(keys, self.name, name), seed + pad)
-            for (name, keys), seed, pad in zip(ordered.items(), seeds, pads, strict=True)
-            if name != self.name
+            encrypt_shares(self._agree_channel(by_name[name], self.name, name), seed + pad)
+            for name, (seed, pad) in shares.items()
         ]
 
     def pad(self, boxes: Mapping[str, bytes], values: np.ndarray, ring: RingFormat) -> np.ndarray:
@@ -156,8 +121,8 @@ class SumParty:
                 members.
             RequestRefused: they are not those of all other members.
         """
-        members, own_shares = self._progress.members, self._progress.own_shares
-        if members is None or own_shares is None or self._progress.shares is not None:
+        members, own_share = self._members, self._own_share
+        if members is None or own_share is None or self._shares is not None:
             raise RequestRefused("the values of this sum are asked for out of order")
         # All of them: each box shows that its sender knows the same members, so that all weigh and pad alike.
         if boxes.keys() != members.keys() - {self.name}:
@@ -166,16 +131,14 @@ class SumParty:
             name: decrypt_shares(self._agree_channel(members[name], name, self.name), box, name)
             for name, box in boxes.items()
         }
-        position = list(members).index(self.name)
-        shares = {name: (content[:SHARE_BYTES], content[SHARE_BYTES:]) for name, content in opened.items()}
-        shares[self.name] = (own_shares[0][position], own_shares[1][position])
         total = values.copy()
-        own_pad = draw_pad(derive_key(self._secrets.seed, "own pad", self.sum_id, self.name), total.size)
+        own_pad = draw_pad(derive_key(self._seed, "own pad", self.sum_id, self.name), total.size)
         ring.add(total, own_pad)
         for name in sorted(boxes):
-            key = agree_pad(self._secrets.pad, members[name].pad_key, self.sum_id, self.name, name)
+            key = agree_pad(self._pad_key, members[name].pad_key, self.sum_id, self.name, name)
             ring.add(total, draw_pad(key, total.size), compute_sign(self.name, name))
-        self._progress = replace(self._progress, shares=shares)
+        self._shares = {name: (content[:SHARE_BYTES], content[SHARE_BYTES:]) for name, content in opened.items()}
+        self._shares[self.name] = own_share
         return total
 
     def reveal(self, survivors: Sequence[str]) -> list[bytes]:
@@ -188,7 +151,7 @@ class SumParty:
             RequestRefused: this site has revealed before, is not among the survivors, or they are too few.
         """
         shares = self.check_survivors(survivors)
-        self._progress = replace(self._progress, has_revealed=True)
+        self._has_revealed = True
         return [seed if name in survivors else pad for name, (seed, pad) in sorted(shares.items())]
 
     def check_survivors(self, survivors: Sequence[str]) -> Mapping[str, tuple[bytes, bytes]]:
@@ -197,9 +160,9 @@ class SumParty:
         Raises:
             RequestRefused: as :meth:`reveal`.
         """
-        shares, members = self._progress.shares, self._progress.members
+        shares, members = self._shares, self._members
         # Once and never again: the seed and the key of one site together open its values.
-        if shares is None or members is None or self._progress.has_revealed:
+        if shares is None or members is None or self._has_revealed:
             raise RequestRefused("the shares of this sum are asked for out of order, or twice")
         if len(set(survivors)) != len(survivors) or self.name not in survivors or not set(survivors) <= shares.keys():
             raise RequestRefused("the survivors are not sites of this sum, each once, with this one among them")
@@ -214,8 +177,8 @@ class SumParty:
         # others one with known answers, would read that site's answer in the sum (Pasquini et al. 2022, section 7).
         # Boxes of sites with different models do not open, so no values leave; nor do those of sites with different
         # members, whose values would have other factors in one sum than in the next.
-        purpose = f"shares {self.model_digest} {self._progress.digest}"
-        return agree(self._secrets.channel, keys.channel_key, purpose, self.sum_id, (sender, receiver))
+        purpose = f"shares {self.model_digest} {self._digest}"
+        return agree(self._channel_key, keys.channel_key, purpose, self.sum_id, (sender, receiver))
 
 
 def digest_members(members: Iterable[SignedKeys], sum_id: SumId) -> str:

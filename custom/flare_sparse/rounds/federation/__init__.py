@@ -2,7 +2,6 @@
 
 from .events import Event
 from .loop import Federation
-from .progress import Snapshot
 from .records import BestModel, Evaluation, Outcome, Participation, RoundRecord
 from .roster import Connections, Handshake, Reply, SumQuestions, SumReply, SumTransport, Transport
 from .rules import RoundRules
@@ -19,7 +18,6 @@ __all__ = [
     "Reply",
     "RoundRecord",
     "RoundRules",
-    "Snapshot",
     "SumQuestions",
     "SumReply",
     "SumTransport",

@@ -14,8 +14,6 @@ STEPPED_BACK = "stepped_back"
 UPDATE_DISCARDED = "update_discarded"
 ENDED_EARLY = "ended_early"
 TENSORS_CUT_OFF = "tensors_cut_off"
-METRICS_CONSTANT = "metrics_constant"
-UPDATE_OPPOSED = "update_opposed"
 DATA_WARNING = "data_warning"
 
 STEP_BACK = "the run steps back by one commit: checkpoint {number:08d} is set aside as stepped-back-{number:08d}"

@@ -1,21 +1,15 @@
-"""From a round's contributions to the next state of the method.
-
-Updates that are far larger than the others of their round, or point against them, are named.
-"""
+"""From a round's contributions to the next state of the method; updates far larger than the others are rejected."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...core.errors import UndefinedScores
 from ...core.exchange import Contribution, Patch
-from ...core.mask import Mask
 from ...methods.aggregation.weighted import clip_deltas
 from ...methods.method import Method
 from ...wire.formats import FORMATS, ValueType
@@ -24,11 +18,6 @@ from .rules import RoundRules, cap_contributions
 
 FEWEST = 3
 """With fewer updates than this, the median does not tell which of them is the outlier."""
-OPPOSED = 2
-"""How far a delta goes against the mean direction of the others, in lengths of the round's median delta, from which on
-the record says so. In honest federations a delta went up to one length against the others (docs/reliability.md)."""
-SAMPLED = 2**16
-"""Entries, evenly spread, by which directions are compared: a pass over all of them would take as long as their sum."""
 
 
 def reject_outliers(result: AttemptResult, get_previous: Callable[[], Patch], max_ratio: float | None) -> AttemptResult:
@@ -43,10 +32,12 @@ def reject_outliers(result: AttemptResult, get_previous: Callable[[], Patch], ma
         The replies; an outlier is rejected with ``E_NORM``. Values are never changed: the other updates keep their
         bits. Summed updates and scores are not examined.
     """
-    examined = _select_readable(result)
+    # Values that are summed unread are NaN at the server.
+    contributed = [] if result.total is not None else result.contributed
+    examined = [contribution for contribution in contributed if contribution.content in ("weights", "delta")]
     if max_ratio is None or len(examined) < FEWEST:
         return result
-    previous = _read_previous(examined, get_previous)
+    previous = get_previous() if any(c.content == "weights" for c in examined) else None
     norms = {contribution.site: _compute_norm(contribution, previous) for contribution in examined}
     typical = median(norms.values())
     # A median of zero: most sites sent nothing, and any update is infinitely longer.
@@ -58,76 +49,13 @@ def reject_outliers(result: AttemptResult, get_previous: Callable[[], Patch], ma
     return result
 
 
-def find_opposed(result: AttemptResult, get_previous: Callable[[], Patch]) -> list[str]:
-    """Return the sites whose delta takes back what the others learn: see :data:`OPPOSED`.
-
-    A cosine alone would not tell them: in honest federations some site points against the others, while a site that
-    sends its own delta backwards does so no more than it agreed with them before. What differs is the length.
-
-    The others count with one direction each, however long their deltas are. At most :data:`SAMPLED` entries are
-    compared. Updates of different entries and summed ones are not examined.
-
-    Args:
-        result: replies of an attempt.
-        get_previous: returns the model that the sites started from; called only if an update holds weights.
-    """
-    examined = _select_readable(result)
-    if len(examined) < FEWEST or any(c.patch.mask != examined[0].patch.mask for c in examined):
-        return []
-    previous = _read_previous(examined, get_previous)
-    every = -(-examined[0].patch.mask.count // SAMPLED) or 1
-    deltas = torch.stack([_compute_delta(contribution, previous, every).double() for contribution in examined])
-    directions = functional.normalize(deltas)
-    others = functional.normalize(directions.sum(0) - directions)
-    along, typical = (deltas * others).sum(1).tolist(), median(deltas.norm(dim=1).tolist())
-    # A median of zero: most sites learn nothing that could be taken back.
-    return [c.site for c, length in zip(examined, along, strict=True) if length < -OPPOSED * typical < 0]
-
-
-def _select_readable(result: AttemptResult) -> list[Contribution]:
-    """Return the contributions whose values are deltas or weights that the server reads."""
-    # Values that are summed unread are NaN at the server.
-    if result.total is not None:
-        return []
-    return [c for c in result.contributed if c.content in ("weights", "delta")]
-
-
-class _Previous:
-    """Values of a model, by mask.
-
-    Args:
-        model: the model.
-    """
-
-    def __init__(self, model: Patch):
-        self._model = model
-
-    @cached_property
-    def _vector(self) -> Tensor:
-        return self._model.to_vector()
-
-    def take(self, mask: Mask) -> Tensor:
-        """Return the values ``(mask.count,)`` of the entries of a mask; those outside the model are zero."""
-        # With the model's own mask, as in most methods, the cost follows the number of live entries.
-        return self._model.values if mask == self._model.mask else mask.take(self._vector)
-
-
-def _read_previous(examined: list[Contribution], get_previous: Callable[[], Patch]) -> _Previous | None:
-    """Return the model that the sites trained from, which takes a copy; None where updates are deltas already."""
-    return _Previous(get_previous()) if any(c.content == "weights" for c in examined) else None
-
-
-def _compute_delta(contribution: Contribution, previous: _Previous | None, every: int = 1) -> Tensor:
-    """Return a contribution's delta, float32 ``(n,)``, on ``every``-th entry of its mask."""
-    values = contribution.patch.values[::every]
-    if contribution.content == "weights" and previous is not None:
-        return values - previous.take(contribution.patch.mask)[::every]
-    return values
-
-
-def _compute_norm(contribution: Contribution, previous: _Previous | None) -> float:
+def _compute_norm(contribution: Contribution, previous: Patch | None) -> float:
     """Return the L2 norm of a contribution's delta, infinite if it overflows float32."""
-    return float(torch.linalg.vector_norm(_compute_delta(contribution, previous)))
+    values, mask = contribution.patch.values, contribution.patch.mask
+    if contribution.content == "weights" and previous is not None:
+        # With the model's own mask, as in most methods, the cost follows the number of live entries.
+        values = values - (previous.values if mask == previous.mask else mask.take(previous.to_vector()))
+    return float(torch.linalg.vector_norm(values))
 
 
 HasQuorum = Callable[[Sequence[Contribution]], bool]

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,15 +11,14 @@ from torch import Tensor
 
 from ...core.checkpoint.packing import check_state
 from ...core.checkpoint.store import Store
-from ...core.exchange import EVALUATE
+from ...core.exchange import EVALUATE, Patch
 from ...methods.method import Method
 from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
-from .events import ENDED_EARLY, METRICS_CONSTANT, TENSORS_CUT_OFF, UPDATE_DISCARDED, UPDATE_OPPOSED, EventLog
-from .learning import OPPOSED, HasQuorum, LearnResult, find_opposed, learn_from
-from .progress import ModelComparison, Progress, Snapshot, describe_constant_metrics, describe_cut_tensors
+from .events import ENDED_EARLY, TENSORS_CUT_OFF, UPDATE_DISCARDED, EventLog
+from .progress import ModelComparison, Progress, describe_cut_tensors
 from .records import BestModel, Evaluation, Outcome, RoundRecord
-from .roster import AttemptResult, Connections, Roster
+from .roster import Connections, Roster
 from .rounds import QuorumMissed, Round, RoundRunner
 from .rules import RoundRules, SiteHistory
 
@@ -93,11 +91,10 @@ class Federation:
             assignments = roster.assign(progress.state, progress.history)
             if self._models.is_stopped(progress):
                 assignments = None
-            learn = partial(self._learn, roster.method, progress.state)
             try:
                 if assignments is None:
                     return self._finish(progress)
-                result = self._rounds.run(assignments, progress.history, learn)
+                result = self._rounds.run(assignments, progress.history, roster.method, progress.state)
             except QuorumMissed as failure:
                 progress = self._step_back(failure, progress, start)
             else:
@@ -106,7 +103,7 @@ class Federation:
                 del result
             roster.admit(progress.history)
 
-    def _step_back(self, failure: QuorumMissed, progress: Progress, start: Progress) -> Progress:
+    def _step_back(self, failure: QuorumMissed, progress: Progress[Any], start: Progress[Any]) -> Progress[Any]:
         """Return the progress before the last commit, if most sites diverge from the model of that commit.
 
         Raises:
@@ -145,14 +142,11 @@ class Federation:
             last.round,
             contributed,
         )
-        checkpoint = self.store.load(Snapshot[self.method.get_state_class(start.state)])  # type: ignore[misc]
-        if checkpoint is None:
-            self.endpoint.step_back(ServerSnapshot())
-            return start
-        self.endpoint.step_back(checkpoint[1].endpoint)
-        return Progress.from_snapshot(checkpoint[1])
+        checkpoint = self._load_checkpoint(self.store, start)
+        self.endpoint.step_back(ServerSnapshot() if checkpoint is None else checkpoint.endpoint)
+        return start if checkpoint is None else replace(checkpoint, endpoint=ServerSnapshot(), messages=())
 
-    def _finish(self, progress: Progress) -> Outcome:
+    def _finish(self, progress: Progress[Any]) -> Outcome:
         """Evaluate the last model and return the outcome."""
         method = self._roster.method
         # Asked before the final evaluation, which may find that the last model is the best one.
@@ -185,7 +179,7 @@ class Federation:
             dict(sorted(result.history.registered.items())),
         )
 
-    def _commit(self, result: Round, progress: Progress, method: Method[Any, Any]) -> Progress:
+    def _commit(self, result: Round, progress: Progress[Any], method: Method[Any, Any]) -> Progress[Any]:
         """Write the checkpoint of a round and return the progress after it."""
         assert result.learned is not None, "a training round computes a next state"
         evaluation = self._evaluate(result)
@@ -195,31 +189,20 @@ class Federation:
         masks = (method.model(each).mask for each in (progress.state, state))
         if detail := describe_cut_tensors(self.endpoint.layout, *masks):
             self._events.add(SERVER, TENSORS_CUT_OFF, detail)
-        for site in find_opposed(result.last, lambda: method.model(progress.state)):
-            detail = (
-                f"its delta goes against those of the other sites, over {OPPOSED} times as far as a typical one; "
-                "it counts all the same"
-            )
-            self._events.add(site, UPDATE_OPPOSED, detail)
         record = self._build_record(result, evaluation, progress, state, method)
         progress = Progress(state, record.round, best, result.history, (*progress.records, record))
         # The checkpoint is the commit: a round is reported only after it, so that no reported round can be lost.
         if self.store is not None:
-            snapshot = progress.to_snapshot(self.endpoint.snapshot(), self.endpoint.ledger.lines)
-            self.store.save(record.sequence, snapshot)
+            endpoint, messages = self.endpoint.snapshot(), tuple(self.endpoint.ledger.lines)
+            self.store.save(record.sequence, replace(progress, endpoint=endpoint, messages=messages))
         self.on_round(record)
         return progress
-
-    def _learn(
-        self, method: Method[Any, Any], state: Any, result: AttemptResult, has_quorum: HasQuorum
-    ) -> tuple[AttemptResult, LearnResult | None]:
-        return learn_from(result, state, method, self.endpoint.values, self.rules, has_quorum)
 
     def _evaluate(self, result: Round) -> Evaluation:
         return Evaluation.from_contributions(result.last.accepted, self.rules.max_share)
 
     def _select_best(
-        self, progress: Progress, evaluation: Evaluation, method: Method[Any, Any], *, is_last: bool = False
+        self, progress: Progress[Any], evaluation: Evaluation, method: Method[Any, Any], *, is_last: bool = False
     ) -> BestModel:
         """Return the better of the best model so far and the last committed model."""
         # Each round also evaluates the model that it started from: evaluation needs no extra request, and the best
@@ -227,14 +210,11 @@ class Federation:
         if not self._models.is_better(evaluation, progress, is_last=is_last):
             return progress.best
         model = self.endpoint.round_model(method.model(progress.state))
-        return BestModel(progress.committed, evaluation, model.values, model.mask)
+        return BestModel(progress.committed, evaluation, Patch(model.values, model.mask))
 
     def _build_record(
-        self, result: Round, evaluation: Evaluation, previous: Progress, state: Any, method: Method[Any, Any]
+        self, result: Round, evaluation: Evaluation, previous: Progress[Any], state: Any, method: Method[Any, Any]
     ) -> RoundRecord:
-        evaluations = [*(record.evaluation for record in previous.records), evaluation]
-        if detail := describe_constant_metrics(evaluations):
-            self._events.add(SERVER, METRICS_CONSTANT, detail)
         return RoundRecord.from_result(
             result,
             evaluation,
@@ -245,21 +225,24 @@ class Federation:
             figures=method.measure(state) if result.learned else None,
         )
 
-    def _load_progress(self, store: Store, start: Progress) -> Progress:
+    def _load_progress(self, store: Store, start: Progress[Any]) -> Progress[Any]:
         """Return the progress of the newest checkpoint, or ``start`` without one; report its rounds again."""
-        checkpoint = store.load(Snapshot[self.method.get_state_class(start.state)])  # type: ignore[misc]
+        checkpoint = self._load_checkpoint(store, start)
         if checkpoint is not None:
-            self._events.restore(event for record in checkpoint[1].records for event in record.events)
+            self._events.restore(event for record in checkpoint.records for event in record.events)
         self._events.add_steps_back(store.list_stepped_back())
         for detail in self._events.add_damaged_checkpoints(store.list_damaged(), is_empty=checkpoint is None):
             _LOG.warning("%s: %s", SERVER, detail)
         if checkpoint is None:
             return start
-        _, snapshot = checkpoint
         # The endpoint first: its sequence numbers continue, so that no late reply of the killed process is taken.
-        self.endpoint.restore(snapshot.endpoint)
-        self.endpoint.ledger.lines.extend(snapshot.messages)
+        self.endpoint.restore(checkpoint.endpoint)
+        self.endpoint.ledger.lines.extend(checkpoint.messages)
         # Each process writes records and ledger from round 0 on; without the earlier rounds they would be incomplete.
-        for record in snapshot.records:
+        for record in checkpoint.records:
             self.on_round(record)
-        return Progress.from_snapshot(snapshot)
+        return replace(checkpoint, endpoint=ServerSnapshot(), messages=())
+
+    def _load_checkpoint(self, store: Store, start: Progress[Any]) -> Progress[Any] | None:
+        found = store.load(Progress[self.method.get_state_class(start.state)])  # type: ignore[misc]
+        return found[1] if found else None

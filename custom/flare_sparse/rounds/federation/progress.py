@@ -1,4 +1,4 @@
-"""State of a run at its last commit, in memory and in a checkpoint: its best model, and whether it learns."""
+"""State of a run at its last commit, in memory and in a checkpoint, and which of its models is the best."""
 
 from __future__ import annotations
 
@@ -19,31 +19,8 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class Snapshot(Generic[S]):
-    """The server's checkpoint: all that a run needs to continue from a commit with the same result.
-
-    Attributes:
-        state: the method's state.
-        committed: last committed round.
-        best: best model so far.
-        history: history of the sites.
-        endpoint: snapshot of the server's endpoint.
-        records: records of all rounds.
-        messages: lines of the ledger.
-    """
-
-    state: S
-    committed: int
-    best: BestModel
-    history: SiteHistory
-    endpoint: ServerSnapshot
-    records: list[RoundRecord]
-    messages: list[LedgerLine]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """State of a run at its last commit.
+class Progress(Generic[S]):
+    """State of a run at its last commit; in a checkpoint all that it needs to continue with the same result.
 
     Attributes:
         state: the method's state.
@@ -51,33 +28,17 @@ class Progress:
         best: best model so far.
         history: history of the sites.
         records: records of all rounds.
+        endpoint: snapshot of the server's endpoint, in a checkpoint.
+        messages: lines of the ledger, in a checkpoint.
     """
 
-    state: Any
+    state: S
     committed: int = 0
     best: BestModel = field(default_factory=BestModel)
     history: SiteHistory = field(default_factory=SiteHistory)
     records: tuple[RoundRecord, ...] = ()
-
-    def to_snapshot(self, endpoint: ServerSnapshot, messages: Sequence[LedgerLine]) -> Snapshot[Any]:
-        """Return the content of a checkpoint.
-
-        Args:
-            endpoint: snapshot of the server's endpoint.
-            messages: lines of the ledger.
-        """
-        return Snapshot(
-            self.state, self.committed, self.best, self.history, endpoint, list(self.records), list(messages)
-        )
-
-    @classmethod
-    def from_snapshot(cls, snapshot: Snapshot[Any]) -> Progress:
-        """Return the progress saved in a checkpoint."""
-        return cls(snapshot.state, snapshot.committed, snapshot.best, snapshot.history, tuple(snapshot.records))
-
-
-ROUNDS = 3
-"""Evaluations in a row with the same metrics from which a run is reported to stand still."""
+    endpoint: ServerSnapshot = field(default_factory=ServerSnapshot)
+    messages: tuple[LedgerLine, ...] = ()
 
 
 def describe_cut_tensors(layout: Layout, before: Mask, after: Mask) -> str:
@@ -91,21 +52,6 @@ def describe_cut_tensors(layout: Layout, before: Mask, after: Mask) -> str:
         return ""
     return (
         f"no entry is live any more of {len(cut)} of {len(weights)} weights: {list_first(cut, 3)}; lower the sparsity"
-    )
-
-
-def describe_constant_metrics(evaluations: Sequence[Evaluation]) -> str:
-    """Return, in words, that the last models have the same metrics over all sites; empty: they differ, or are too few.
-
-    Args:
-        evaluations: of the models of a run, in order; those without metrics do not count.
-    """
-    last = [evaluation.overall for evaluation in evaluations if evaluation.overall][-ROUNDS:]
-    if len(last) < ROUNDS or any(overall != last[0] for overall in last):
-        return ""
-    metrics = ", ".join(f"{name} {value:.6g}" for name, value in last[0].items())
-    return (
-        f"the models of {ROUNDS} evaluations in a row have the same metrics: {metrics}; does training change the model?"
     )
 
 
@@ -134,7 +80,7 @@ class ModelComparison:
         """Name of the metric on validation examples."""
         return f"{VALIDATION}{self.metric.name}"
 
-    def is_better(self, evaluation: Evaluation, progress: Progress, *, is_last: bool = False) -> bool:
+    def is_better(self, evaluation: Evaluation, progress: Progress[Any], *, is_last: bool = False) -> bool:
         """Return whether the last committed model is better than the best one so far.
 
         Args:
@@ -161,7 +107,7 @@ class ModelComparison:
             evaluation, best = (one.select_sites(sites & best_sites, self.max_share) for one in (evaluation, best))
         return self.metric.is_better(evaluation.overall[self.name], best.overall[self.name])
 
-    def is_stopped(self, progress: Progress) -> bool:
+    def is_stopped(self, progress: Progress[Any]) -> bool:
         """Whether the run ends early: as many models in a row as ``patience`` says were not better than the best."""
         if self.patience is None or progress.best.round < 0:
             return False

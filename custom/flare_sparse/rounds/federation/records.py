@@ -95,24 +95,17 @@ class BestModel:
     Attributes:
         round: round of the model; -1: no model was evaluated on validation examples.
         evaluation: metrics of the model.
-        values: ``(mask.count,)``.
-        mask: live entries; all others are zero.
+        model: the model, over zeros; None: none was evaluated yet.
     """
 
     round: int = -1
     evaluation: Evaluation = field(default_factory=lambda: Evaluation({}, {}))
-    values: Tensor | None = None
-    mask: Mask | None = None
+    model: Patch | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
         """Overall metrics."""
         return self.evaluation.overall
-
-    @property
-    def model(self) -> Patch | None:
-        """The model, over zeros; None: none was evaluated yet."""
-        return None if self.values is None or self.mask is None else Patch(self.values, self.mask)
 
 
 CONTRIBUTED = "contributed"

@@ -1,21 +1,20 @@
 """One round: attempts until the quorum is met."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...core.errors import MissingBase, RoundFailed
 from ...core.exchange import Assignment, Contribution
+from ...methods.method import Method
 from ...wire.ledger import LedgerLine
 from ..endpoints.server import Attempt, ServerEndpoint
 from .events import BASE_LOST, EventLog
-from .learning import HasQuorum, LearnResult
+from .learning import HasQuorum, LearnResult, learn_from
 from .roster import AttemptResult, Reply, Roster, get_reason_code
 from .rules import RoundRules, SiteHistory
 from .sums import sum_replies
-
-Learn = Callable[[AttemptResult, HasQuorum], tuple[AttemptResult, LearnResult | None]]
-"""Computes the next state from the replies; None below the quorum."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,20 @@ class RoundRunner:
         self.endpoint, self.rules, self.roster, self.events = endpoint, rules, roster, events
         self.connections = roster.connections
 
-    def run(self, assignments: Mapping[str, Assignment], history: SiteHistory, learn: Learn | None = None) -> Round:
+    def run(
+        self,
+        assignments: Mapping[str, Assignment],
+        history: SiteHistory,
+        method: Method[Any, Any] | None = None,
+        state: Any = None,
+    ) -> Round:
         """Send requests until enough sites contribute. Every update is validated before any is aggregated.
 
         Args:
             assignments: by site.
             history: history before the round.
-            learn: computes the next state; None: the round only evaluates, and every accepted update counts.
+            method: computes the next state; None: the round only evaluates, and every accepted update counts.
+            state: the method's state before the round.
 
         Raises:
             RoundFailed: no site has a part in the request, or too few contributed in every attempt.
@@ -112,7 +118,7 @@ class RoundRunner:
                 "none of the connected sites has a part in the last request. The last committed model is intact."
             )
         rules = self.rules
-        if learn is None or _asks_for_scores(assignments):
+        if method is None or all(each.expected.content == "scores" for each in assignments.values()):
             # An evaluation commits no model, and some methods take scores from one designated site: the sites that
             # have a part in such a round suffice.
             rules = replace(rules, min_sites=min(rules.min_sites, len(assignments)))
@@ -128,10 +134,12 @@ class RoundRunner:
             # Measured before aggregation: the record gives the time of sites and network, without that of the server.
             seconds = time.monotonic() - start
             has_quorum = _build_quorum(history, assignments, rules)
-            result, learned = learn(result, has_quorum) if learn else (result, None)
-            contributions = result.contributed if learn else result.accepted
+            learned: LearnResult | None = None
+            if method is not None:
+                result, learned = learn_from(result, state, method, self.endpoint.values, self.rules, has_quorum)
+            contributions = result.contributed if method else result.accepted
             # The quorum is checked again: learning rejects contributions that make the next state unusable.
-            if (learned or not learn) and has_quorum(contributions):
+            if (learned or not method) and has_quorum(contributions):
                 # Bases are forgotten only now that the round is decided: a retry must encode the same bits as the
                 # previous attempt, so a missed attempt must not change the base that the server assumes at a site.
                 for site in [*result.rejected, *result.timed_out]:
@@ -220,10 +228,6 @@ class RoundRunner:
 
 def _join_or_none(items: Iterable[str]) -> str:
     return ", ".join(items) or "none"
-
-
-def _asks_for_scores(assignments: Mapping[str, Assignment]) -> bool:
-    return all(assignment.expected.content == "scores" for assignment in assignments.values())
 
 
 def _require_enough_asked(assignments: Mapping[str, Assignment], rules: RoundRules) -> None:

@@ -1,15 +1,13 @@
-"""Encodings of a selection, one per module.
+"""Encodings of a selection.
 
 A name and a code always mean the same section: an encoding whose section changes gets a new name and a new code.
 """
 
 from ...core.errors import RejectedMessage
-from .bitmap import Bitmap
-from .dense import Dense
+from .bitmap import Bitmap, Shrink
+from .empty import Dense, Shared
 from .encoding import Encoding
 from .gaps import Gaps
-from .shared import Shared
-from .shrink import Shrink
 from .slices import Slices
 
 ENCODINGS: dict[str, Encoding] = {

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...core.errors import RejectedMessage
 from ...core.mask import Mask
 from ...core.params import Layout
 
@@ -46,9 +45,3 @@ class Encoding(ABC):
         Raises:
             RejectedMessage: ``encode`` does not write this section for any selection.
         """
-
-
-def require_empty(section: np.ndarray) -> None:
-    """Raise RejectedMessage unless the section has no bytes."""
-    if section.size:
-        raise RejectedMessage("E_LEN", "selection", "0 bytes", section.size)
