@@ -14,7 +14,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from typer.testing import CliRunner
 
 from flare_sparse.api.local import run as run_in_process
 from flare_sparse.cli import app
-from flare_sparse.config.assemble import assemble, build_rules, open_site
+from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import build_task
 from flare_sparse.config.study import Study
@@ -210,7 +209,7 @@ def run_locally_without(file: Path, absent: str) -> str:
     assembly = assemble(config, build_task(config))
     data = {name: SiteData(name, file.parent) for name in SITES if name != absent}
     sites = {name: open_site(assembly, where) for name, where in data.items()}
-    rules = replace(build_rules(config), min_sites=len(sites))
+    rules = config.federation.model_copy(update={"min_sites": len(sites)})
     outcome, _ = run_locally(
         assembly.method, assembly.weights, sites, assembly.task.metric, course=Course(run=assembly.run_id, rules=rules)
     )

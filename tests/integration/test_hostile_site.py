@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from flare_sparse.config.assemble import assemble, build_rules, open_site
+from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig, build_task
 from flare_sparse.core.params import compute_digest
@@ -60,7 +60,7 @@ def run_without_the_hostile_site(config: RunConfig, data: dict[str, SiteData], f
     sites = {name: open_site(assembly, data[name]) for name in OTHERS}
     metric = assembly.task.metric
     outcome, _ = run_locally(
-        assembly.method, assembly.weights, sites, metric, course=Course(run=assembly.run_id, rules=build_rules(config))
+        assembly.method, assembly.weights, sites, metric, course=Course(run=assembly.run_id, rules=config.federation)
     )
     return compute_digest(outcome.weights)
 

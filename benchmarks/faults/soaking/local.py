@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flare_sparse.config.assemble import assemble, build_rules, open_site
+from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import parse_job
 from flare_sparse.core.errors import WireError
 from flare_sparse.core.seeds import limit_threads
@@ -89,7 +89,7 @@ def soak(settings: dict[str, Any], sites: int, share: float) -> dict[str, Any]:
             server,
             assembly.task.metric,
             Connections(lambda: sorted(endpoints), FaultyTransport(endpoints, server, share, job.seed)),
-            rules=build_rules(job),
+            rules=job.federation,
             on_round=record_round,
         )
         federation.run(assembly.weights)

@@ -27,7 +27,6 @@ from ..privacy.dp.accounting import SamplingPlan
 from ..privacy.dp.config import PrivacyConfig
 from ..privacy.dp.mechanism import SiteMechanism
 from ..privacy.dp.scripts import ScriptBudget
-from ..rounds.federation import RoundRules
 from ..rounds.local.run import Transport
 from ..tasks.task import Examples, SiteData, Task, load_examples
 from ..training import LocalTask, Site, SitePrivacy, build_site
@@ -126,24 +125,6 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
     run_id = compute_run_id(serialize_job(job), layout)
     method = build_method(job, layout)
     return Assembly(task, method, layout, weights, run_id, network, personal, job.privacy, job.name)
-
-
-def build_rules(job: JobConfig) -> RoundRules:
-    """Build the rules by which the rounds of a job are committed."""
-    settings = job.federation
-    return RoundRules(
-        min_sites=settings.min_sites,
-        min_weight=settings.min_weight,
-        retries=settings.retries,
-        round_s=settings.round_s,
-        max_share=settings.max_share,
-        clip_norm=settings.clip_norm,
-        max_norm_ratio=settings.max_norm_ratio,
-        examples_tolerance=settings.examples_tolerance,
-        quarantine_after=settings.quarantine_after,
-        examples=settings.examples,
-        patience=settings.early_stopping.patience if settings.early_stopping else None,
-    )
 
 
 def build_transport(job: JobConfig) -> Transport:

@@ -15,6 +15,7 @@ from ..methods.registry import METHODS
 from ..privacy.dp.config import PrivacyConfig
 from ..privacy.secure_aggregation.limits import SumRules
 from ..privacy.secure_aggregation.rings import MAX_BOUND
+from ..rounds.federation.rules import RoundRules
 from ..tasks.registry import TASKS
 from ..tasks.task import Task, TaskConfig
 from ..wire.formats import FORMATS, ValueType, load_format
@@ -54,47 +55,15 @@ class WireConfig(Section):
             raise ValueError(str(error)) from error
 
 
-class EarlyStopping(Section):
-    """End of a run whose model no longer gets better on validation examples."""
-
-    patience: int = Field(10, ge=1)
-    """rounds in a row without a better metric on validation examples, after which the run ends"""
-
-
 MIN_COMMITS = 2
 """Commits that are always kept: the older one is there if the newer one is damaged or discarded."""
 
 
-class FederationConfig(Section):
-    """Rules that decide when a round is committed and how much a site may weigh."""
+class FederationConfig(RoundRules):
+    """Rules that decide when a round is committed, and how the sites compute and are waited for."""
 
-    min_sites: int = Field(1, ge=1)
-    """quorum: fewest contributions that commit a round"""
-    min_weight: float = Field(0.0, ge=0, le=1)
-    """smallest share of the requested sites' examples that commits a round"""
-    max_share: float = Field(1.0, gt=0, le=1)
-    """largest share of a round's total weight for one site; capping is recorded"""
-    clip_norm: float | None = Field(None, gt=0)
-    """largest L2 norm of a site's delta; a longer one is clipped, and clipping is recorded"""
-    max_norm_ratio: float | None = Field(100.0, ge=1.5, allow_inf_nan=False)
-    """largest L2 norm of a site's delta, as a multiple of the median of the round's; a longer one is rejected (E_NORM);
-    from three updates on, not with clip_norm; null: no bound"""
-    examples_tolerance: float = Field(0.1, ge=0)
-    """largest relative change of a site's number of examples from the one it first reported"""
-    examples: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
-    """agreed number of training examples by site, {hospital-a: 412}; a larger number is rejected"""
-    quarantine_after: int = Field(3, ge=0)
-    """consecutive rounds without a contribution after which a site is quarantined; 0: never"""
     task_timeout_s: float = Field(3600, gt=0)
     """seconds that a site has to reply to a request, training included"""
-    round_minutes: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """minutes after which an attempt at a round ends with the sites that have replied, if they meet the quorum; at most
-    task_timeout_s; null: task_timeout_s alone ends it"""
-    early_stopping: EarlyStopping | None = None
-    """end the run when the metric on validation examples no longer improves, {patience: 10}; needs
-    task.split.validation and method.participation 1; null: run all rounds"""
-    retries: int = Field(2, ge=0)
-    """number of times a failed round is retried before the run stops"""
     kept_commits: int = Field(MIN_COMMITS, ge=MIN_COMMITS)
     """newest commits whose checkpoints server and sites keep; a withdrawal retrains from the last one before the data
     took part"""
@@ -126,11 +95,6 @@ class FederationConfig(Section):
                 f"({shortest:g} s), before a site polls for it"
             )
         return self
-
-    @property
-    def round_s(self) -> float | None:
-        """``round_minutes`` in seconds."""
-        return None if self.round_minutes is None else 60 * self.round_minutes
 
     @property
     def note(self) -> str:

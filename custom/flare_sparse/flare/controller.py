@@ -20,7 +20,6 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.aggregator import Aggregator
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
-from ..config.assemble import build_rules
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, FlareSparseError
 from ..results.runs.progress import format_events, format_progress
@@ -171,7 +170,7 @@ class FederatedController(Controller):
             session.endpoint,
             assembly.task.metric,
             connections,
-            rules=build_rules(job),
+            rules=job.federation,
             on_round=commit,
             store=session.store,
         )

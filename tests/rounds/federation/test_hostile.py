@@ -53,7 +53,7 @@ def build_federation(
     training = {"lr": 0.05, "epochs": 2, "batch_size": 8}
     settings = {"rounds": 12, "training": training, **settings}
     # Without the bound that rejects outliers: what is tested must hold alone.
-    rules = replace(rules or RoundRules(), max_norm_ratio=None)
+    rules = (rules or RoundRules()).model_copy(update={"max_norm_ratio": None})
     federation = LocalFederation(method, toy.ToyBench(toy.Plain()), sites=8, rules=rules, **settings)
 
     def change_update(upload: Upload) -> Upload:

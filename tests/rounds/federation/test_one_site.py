@@ -47,7 +47,7 @@ def run(
         bench or toy.ToyBench(toy.Plain()),
         sites=sites,
         # Without the bound that rejects outliers: every other rule must hold alone.
-        rules=replace(rules or RoundRules(), max_norm_ratio=None),
+        rules=(rules or RoundRules()).model_copy(update={"max_norm_ratio": None}),
         stores=lambda end: store if end == SERVER else None,
         **settings,
     )

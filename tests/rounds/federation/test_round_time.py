@@ -31,7 +31,7 @@ def test_site_that_exceeds_the_time_is_left_out_and_named(monkeypatch: pytest.Mo
         return evaluate(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sites["site-1"], "evaluate", evaluate_slowly)
-    rules = RoundRules(min_sites=2, round_s=60, quarantine_after=0)
+    rules = RoundRules(min_sites=2, round_minutes=1, quarantine_after=0)
     outcome, _ = run_locally(
         bench.method("fedavg"), bench.weights, sites, bench.task.metric, course=Course(rules=rules)
     )
@@ -50,7 +50,7 @@ class TimedFederation(LocalFederation):
 
 
 def test_round_below_the_quorum_is_retried_with_the_whole_time() -> None:
-    federation = TimedFederation("fedavg", rules=RoundRules(min_sites=3, retries=1, round_s=60))
+    federation = TimedFederation("fedavg", rules=RoundRules(min_sites=3, retries=1, round_minutes=1))
     federation.is_silent = lambda site, attempt: (site, attempt.round) == ("site-2", 2)
     with pytest.raises(RoundFailed, match="timed out: site-2"):
         federation.run()
@@ -61,7 +61,7 @@ def test_full_model_of_a_site_without_base_shares_the_time_of_its_attempt(monkey
     ticks = iter(range(0, 10_000, 10))
     clock: Iterator[int] = ticks
     monkeypatch.setattr("flare_sparse.rounds.federation.rounds.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    federation = TimedFederation("topk_ef", rules=RoundRules(round_s=60), rounds=2)
+    federation = TimedFederation("topk_ef", rules=RoundRules(round_minutes=1), rounds=2)
     federation.change_message = lambda upload: (
         MissingBase("E_NOT_HELD", "base", "a base", "none", upload.site)
         if (upload.attempt.sequence, upload.site) == (1, "site-1")

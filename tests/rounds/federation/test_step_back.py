@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ def test_harmful_update_of_the_last_round_is_not_taken_for_a_diverging_personal_
 
 
 def test_minority_that_claims_to_diverge_discards_no_commit(tmp_path: Path) -> None:
-    federation = build(tmp_path, rules=replace(UNBOUNDED, min_sites=3))
+    federation = build(tmp_path, rules=UNBOUNDED.model_copy(update={"min_sites": 3}))
     federation.change_message = lambda upload: (
         "E_DIVERGED" if (upload.site, upload.attempt.round) == ("site-1", 3) else upload
     )

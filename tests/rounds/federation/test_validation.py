@@ -14,7 +14,7 @@ from toy import ToyBench
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.federation import Evaluation, Outcome, RoundRules
-from flare_sparse.rounds.federation.rules import SiteHistory
+from flare_sparse.rounds.federation.rules import EarlyStopping, SiteHistory
 
 NAMES = ["fedavg", "neurosfl", "fedsparsify", "dispfl", "fedavg_ft", "topk_ef", "scbfwp"]
 
@@ -53,9 +53,13 @@ def test_run_without_validation_examples_has_no_best_model_and_the_same_final_mo
 
 
 @pytest.mark.slow
+def stop_after(patience: int) -> RoundRules:
+    return RoundRules(early_stopping=EarlyStopping(patience=patience))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_run_ends_after_so_many_models_without_a_better_one(name: str) -> None:
-    federation = LocalFederation(name, ToyBench(validation=4), rules=RoundRules(patience=2), rounds=8)
+    federation = LocalFederation(name, ToyBench(validation=4), rules=stop_after(2), rounds=8)
     values = iter([9.0, 5.0, 6.0, 7.0, *[8.0] * 90])
     current: dict[int, float] = {}
 
@@ -98,7 +102,7 @@ def test_stopped_run_says_so_where_its_last_model_is_the_best_and_not_averaged(s
 
 
 def test_run_is_stopped_by_metrics_of_few_models_only_once_the_next_ones_are_known() -> None:
-    federation = LocalFederation("fedavg", ToyBench(validation=4), rules=RoundRules(patience=2), rounds=16)
+    federation = LocalFederation("fedavg", ToyBench(validation=4), rules=stop_after(2), rounds=16)
     values = {0: 9.0, 4: 5.0, 8: 6.0}
 
     def claim(upload: Upload) -> Upload:
@@ -111,7 +115,7 @@ def test_run_is_stopped_by_metrics_of_few_models_only_once_the_next_ones_are_kno
 
 
 def test_run_that_gets_better_is_not_stopped() -> None:
-    federation = LocalFederation("fedavg", ToyBench(validation=4), rules=RoundRules(patience=1), rounds=4)
+    federation = LocalFederation("fedavg", ToyBench(validation=4), rules=stop_after(1), rounds=4)
     federation.change_update = lambda upload: replace(
         upload, metrics={**upload.metrics, "validation_mse": float(9 - upload.attempt.round)}
     )
@@ -121,7 +125,8 @@ def test_run_that_gets_better_is_not_stopped() -> None:
 
 def build_federation(values: dict[str, list[float]], patience: int | None = None, **settings: Any) -> LocalFederation:
     """Return a federation whose sites report these values for the models of round 0, 1, and so on."""
-    rules = RoundRules(patience=patience, retries=0)
+    stopping = None if patience is None else EarlyStopping(patience=patience)
+    rules = RoundRules(early_stopping=stopping, retries=0)
     rounds = len(values["site-1"]) - 1
     federation = LocalFederation(
         "fedavg", ToyBench(validation=4), sites=len(values), rules=rules, rounds=rounds, **settings

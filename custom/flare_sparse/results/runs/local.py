@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...compute.kernels.threads import limit_kernel_threads
-from ...config.assemble import Assembly, build_rules, build_transport
+from ...config.assemble import Assembly, build_transport
 from ...config.schema import RunConfig
 from ...core.seeds import limit_threads
 from ...rounds.federation import Outcome
@@ -28,7 +28,7 @@ def run_assembly(
     threads of ``course`` are those of the configuration.
     """
     transport = build_transport(config)
-    course = replace(course, run=assembly.run_id, rules=build_rules(config), threads=config.torch_threads)
+    course = replace(course, run=assembly.run_id, rules=config.federation, threads=config.torch_threads)
     # First what other threads of the process wait for.
     with limit_threads(config.torch_threads), limit_kernel_threads(config.federation.threads):
         return run_locally(

@@ -51,8 +51,9 @@ class Federation:
     ):
         self.method, self.endpoint = method, endpoint
         self.rules, self.on_round, self.store = rules or RoundRules(), on_round, store
+        patience = self.rules.early_stopping.patience if self.rules.early_stopping else None
         self._models = ModelComparison(
-            metric, self.rules.max_share, self.rules.patience, is_sampled=method.config.participation < 1
+            metric, self.rules.max_share, patience, is_sampled=method.config.participation < 1
         )
         self._roster = Roster(method, connections, self.rules)
         self._events = EventLog()

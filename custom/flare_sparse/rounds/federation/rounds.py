@@ -121,7 +121,7 @@ class RoundRunner:
         if method is None or all(each.expected.content == "scores" for each in assignments.values()):
             # An evaluation commits no model, and some methods take scores from one designated site: the sites that
             # have a part in such a round suffice.
-            rules = replace(rules, min_sites=min(rules.min_sites, len(assignments)))
+            rules = rules.model_copy(update={"min_sites": min(rules.min_sites, len(assignments))})
         _require_enough_asked(assignments, rules)
         # Upload caps are checked before anything is sent: a site must not train for an update that it may not upload.
         start, first_message = time.monotonic(), len(self.endpoint.ledger.lines)

@@ -3,47 +3,61 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import Field
 
 from ...core.errors import RoundFailed
 from ...core.exchange import Contribution
+from ...core.settings import Settings
 from ...methods.aggregation.weighted import compute_common_cap
 from ...tasks.task import TEST_EXAMPLES, VALIDATION_EXAMPLES
 
 MAX_QUARANTINE_ROUNDS = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundRules:
-    """Rules by which a round is committed.
+class EarlyStopping(Settings):
+    """End of a run whose model no longer gets better on validation examples."""
 
-    Attributes:
-        min_sites: fewest contributions that commit a round.
-        min_weight: smallest share of the registered examples of the sites asked that commits a round.
-        retries: further attempts at a round before the run stops.
-        round_s: seconds after which an attempt ends with the replies that have arrived; None: the transport decides.
-        max_share: largest share of a round's weight that one site may have.
-        clip_norm: largest L2 norm of a site's delta; longer deltas are clipped; None: no bound.
-        max_norm_ratio: largest ratio of the L2 norm of a site's delta to the median of the round's; None: no bound.
-            It does not apply with ``clip_norm``.
-        examples_tolerance: relative deviation from the registered number of examples that is accepted.
-        quarantine_after: rounds in a row without an accepted update after which a site is quarantined; 0: never.
-        examples: known numbers of training examples by site; a site that reports more is rejected, with the tolerance.
-        patience: models in a row that are not better on validation examples, after which the run ends; None: never.
-    """
+    patience: int = Field(10, ge=1)
+    """rounds in a row without a better metric on validation examples, after which the run ends"""
 
-    min_sites: int = 1
-    min_weight: float = 0.0
-    retries: int = 2
-    round_s: float | None = None
-    max_share: float = 1.0
-    clip_norm: float | None = None
-    max_norm_ratio: float | None = 100.0
-    examples_tolerance: float = 0.1
-    quarantine_after: int = 3
-    examples: Mapping[str, int] = field(default_factory=dict)
-    patience: int | None = None
+
+class RoundRules(Settings):
+    """Rules that decide when a round is committed and how much a site may weigh."""
+
+    min_sites: int = Field(1, ge=1)
+    """quorum: fewest contributions that commit a round"""
+    min_weight: float = Field(0.0, ge=0, le=1)
+    """smallest share of the requested sites' examples that commits a round"""
+    max_share: float = Field(1.0, gt=0, le=1)
+    """largest share of a round's total weight for one site; capping is recorded"""
+    clip_norm: float | None = Field(None, gt=0)
+    """largest L2 norm of a site's delta; a longer one is clipped, and clipping is recorded"""
+    max_norm_ratio: float | None = Field(100.0, ge=1.5, allow_inf_nan=False)
+    """largest L2 norm of a site's delta, as a multiple of the median of the round's; a longer one is rejected (E_NORM);
+    from three updates on, not with clip_norm; null: no bound"""
+    examples_tolerance: float = Field(0.1, ge=0)
+    """largest relative change of a site's number of examples from the one it first reported"""
+    examples: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """agreed number of training examples by site, {hospital-a: 412}; a larger number is rejected"""
+    quarantine_after: int = Field(3, ge=0)
+    """consecutive rounds without a contribution after which a site is quarantined; 0: never"""
+    round_minutes: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """minutes after which an attempt at a round ends with the sites that have replied, if they meet the quorum; at most
+    task_timeout_s; null: task_timeout_s alone ends it"""
+    early_stopping: EarlyStopping | None = None
+    """end the run when the metric on validation examples no longer improves, {patience: 10}; needs
+    task.split.validation and method.participation 1; null: run all rounds"""
+    retries: int = Field(2, ge=0)
+    """number of times a failed round is retried before the run stops"""
+
+    @property
+    def round_s(self) -> float | None:
+        """``round_minutes`` in seconds."""
+        return None if self.round_minutes is None else 60 * self.round_minutes
 
 
 @dataclass(frozen=True)
