@@ -35,7 +35,7 @@ from flare_sparse.config.people import ReleaseGate
 from flare_sparse.config.policy.policy import POLICY_FILE, PRESETS, read_policy
 from flare_sparse.core.errors import FlareSparseError, PolicyRefusal
 from flare_sparse.core.observer import SILENT
-from flare_sparse.flare.filters import EncodeUpdate
+from flare_sparse.flare.executor import EncodeUpdate
 from flare_sparse.flare.payload import EVENTS, UPDATE, get_refusal_code, shareable_to_message, update_to_dxo
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy

@@ -15,10 +15,9 @@ import nibabel as nib
 import numpy as np
 import pytest
 import yaml
-from nvflare.apis.client import Client
-from nvflare.apis.fl_constant import ReturnCode, ServerCommandKey
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContextManager
-from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.shareable import make_reply
 from nvflare.apis.signal import Signal
 from nvflare.apis.utils.decomposers import flare_decomposers
 from nvflare.app_common.decomposers import common_decomposers
@@ -28,10 +27,10 @@ from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import parse_job
 from flare_sparse.core.params import compute_digest
 from flare_sparse.flare.checkpoints import CHECKPOINTS_VARIABLE
-from flare_sparse.flare.executor import SparseExecutor
-from flare_sparse.flare.filters import DecodeRequest, DecodeUpdate, EncodeUpdate
-from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
-from flare_sparse.flare.session import ServerSession, SiteSession
+from flare_sparse.flare.controller import decode_reply
+from flare_sparse.flare.executor import EncodeUpdate, SparseExecutor
+from flare_sparse.flare.payload import TASK, message_to_shareable
+from flare_sparse.flare.session import SiteSession
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.federation import Connections, Federation, Outcome, RoundRules
 from flare_sparse.tasks.data.phantom import write_phantoms
@@ -69,8 +68,7 @@ class Hospital:
 
     def reply(self, message: np.ndarray) -> bytes:
         """Return the bytes that FLARE would send in reply to a request."""
-        data = DecodeRequest().process(message_to_shareable(message, {}), self.fl_ctx)
-        reply = self.executor.execute(TASK, data, self.fl_ctx, Signal())
+        reply = self.executor.execute(TASK, message_to_shareable(message, {}), self.fl_ctx, Signal())
         try:
             reply = EncodeUpdate().process(reply, self.fl_ctx)
         except Exception:  # noqa: BLE001 - as FLARE does
@@ -107,10 +105,7 @@ class Hospitals:
         method = {"name": "fedavg", "rounds": 2, "training": {"epochs": 1, "lr": 0.01}}
         job = {"name": "data", "seed": 1, "method": method, "task": task}
         assembly = assemble(parse_job(job))
-        session = ServerSession()
-        session.endpoint = ServerEndpoint(assembly.layout, assembly.run_id, "float32", Ledger())
-        engine = SimpleNamespace(get_component=lambda name: session, fire_event=lambda *event: None)
-        server = FLContextManager(engine=engine, identity_name="server", job_id="job").new_context()
+        server = ServerEndpoint(assembly.layout, assembly.run_id, "float32", Ledger())
         self.hospitals = {name: self._hospital(name, job) for name in sites}
 
         def deliver(attempt: Any) -> dict[str, Any]:
@@ -118,14 +113,12 @@ class Hospitals:
             for name, message in attempt.messages.items():
                 data = self.hospitals[name].reply(message)
                 self.sent.append(data)
-                result: Shareable = fobs.loads(data)
-                result.set_header(ServerCommandKey.FL_CLIENT, Client(name, "token"))
-                replies[name] = DecodeUpdate().process(result, server)[REPLY]
+                replies[name] = decode_reply(server, name, fobs.loads(data), logging.getLogger())
             return replies
 
         rules = RoundRules(quarantine_after=0)
         federation = Federation(
-            assembly.method, session.endpoint, assembly.task.metric, Connections(lambda: sites, deliver), rules=rules
+            assembly.method, server, assembly.task.metric, Connections(lambda: sites, deliver), rules=rules
         )
         return federation.run(assembly.weights)
 

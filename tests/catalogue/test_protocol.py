@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ import pytest
 import torch
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task
-from nvflare.apis.fl_constant import ServerCommandKey
-from nvflare.apis.fl_context import FLContext, FLContextManager
+from nvflare.apis.fl_constant import ReservedKey, ServerCommandKey
+from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 
@@ -22,10 +22,8 @@ from flare_sparse.core.errors import MissingBase, RejectedMessage
 from flare_sparse.core.exchange import Assignment, Patch, Request
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, compute_digest
-from flare_sparse.flare.aggregator import StagingAggregator
-from flare_sparse.flare.filters import DecodeUpdate
-from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
-from flare_sparse.flare.session import ServerSession
+from flare_sparse.flare.controller import decode_reply
+from flare_sparse.flare.payload import TASK, message_to_shareable
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.link import Vector
@@ -129,18 +127,12 @@ def test_repeated_update_is_rejected(wire: Any, encoding: str) -> None:
 @every_encoding
 @pytest.mark.row(25)
 def test_second_update_in_a_round_is_rejected(wire: Any, encoding: str) -> None:
-    """The endpoint keeps the first; FLARE drops the second, and so does the aggregator."""
+    """The endpoint keeps the first; FLARE drops the second."""
 
     def send_twice(t: int, sent: Any) -> Any:
         first = sent.decode()
         with pytest.raises(RejectedMessage, match="E_REPLAY"):
             replace(sent, message=sent.parts.to_message(), examples=10**6).decode()
-        staging, context = StagingAggregator(), FLContext()
-        for reply in (first, "E_REPLAY"):
-            result = build_result("site-2")
-            result[REPLY] = reply
-            staging.accept(result, context)
-        assert staging.aggregate(context)[REPLY] == {"site-2": first}
         return first
 
     outcome, _ = wire.run(send_twice)
@@ -171,19 +163,12 @@ def test_result_for_another_sites_task_is_dropped() -> None:
 @pytest.mark.row(26)
 def test_sender_is_named_by_its_token_and_must_have_been_asked(wire: Any, encoding: str) -> None:
     """The site's name is the one that FLARE knows by the token, not the one in the sender's own context."""
-    decode = DecodeUpdate()
 
     def claim_site_1(sent: Any) -> Any:
-        session = ServerSession()
-        session.endpoint = sent.server
-        engine = SimpleNamespace(get_component=lambda name: session, fire_event=lambda *event: None)
-        peer = FLContextManager(identity_name="site-1").new_context()
-        context = FLContextManager(engine=engine, identity_name="server", job_id="job").new_context()
-        context.set_peer_context(peer)
-        meta = {"examples": "many", "metrics": {}}
-        result = decode.process(build_result("site-2", message_to_shareable(sent.message, meta)), context)
-        assert (result[REPLY].code, result[REPLY].site) == ("E_WEIGHT", "site-2")
-        assert decode.process(message_to_shareable(sent.message, meta), context)[REPLY] == "E_KIND"
+        result = message_to_shareable(sent.message, {"examples": "many", "metrics": {}})
+        result.set_peer_props({ReservedKey.IDENTITY_NAME: "site-1"})
+        reply: Any = decode_reply(sent.server, "site-2", result, logging.getLogger())
+        assert (reply.code, reply.site) == ("E_WEIGHT", "site-2")
         with pytest.raises(RejectedMessage, match="E_REPLAY"):
             sent.server.decode("stranger", sent.message, sent.examples, sent.metrics)
         return replace(sent, examples="many")

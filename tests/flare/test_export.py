@@ -15,7 +15,7 @@ from nvflare.job_config.fed_job_config import FedJobConfig
 from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.config.schema import DeploymentConfig, RunConfig
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare import aggregator, controller, executor, filters, session, tracking
+from flare_sparse.flare import controller, executor, session, tracking
 from flare_sparse.flare.job_settings import SITE_SECTIONS, _flatten, check_shown_settings, show_settings
 from flare_sparse.flare.recipe import SparseRecipe, export_job
 from flare_sparse.flare.site.allow_list import CLASSES, SERVER_CLASSES
@@ -28,11 +28,8 @@ COMPONENTS = [
     session.SiteSession(),
     session.UserMethod({"path": "my_methods.MyMethod", "args": {"config": {"rounds": 3}}}),
     session.UserTask({"path": "my_tasks.MyTask", "args": {"config": {"width": 3}}}),
-    aggregator.StagingAggregator(),
     executor.SparseExecutor("fedavg", "toy", {"method.rounds": 2}),
-    filters.DecodeRequest(),
-    filters.EncodeUpdate(),
-    filters.DecodeUpdate(),
+    executor.EncodeUpdate(),
     tracking.Tracker("mlflow", "brain_age", "p98", {"seed": "0"}),
 ]
 
@@ -55,7 +52,7 @@ def test_export_keeps_every_constructor_argument(component: object, tmp_path: Pa
 def test_list_of_components_is_complete() -> None:
     found = {
         name
-        for module in (aggregator, controller, executor, filters, session, tracking)
+        for module in (controller, executor, session, tracking)
         for name, thing in vars(module).items()
         if inspect.isclass(thing)
         and thing.__module__ == module.__name__

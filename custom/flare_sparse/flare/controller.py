@@ -1,8 +1,9 @@
 """The controller of every job: carries the requests of ``Federation`` to the sites and writes the run's record."""
 
+import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,18 @@ from typing import Any
 import numpy as np
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task
-from nvflare.apis.fl_constant import FLContextKey, ServerCommandKey
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
-from nvflare.app_common.abstract.aggregator import Aggregator
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from ..core.checkpoint.writing import write_json
-from ..core.errors import ConfigError, FlareSparseError
+from ..core.errors import ConfigError, FlareSparseError, WireError, get_failure_code
 from ..results.runs.progress import format_events, format_progress
 from ..results.runs.record import RecordWriter
-from ..rounds.endpoints.server import Attempt
+from ..rounds.endpoints.server import Attempt, ServerEndpoint
 from ..rounds.federation import Connections, Federation, Reply, RoundRecord, SumQuestions
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
@@ -32,17 +32,19 @@ from .feed import STATS, TOPIC, RecordFeed
 from .job_settings import SERVER_SECTIONS, check_shown_settings
 from .payload import (
     COUNTED,
+    EVENTS,
     HELLO,
-    REPLY,
     SUM,
     TASK,
     extract_hello,
     extract_sum_reply,
     message_to_shareable,
+    read_refusal,
+    shareable_to_message,
     sum_to_shareable,
 )
 from .polling import TaskPolling
-from .session import AGGREGATOR_ID, get_server_session
+from .session import get_server_session
 from .workspace import get_workspace
 
 RESULTS = "flare_sparse"
@@ -57,6 +59,8 @@ UNARCHIVED = (
 )
 
 POLL_S = 0.01
+
+Receive = Callable[[ClientTask, FLContext], None]
 
 
 class Aborted(FlareSparseError):
@@ -84,12 +88,6 @@ class FederatedController(Controller):
         self._returned: set[str] = set()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        aggregator = fl_ctx.get_engine().get_component(AGGREGATOR_ID)
-        # system_panic ends the job; returning alone would let control_flow start.
-        if not isinstance(aggregator, Aggregator):
-            self.system_panic(f"the server app has no component {AGGREGATOR_ID!r}; export the job again", fl_ctx)
-            return
-        self._aggregator = aggregator
         self.log_info(fl_ctx, READY)
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
@@ -135,6 +133,8 @@ class FederatedController(Controller):
 
         self._feed = feed = RecordFeed()
         fl_ctx.get_engine().register_app_command(TOPIC, feed.answer)
+        limit_s = job.federation.task_timeout_s
+        ask = partial(self._ask, fl_ctx, abort_signal)
 
         def commit(record: RoundRecord) -> None:
             line = folder.commit(record)
@@ -146,23 +146,33 @@ class FederatedController(Controller):
             self.logger.info(self._lines[-1])
 
         def exchange(attempt: Attempt) -> Mapping[str, Reply]:
-            timeout_s = job.federation.task_timeout_s if attempt.seconds is None else attempt.seconds
-            return self._exchange(attempt, timeout_s, fl_ctx, abort_signal)
+            meta = {"kind": attempt.kind, "round": attempt.round}
+            tasks = [
+                (message_to_shareable(message, {**meta, COUNTED: attempt.counted[sites[0]]}), sites)
+                for message, sites in _group_sites(attempt.messages, attempt.counted)
+            ]
+            replies = {
+                site: decode_reply(session.endpoint, site, result, self.logger)
+                for site, result in ask(TASK, tasks, limit_s if attempt.seconds is None else attempt.seconds)
+            }
+            # Replies arrive in any order, but float sums depend on it: the order of names gives the same bits.
+            return dict(sorted(replies.items()))
 
         def exchange_sum(questions: SumQuestions) -> Iterator[tuple[str, Any]]:
-            timeout_s = job.federation.task_timeout_s if questions.seconds is None else questions.seconds
-            return self._exchange_sum(questions.messages, timeout_s, fl_ctx, abort_signal)
+            tasks = [(sum_to_shareable(message), sites) for message, sites in _group_sites(questions.messages)]
+            for site, result in ask(SUM, tasks, limit_s if questions.seconds is None else questions.seconds):
+                yield site, extract_sum_reply(result)
 
         def handshake(sites: list[str]) -> Mapping[str, Any]:
-            timeout_s = job.federation.round_s or job.federation.task_timeout_s
-            return self._collect_hellos(sites, timeout_s, fl_ctx, abort_signal)
+            tasks = [(Shareable(), sites)]
+            return {site: extract_hello(hello) for site, hello in ask(HELLO, tasks, job.federation.round_s or limit_s)}
 
         connections = Connections(
             partial(_list_connected_sites, fl_ctx, job.federation.min_sites),
             exchange,
             exchange_sum,
             handshake,
-            lambda sites: self._list_returned(sites, job.federation.task_timeout_s, fl_ctx),
+            lambda sites: self._list_returned(sites, limit_s, fl_ctx),
             lambda warning: self.logger.warning(str(warning)),
         )
         federation = Federation(
@@ -191,25 +201,6 @@ class FederatedController(Controller):
         if session.store is not None:
             mark_job_finished(session.store, get_workspace(fl_ctx), fl_ctx.get_job_id())
 
-    def _collect_hellos(
-        self, sites: list[str], timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
-    ) -> Mapping[str, Any]:
-        """Return the unchecked hello of each site that sends one before the timeout."""
-        hellos: dict[str, Any] = {}
-
-        # FLARE passes keyword arguments, so the parameter names are fixed. The callback must not raise: that would end
-        # the task for all sites (see extract_hello). The sender's name comes from FLARE's login, not from the message.
-        def receive(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001
-            hellos[client_task.client.name] = extract_hello(client_task.result)
-            client_task.result = None
-
-        task = Task(name=HELLO, data=Shareable(), timeout=_to_whole_seconds(timeout_s), result_received_cb=receive)
-        self._polling.restart()
-        self._offer(task, sites, fl_ctx)
-        self._wait([task], abort_signal)
-        self._polling.restart()
-        return dict(hellos)
-
     def _list_returned(self, sites: list[str], timeout_s: float, fl_ctx: FLContext) -> set[str]:
         """Return the quarantined sites that have sent a hello, and leave an invitation for the others."""
 
@@ -223,95 +214,79 @@ class FederatedController(Controller):
             task = self._invitations.get(site)
             # Nothing waits for an invitation: a site takes it when it polls again, after a pause of any length.
             if site not in returned and (task is None or task.completion_status is not None):
-                task = Task(HELLO, Shareable(), timeout=_to_whole_seconds(timeout_s), result_received_cb=receive)
-                self._offer(task, [site], fl_ctx)
-                self._invitations[site] = task
+                self._invitations[site] = self._offer(HELLO, Shareable(), [site], timeout_s, receive, fl_ctx)
         for site in returned:
             self._returned.discard(site)
             self._invitations.pop(site, None)
         return returned
 
-    def _offer(self, task: Task, sites: Sequence[str], fl_ctx: FLContext) -> None:
+    def _offer(
+        self, name: str, data: Shareable, sites: list[str], timeout_s: float, receive: Receive, fl_ctx: FLContext
+    ) -> Task:
         """Start a FLARE task for some sites, and let the requests that wait for one find it."""
+        # FLARE takes whole seconds, and reads 0 as no timeout.
+        task = Task(name, data, timeout=max(math.ceil(timeout_s), 1), result_received_cb=receive)
         # With min_responses=0 FLARE waits for every target until the timeout.
-        self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
+        self.broadcast(task, fl_ctx, targets=sites, min_responses=0)
         self._polling.announce()
+        return task
 
-    def _wait(self, tasks: list[Task], abort_signal: Signal) -> None:
-        """Wait until all tasks are complete.
+    def _ask(
+        self,
+        fl_ctx: FLContext,
+        abort_signal: Signal,
+        name: str,
+        groups: Iterable[tuple[Shareable, list[str]]],
+        timeout_s: float,
+    ) -> Iterator[tuple[str, Shareable]]:
+        """Send tasks of one name, each to its sites; yield the unchecked results as they arrive before the timeout.
 
         FLARE's own ``broadcast_and_wait`` handles one task; an attempt may need several, which run at the same time.
+        The sender's name comes from FLARE's login, not from the message.
 
         Raises:
             Aborted: the job was aborted meanwhile.
         """
-        for _ in self._wait_in_steps(tasks, abort_signal):
-            pass
+        arrived: SimpleQueue[tuple[str, Shareable]] = SimpleQueue()
 
-    def _wait_in_steps(self, tasks: list[Task], abort_signal: Signal) -> Iterator[None]:
-        """Wait until all tasks are complete; yield again and again, and once when they are.
-
-        Raises:
-            Aborted: the job was aborted meanwhile.
-        """
-        while any(task.completion_status is None for task in tasks):
-            self._polling.update()
-            if abort_signal.triggered:
-                raise Aborted("the job was aborted")
-            yield
-            time.sleep(POLL_S)
-        yield
-
-    def _exchange(
-        self, attempt: Attempt, timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
-    ) -> Mapping[str, Reply]:
-        """Send the messages of an attempt and return the replies that arrive before the timeout."""
-        self._aggregator.reset(fl_ctx)
-        tasks = []
-        self._polling.restart()
-        for message, sites in _group_sites(attempt.messages, attempt.counted):
-            meta = {"kind": attempt.kind, "round": attempt.round, COUNTED: attempt.counted[sites[0]]}
-            data = message_to_shareable(message, meta)
-            task = Task(
-                name=TASK, data=data, timeout=_to_whole_seconds(timeout_s), result_received_cb=self._receive_result
-            )
-            self._offer(task, sites, fl_ctx)
-            tasks.append(task)
-        self._wait(tasks, abort_signal)
-        self._polling.restart()
-        replies: dict[str, Reply] = self._aggregator.aggregate(fl_ctx)[REPLY]
-        return replies
-
-    def _exchange_sum(
-        self, questions: Mapping[str, np.ndarray], timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
-    ) -> Iterator[tuple[str, Any]]:
-        """Send the questions of a step of a sum; yield the replies, or reason codes, as they arrive in time."""
-        answers: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-
-        # It must not raise, see _collect_hellos. A site that answers with something else has the code E_KIND.
+        # FLARE passes keyword arguments, so the parameter names are fixed, and keeps every result until the task is
+        # complete. It must not raise, which would end the task for all sites, and holds up the others meanwhile.
         def receive(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001
-            answers.put((client_task.client.name, extract_sum_reply(client_task.result)))
+            arrived.put((client_task.client.name, client_task.result))
             client_task.result = None
 
         self._polling.restart()
-        tasks = []
-        for message, sites in _group_sites(questions):
-            data, seconds = sum_to_shareable(message), _to_whole_seconds(timeout_s)
-            task = Task(name=SUM, data=data, timeout=seconds, result_received_cb=receive)
-            self._offer(task, sites, fl_ctx)
-            tasks.append(task)
-        for _ in self._wait_in_steps(tasks, abort_signal):
-            while not answers.empty():
-                yield answers.get()
+        tasks = [self._offer(name, data, sites, timeout_s, receive, fl_ctx) for data, sites in groups]
+        while True:
+            # Read before the queue, so that no result is lost.
+            is_complete = all(task.completion_status is not None for task in tasks)
+            while not arrived.empty():
+                yield arrived.get()
+            if is_complete:
+                break
+            self._polling.update()
+            if abort_signal.triggered:
+                raise Aborted("the job was aborted")
+            time.sleep(POLL_S)
         self._polling.restart()
 
-    def _receive_result(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        result = client_task.result
-        # Where a filter at the server failed, FLARE passes a new reply without the sender, so the sender is set again.
-        result.set_header(ServerCommandKey.FL_CLIENT, client_task.client)
-        self._aggregator.accept(result, fl_ctx)
-        # FLARE keeps every result until the task is complete; dropping it here frees its memory.
-        client_task.result = None
+
+def decode_reply(endpoint: ServerEndpoint, site: str, result: Shareable, log: logging.Logger) -> Reply:
+    """Return a site's update, or why there is none: an error or an error code.
+
+    It never raises, whatever the site sent: one site must not end the job of all.
+    """
+    try:
+        if result.get_return_code() != ReturnCode.OK:
+            return read_refusal(result, site)
+        message, meta = shareable_to_message(result, site)
+        return endpoint.decode(site, message, meta.get("examples"), meta.get("metrics"), meta.get(EVENTS))
+    except WireError as error:
+        log.warning("update rejected: %s", error)
+        return error
+    except Exception as error:
+        log.exception("update of %s rejected", site)
+        return get_failure_code(error)
 
 
 def _list_connected_sites(fl_ctx: FLContext, min_sites: int) -> list[str]:
@@ -340,8 +315,3 @@ def _group_sites(
         groups.setdefault((id(message), counted[site] if counted else None), []).append(site)
     for sites in groups.values():
         yield messages[sites[0]], sites
-
-
-def _to_whole_seconds(seconds: float) -> int:
-    """Return a timeout as FLARE accepts it: whole seconds, and at least 1, because FLARE reads 0 as no timeout."""
-    return max(math.ceil(seconds), 1)

@@ -1,32 +1,42 @@
-"""The executor of every job: answers the request that the input filter decoded."""
+"""The executor of every job, which answers requests, and the filter that encodes its updates.
+
+FLARE's order at a site: the executor, the site's own result filters, the job's result filters. So the site's own
+filters see ordinary named arrays, and ``EncodeUpdate`` encodes their result as one message.
+"""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from nvflare.apis.dxo import from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
+from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
+from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
-from ..core.errors import FlareSparseError, MissingBase, get_failure_code
-from ..core.exchange import Request
+from ..core.errors import CheckpointError, MissingBase, RejectedMessage, get_failure_code
 from ..wire.capabilities import local_capabilities
 from .job_settings import SITE_SECTIONS, check_shown_settings
 from .payload import (
+    COUNTED,
     HELLO,
     MISSING_BASE_HEADER,
-    REQUEST,
     SUM,
     UPDATE,
     build_refusal,
+    dxo_to_update,
     extract_sum,
     hello_to_shareable,
+    shareable_to_message,
     sum_to_shareable,
     update_to_dxo,
+    update_to_shareable,
 )
-from .session import get_site_session, read_job
+from .session import get_site_session, read_job, read_site_policy
 from .workspace import write_site_error
 
 
@@ -66,12 +76,14 @@ class SparseExecutor(Executor):
             return self._refuse(self._error, get_failure_code(self._error), fl_ctx)
         if task_name == SUM:
             return self._answer_sum(shareable, fl_ctx)
-        request = shareable.get(REQUEST)
+        # FLARE receives and sends each message in threads of its own, and the C library keeps what each of them frees:
+        # without this, a site would take the memory of several messages more with every round.
+        try_malloc_trim()
         try:
-            if not isinstance(request, Request):
-                raise request if isinstance(request, Exception) else FlareSparseError("the task holds no request")
             session = get_site_session(fl_ctx)
             endpoint = session.get_endpoint(fl_ctx)
+            message, meta = shareable_to_message(shareable, "server")
+            request = endpoint.receive(message, meta.get(COUNTED))
             session.attach(fl_ctx, abort_signal)
             update = endpoint.answer(request)
             # Not at the end of the job alone: a process that dies before it would take the site's own model with it.
@@ -101,3 +113,40 @@ class SparseExecutor(Executor):
         reply = build_refusal(code, ReturnCode.EXECUTION_EXCEPTION)
         reply.set_header(MISSING_BASE_HEADER, isinstance(error, MissingBase))
         return reply
+
+
+class EncodeUpdate(Filter):
+    """At the site, on the task result: encodes the update that the site's filters return as one message."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the message; an update that cannot be encoded becomes a refusal with its error code only.
+
+        Raises:
+            RejectedMessage: the reply is not an update, or a filter broke it. FLARE then sends an error, no values.
+        """
+        # Removed before any return: FLARE's serializer (FOBS) at the server does not know these types.
+        pending = shareable.pop(UPDATE, None)
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable
+        if pending is None:
+            raise RejectedMessage("E_KIND", "reply", "an update of SparseExecutor", "something else")
+        endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
+        request, update = pending
+        update = dxo_to_update(from_shareable(shareable), update, endpoint.site.layout)
+        try:
+            encoded = endpoint.encode(request, update)
+        # Raised, for example, by a value that is not finite or exceeds the bound of a sum.
+        except Exception as error:  # noqa: BLE001 - FLARE would send its own code and log the error's text
+            code = get_failure_code(error)
+            write_site_error(error, code, fl_ctx)
+            return build_refusal(code, ReturnCode.TASK_RESULT_FILTER_ERROR)
+        if request.round > endpoint.method.config.rounds and endpoint.store is not None:
+            # The last request of a run: the next job that starts here deletes the checkpoints of this one. Without the
+            # mark they are deleted later, so a full disk must not cost the answer.
+            with suppress(CheckpointError):
+                endpoint.store.mark_finished(endpoint.store.folder)
+            if read_site_policy(fl_ctx).checkpoint_days == 0:
+                endpoint.store.delete()
+        # The memory of the training goes back before FLARE sends the message.
+        try_malloc_trim()
+        return update_to_shareable(encoded.data, update, endpoint.events)

@@ -42,8 +42,8 @@ EVENTS, COUNTED = "events", "counted"
 
 CODE_HEADER = "flare_sparse_code"
 MISSING_BASE_HEADER = "flare_sparse_not_held"
-REQUEST, UPDATE, REPLY = "flare_sparse.request", "flare_sparse.update", "flare_sparse.reply"
-"""Keys for decoded objects inside a process; they are never sent."""
+UPDATE = "flare_sparse.update"
+"""Key of the request and its update inside a site's process; they are never sent."""
 
 _RETURN_CODES = {str(value) for name, value in vars(ReturnCode).items() if name.isupper()}
 _KINDS: dict[Content, DataKind] = {

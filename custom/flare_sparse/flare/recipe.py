@@ -25,15 +25,12 @@ from ..core.errors import ConfigError
 from ..tasks.bundles.components import iterate_components
 from ..tasks.bundles.task import BundleConfig, BundleTask
 from ..tasks.script import ScriptConfig, ScriptTask
-from .aggregator import StagingAggregator
 from .controller import FederatedController
-from .executor import SparseExecutor
-from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
+from .executor import EncodeUpdate, SparseExecutor
 from .job_settings import SERVER_SECTIONS, SITE_SECTIONS, show_settings
 from .networks import NetworkSource, describe_network
 from .payload import HELLO, SUM, TASK
 from .session import (
-    AGGREGATOR_ID,
     METHOD_ID,
     SERVER_ID,
     SITE_ID,
@@ -177,9 +174,7 @@ class SparseRecipe(Recipe):
     def _add_server_components(self, job: FedJob, tracker: Tracker | None) -> None:
         job.to_server(FederatedController(**show_settings(self._config, SERVER_SECTIONS)), id="controller")
         job.to_server(ServerSession(), id=SERVER_ID)
-        job.to_server(StagingAggregator(), id=AGGREGATOR_ID)
         job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
-        self.add_server_input_filter(DecodeUpdate(), tasks=[TASK])
         if tracker is not None:
             job.to_server(tracker, id="tracker")
 
@@ -187,7 +182,6 @@ class SparseRecipe(Recipe):
         executor = SparseExecutor(**show_settings(self._config, SITE_SECTIONS))
         job.to_clients(executor, tasks=[HELLO, TASK, *([SUM] if has_sums else [])])
         job.to_clients(SiteSession(), id=SITE_ID)
-        self.add_client_input_filter(DecodeRequest(), tasks=[TASK])
         self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])
 
     def _add_settings(self, job: FedJob, config: JobConfig) -> None:

@@ -68,7 +68,7 @@ MODELS_FOLDER = "flare_sparse_models"
 """Folder in a startup kit that receives the site's own models, by run id, where tensors stay at the site."""
 REQUESTS_FOLDER = "flare_sparse_requests"
 """Folder in a site's startup kit with the records of the requests that the site answered, a file per run."""
-SITE_ID, SERVER_ID, AGGREGATOR_ID = "site", "server_session", "aggregator"
+SITE_ID, SERVER_ID = "site", "server_session"
 TASK_ID, METHOD_ID = "task", "method"
 _BASES = {TASK_ID: "flare_sparse.Task", METHOD_ID: "flare_sparse.methods.Method"}
 

@@ -28,7 +28,7 @@ from flare_sparse.config.policy.policy import PRESETS, Policy, read_policy
 from flare_sparse.core.errors import RequestRefused
 from flare_sparse.core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, UpdateSpec
 from flare_sparse.core.mask import Mask
-from flare_sparse.flare.filters import EncodeUpdate
+from flare_sparse.flare.executor import EncodeUpdate
 from flare_sparse.flare.payload import UPDATE, update_to_dxo
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy

@@ -18,8 +18,7 @@ from toy import Plain, ToyBench
 
 from flare_sparse.core.exchange import Assignment, Patch, Request
 from flare_sparse.core.mask import Mask
-from flare_sparse.flare.executor import SparseExecutor
-from flare_sparse.flare.filters import DecodeRequest, EncodeUpdate
+from flare_sparse.flare.executor import EncodeUpdate, SparseExecutor
 from flare_sparse.flare.payload import CODE_HEADER, get_refusal_code, message_to_shareable
 from flare_sparse.flare.session import SiteSession, describe_account
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
@@ -73,7 +72,7 @@ class Kit:
         full = Mask.full(self.bench.layout.size)
         request = Request("train", t, Patch.from_vector(weights, full), full)
         message = self.server.encode_requests({"site-1": Assignment(request)}).messages["site-1"]
-        shareable = DecodeRequest().process(message_to_shareable(message, {}), self.fl_ctx)
+        shareable = message_to_shareable(message, {})
         reply = SparseExecutor("fedavg", "toy", {}).execute("exchange", shareable, self.fl_ctx, Signal())
         scope = SimpleNamespace(task_result_filters={"out": [SiteResultPolicy()]})
         self.fl_ctx.set_prop(FLContextKey.SCOPE_OBJECT, scope, private=True, sticky=False)

@@ -29,8 +29,7 @@ from toy import Toy
 from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.core.exchange import Assignment, Patch, Request, UpdateSpec
 from flare_sparse.core.mask import Mask
-from flare_sparse.flare.executor import SparseExecutor
-from flare_sparse.flare.filters import EncodeUpdate
+from flare_sparse.flare.executor import EncodeUpdate, SparseExecutor
 from flare_sparse.flare.payload import (
     CODE_HEADER,
     HELLO,

@@ -26,8 +26,7 @@ from flare_sparse.config.loading import parse_job
 from flare_sparse.config.people import PEOPLE_FILE
 from flare_sparse.config.policy.policy import PRESETS
 from flare_sparse.flare.egress import serialize
-from flare_sparse.flare.executor import SparseExecutor
-from flare_sparse.flare.filters import DecodeRequest, EncodeUpdate
+from flare_sparse.flare.executor import EncodeUpdate, SparseExecutor
 from flare_sparse.flare.payload import (
     HELLO,
     QUESTION,
@@ -78,7 +77,7 @@ class Hospital:
         server = ServerEndpoint(assembly.layout, assembly.run_id, "float32", Ledger(), None, self.job.seed)
         model = assembly.method.init(torch.full_like(assembly.weights, factor), ["site-1"])
         attempt = server.encode_requests(assembly.method.ask_final(model, ["site-1"]))
-        request = DecodeRequest().process(message_to_shareable(attempt.messages["site-1"], {}), site.fl_ctx)
+        request = message_to_shareable(attempt.messages["site-1"], {})
         result = site.answer(TASK, request, lambda reply: EncodeUpdate().process(reply, site.fl_ctx))
         self._keep(site, result)
 

@@ -12,9 +12,8 @@ from torch.utils.data import TensorDataset
 from toy import Toy, ToyBench
 
 from flare_sparse.core.errors import DataError, MissingBase, RoundFailed, format_site_error
-from flare_sparse.core.exchange import Request
 from flare_sparse.flare import executor
-from flare_sparse.flare.payload import MISSING_BASE_HEADER, REQUEST, get_refusal_code
+from flare_sparse.flare.payload import MISSING_BASE_HEADER, get_refusal_code
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
 from flare_sparse.rounds.local.run import Watcher, run_locally
 from flare_sparse.tasks.task import Examples
@@ -80,9 +79,7 @@ def refuse(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[str, bool
     monkeypatch.setattr(executor, "get_site_session", fail)
     monkeypatch.setattr(executor, "write_site_error", lambda *report: None)
     monkeypatch.setattr(executor.SparseExecutor, "log_error", lambda *line: None)
-    task = Shareable()
-    task[REQUEST] = Request("train", 1, None, None)  # type: ignore[arg-type]
-    reply = executor.SparseExecutor("fedavg", "toy", {}).execute("exchange", task, None, Signal())  # type: ignore[arg-type]
+    reply = executor.SparseExecutor("fedavg", "toy", {}).execute("exchange", Shareable(), None, Signal())  # type: ignore[arg-type]
     assert SECRET not in str(reply)
     return get_refusal_code(reply), reply.get_header(MISSING_BASE_HEADER)
 

@@ -87,13 +87,14 @@ def _log_attempts(function: Any) -> Any:
     return encode_requests
 
 
-def _stop_before_decoding(function: Any) -> Any:
+def _stop_after_sending(function: Any) -> Any:
     @functools.wraps(function)
-    def process(filter_: Any, shareable: Any, fl_ctx: Any) -> Any:
-        stop_if_armed("receiving")
-        return function(filter_, shareable, fl_ctx)
+    def send(*arguments: Any, **named: Any) -> Any:
+        replies = function(*arguments, **named)
+        stop_if_armed("aggregating")
+        return replies
 
-    return process
+    return send
 
 
 def _stop_before_asking(function: Any) -> Any:
@@ -118,12 +119,14 @@ def _stop_before_answering(function: Any) -> Any:
 
 WRAPPERS: dict[str, list[tuple[str, str, Callable[[Any], Any]]]] = {
     "flare_sparse.rounds.federation.loop": [("Federation", "run", _stop_before("before"))],
-    "flare_sparse.rounds.endpoints.server": [("ServerEndpoint", "encode_requests", _log_attempts)],
+    "flare_sparse.rounds.endpoints.server": [
+        ("ServerEndpoint", "encode_requests", _log_attempts),
+        ("ServerEndpoint", "decode", _stop_before("receiving")),
+    ],
     "flare_sparse.rounds.endpoints.server_sums": [("SumExchange", "ask", _stop_before_asking)],
     "flare_sparse.rounds.endpoints.site": [("SiteEndpoint", "answer", _stop_in_training)],
     "flare_sparse.rounds.endpoints.site_sums": [("SiteSums", "answer", _stop_before_answering)],
-    "flare_sparse.flare.filters": [("DecodeUpdate", "process", _stop_before_decoding)],
-    "flare_sparse.flare.aggregator": [("StagingAggregator", "aggregate", _stop_before("aggregating"))],
+    "flare_sparse.rounds.federation.rounds": [("RoundRunner", "_send", _stop_after_sending)],
     "flare_sparse.core.checkpoint.store": [("Store", "save", _stop_before("saving"))],
     "nvflare.private.fed.client.client_runner": [("ClientRunner", "_try_send_result_once", _stop_before("sending"))],
 }

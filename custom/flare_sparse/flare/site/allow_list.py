@@ -66,12 +66,9 @@ def write_text(file: Path, text: str) -> None:
 
 PACKAGE = "flare_sparse."
 CLASSES = (
-    "flare_sparse.flare.aggregator.StagingAggregator",
     "flare_sparse.flare.controller.FederatedController",
+    "flare_sparse.flare.executor.EncodeUpdate",
     "flare_sparse.flare.executor.SparseExecutor",
-    "flare_sparse.flare.filters.DecodeRequest",
-    "flare_sparse.flare.filters.DecodeUpdate",
-    "flare_sparse.flare.filters.EncodeUpdate",
     "flare_sparse.flare.fingerprints.FingerprintController",
     "flare_sparse.flare.fingerprints.FingerprintExecutor",
     "flare_sparse.flare.session.UserMethod",
