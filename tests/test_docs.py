@@ -349,6 +349,9 @@ def test_commands_print_what_their_pages_show(tmp_path: Path, monkeypatch: pytes
         words += ["--env", "local"] if words[0] == "run" else []
         check_shown(page, command, CliRunner().invoke(app, words).output)
     assert len(marks) >= 6
+    (figures,) = (block for block in find_fenced_blocks("report.md", "python") if "SummaryWriter" in block)
+    exec(figures, {})
+    assert list(Path("runs/short/tensorboard").glob("events*"))
 
 
 @pytest.fixture

@@ -186,7 +186,6 @@ def test_interrupted_replacement_leaves_nothing_of_the_run_before(config: Path) 
     [
         ("--set", "method.sparsity=0.9"),
         ("--set", "simulator={sites: 2, data: {path: nowhere, partition: {kind: iid}}}"),
-        ("--env", "sim", "--set", "deployment.track=wandb"),
         ("--env", "prod"),
         ("--env", "prod", "--kit", "nowhere"),
         ("--env", "nowhere"),
@@ -197,8 +196,6 @@ def test_what_a_refused_run_was_to_replace_is_still_there(
 ) -> None:
     assert run(config, "--out", "out").exit_code == 0
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
-    # Of any extra that is not installed.
-    monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     refused = run(config, "--out", "out", "--start", "new", *options)
     assert refused.exit_code in (1, 2), refused.output

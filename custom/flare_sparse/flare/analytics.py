@@ -1,7 +1,4 @@
-"""Publish a run's metrics as FLARE expects them: metrics artifacts, the best round, analytics, monitoring."""
-
-import math
-from collections.abc import Mapping
+"""Publish a run's metrics as FLARE expects them: metrics artifacts, the best round, analytics."""
 
 from nvflare.apis.analytix import AnalyticsDataType
 from nvflare.apis.fl_component import FLComponent
@@ -10,19 +7,13 @@ from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic
 from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
-from nvflare.fuel.data_event.data_bus import DataBus
-from nvflare.metrics.metrics_keys import MetricKeys, MetricTypes
-from nvflare.metrics.metrics_publisher import publish_app_metrics
 
 from ..rounds.federation import BestModel, RoundRecord
 from ..tasks.task import Metric
 
-MONITORING = "flare_sparse"
-"""Prefix of the figures' names in FLARE's monitoring: ``flare_sparse_bytes_up``."""
 
-
-def announce_round(component: FLComponent, record: RoundRecord, job_name: str, fl_ctx: FLContext) -> None:
-    """Publish a round to FLARE's MetricsArtifactWriter, its analytics receivers and its monitoring.
+def announce_round(component: FLComponent, record: RoundRecord, fl_ctx: FLContext) -> None:
+    """Publish a round to FLARE's MetricsArtifactWriter and its analytics receivers.
 
     The metrics are those of the model after ``record.evaluated_round``.
     """
@@ -48,19 +39,6 @@ def announce_round(component: FLComponent, record: RoundRecord, job_name: str, f
     for tag, value in figures.items():
         dxo = create_analytic_dxo(tag, float(value), AnalyticsDataType.SCALAR, global_step=record.evaluated_round)
         send_analytic_dxo(component, dxo, fl_ctx, fire_fed_event=False)
-    tags = {"job_name": job_name, "job_id": fl_ctx.get_job_id()}
-    publish_gauges({**figures, "round": record.round}, tags)
-
-
-def publish_gauges(figures: Mapping[str, float], tags: Mapping[str, str]) -> None:
-    """Publish figures on the data bus of this process, where FLARE's StatsDReporter takes them if one is configured.
-
-    Args:
-        figures: values by name; StatsD has no notation for one that is not finite, so such a value is left out.
-        tags: tags of every figure.
-    """
-    gauges = {name: float(value) for name, value in figures.items() if math.isfinite(value)}
-    publish_app_metrics({**gauges, MetricKeys.type: MetricTypes.GAUGE}, MONITORING, dict(tags), DataBus())
 
 
 def announce_best(component: FLComponent, best: BestModel, metric: Metric, fl_ctx: FLContext) -> None:

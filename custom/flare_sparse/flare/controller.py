@@ -139,7 +139,7 @@ class FederatedController(Controller):
         def commit(record: RoundRecord) -> None:
             line = folder.commit(record)
             feed.commit(line)
-            announce_round(self, record, job.name, fl_ctx)
+            announce_round(self, record, fl_ctx)
             for event in format_events(line):
                 self.logger.warning(event)
             self._lines.append(format_progress(line))

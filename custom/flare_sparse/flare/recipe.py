@@ -40,7 +40,6 @@ from .session import (
     UserMethod,
     UserTask,
 )
-from .tracking import Tracker
 from .workspace import JOB_FILE
 
 
@@ -66,7 +65,6 @@ class SparseRecipe(Recipe):
             installed the wheel and allows its classes.
         modules: the user's files and package folders; those of a task or a method travel with ``"byoc"`` only, those of
             a training script always.
-        tracker: component that sends the figures to MLflow or Weights & Biases; None: none.
 
     Raises:
         ConfigError: there are ``modules``, and the packaging is ``installed``.
@@ -81,7 +79,6 @@ class SparseRecipe(Recipe):
         config: RunConfig,
         *,
         modules: tuple[Path, ...] = (),
-        tracker: Tracker | None = None,
     ):
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
@@ -92,7 +89,7 @@ class SparseRecipe(Recipe):
         if config.federation.gpus:
             job.job.add_resource_spec(PORTABLE_RESOURCE_DEFAULT_KEY, {"num_of_gpus": config.federation.gpus})
         self._config = config
-        self._add_server_components(job, tracker)
+        self._add_server_components(job)
         self._add_site_components(job, has_sums=config.sum_rules is not None)
         self._add_settings(job, config)
         # Nested under "server", the only place where FLARE reads it.
@@ -171,12 +168,10 @@ class SparseRecipe(Recipe):
             modules=modules,
         )
 
-    def _add_server_components(self, job: FedJob, tracker: Tracker | None) -> None:
+    def _add_server_components(self, job: FedJob) -> None:
         job.to_server(FederatedController(**show_settings(self._config, SERVER_SECTIONS)), id="controller")
         job.to_server(ServerSession(), id=SERVER_ID)
         job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
-        if tracker is not None:
-            job.to_server(tracker, id="tracker")
 
     def _add_site_components(self, job: FedJob, *, has_sums: bool) -> None:
         executor = SparseExecutor(**show_settings(self._config, SITE_SECTIONS))

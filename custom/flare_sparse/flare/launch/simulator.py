@@ -34,7 +34,6 @@ from ..kits import KITS_VARIABLE
 from ..recipe import SparseRecipe
 from ..session import SITE_MODELS_VARIABLE
 from ..site.allow_list import allow_classes
-from ..tracking import FOLDERS
 from ..watchdog import COMMAND_VARIABLE, end_processes, identify_command
 from .connection import JobFailed
 
@@ -169,9 +168,6 @@ def simulate(
     for name in ("metrics_summary.json", "round_metrics.jsonl"):
         if (server / "metrics" / name).is_file():
             shutil.copy2(server / "metrics" / name, out / name)
-    for name in FOLDERS.values():
-        if (server / name).is_dir():
-            shutil.copytree(server / name, out / name, dirs_exist_ok=True)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 
@@ -261,7 +257,7 @@ def _create_workspace(workspace: Path, workplace: Workplace) -> None:
     """Create the empty workspace of a job, with what the simulated server and sites share."""
     shutil.rmtree(workspace, ignore_errors=True)
     (workspace / "local").mkdir(parents=True)
-    allow_classes(workspace, workplace.allowed_classes, at_server=True)
+    allow_classes(workspace, workplace.allowed_classes)
     if workplace.policy:
         shutil.copy2(workplace.policy, workspace / "local" / POLICY_FILE)
 
