@@ -16,7 +16,6 @@ def run(
     observer: Observer = SILENT,
     *,
     kit: Path | None = None,
-    restart_command: str = "",
 ) -> Run:
     """Submit the job to a running federation and wait for its result; each site reads its own data.
 
@@ -27,7 +26,6 @@ def run(
         folder: its result folder, prepared.
         observer: hears of the rounds.
         kit: startup kit of an admin who may submit jobs.
-        restart_command: command that submits the job again, for the user; empty: unknown.
 
     Raises:
         ConfigError: there is no startup kit of an admin, or the login at the server failed.
@@ -44,7 +42,6 @@ def run(
         folder.path,
         on_line=observer.say,
         resume=folder.resume,
-        restart_command=restart_command,
         before_submission=folder.clear,
     )
     return complete_run(study, folder)

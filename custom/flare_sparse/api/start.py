@@ -106,7 +106,6 @@ def launch(
     folder: RunFolder,
     observer: Observer,
     kit: Path | None = None,
-    restart_command: str = "",
 ) -> Run:
     """Run a study in an environment and return the finished run.
 
@@ -116,7 +115,6 @@ def launch(
         folder: its result folder, prepared.
         observer: hears of the rounds.
         kit: startup kit of an admin, for ``prod``.
-        restart_command: command that submits the job again, for the user; empty: unknown.
 
     Raises:
         ConfigError: there is no such environment, or the study cannot run in it.
@@ -130,7 +128,7 @@ def launch(
     Withdrawals.read(study.folder).inherit(folder.path)
     # Imported by name: a local run needs nothing of FLARE.
     environment = importlib.import_module(f".{env}", __package__)
-    begin = partial(environment.run, kit=kit, restart_command=restart_command) if env == "prod" else environment.run
+    begin = partial(environment.run, kit=kit) if env == "prod" else environment.run
     result: Run = begin(study, folder, observer)
     return result
 

@@ -176,8 +176,8 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str
     Raises:
         ConfigError: the kit is not that of an admin, the login failed, or the server knows no such job.
     """
-    from ..flare.feed import fetch_rounds
     from ..flare.launch.connection import LOST, open_connection
+    from ..flare.launch.following import fetch_rounds
 
     with open_connection(kit) as connection:
         num_rounds, rounds = 0, list[Mapping[str, Any]]()

@@ -1,8 +1,11 @@
 """The controller of every job: carries the requests of ``Federation`` to the sites and writes the run's record."""
 
+import base64
+import json
 import logging
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
@@ -28,7 +31,6 @@ from ..rounds.endpoints.server import Attempt, ServerEndpoint
 from ..rounds.federation import Connections, Federation, Reply, RoundRecord, SumQuestions
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
-from .feed import STATS, TOPIC, RecordFeed
 from .job_settings import SERVER_SECTIONS, check_shown_settings
 from .payload import (
     COUNTED,
@@ -50,8 +52,8 @@ from .workspace import get_workspace
 RESULTS = "flare_sparse"
 """Folder below the server's app folder that holds the record of a run."""
 
-READY = "the controller of flare-sparse has started"
-"""Line of the server's log from which on a job's statistics can be read."""
+STATS = "flare_sparse"
+"""Group of a running job's statistics (``show_stats``) that holds the rounds so far."""
 
 UNARCHIVED = (
     "this job has already finished, but FLARE never archived its result (%s): the same model is delivered now. To run "
@@ -82,13 +84,12 @@ class FederatedController(Controller):
     def __init__(self, method: str, task: str, settings: Mapping[str, Any], task_check_period: float = 0.02):
         super().__init__(task_check_period=task_check_period)
         self.method, self.task, self.settings = method, task, dict(settings)
-        self._lines: list[str] = []
-        self._feed: RecordFeed | None = None
+        self._lines: list[dict[str, Any]] = []
         self._invitations: dict[str, Task] = {}
         self._returned: set[str] = set()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        self.log_info(fl_ctx, READY)
+        """Required by FLARE; everything is built in ``control_flow``, whose errors have codes."""
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Required by FLARE; there is nothing to release."""
@@ -105,8 +106,9 @@ class FederatedController(Controller):
         if event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
             if isinstance(collector, GroupInfoCollector):
-                lines = [] if self._feed is None else self._feed.dump_rounds()
-                collector.set_info(STATS, {"rounds": list(self._lines), "lines": lines})
+                lines = list(self._lines)
+                record = base64.b64encode(zlib.compress(json.dumps(lines).encode())).decode()
+                collector.set_info(STATS, {"rounds": [format_progress(line) for line in lines], "record": record})
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         try:
@@ -131,19 +133,16 @@ class FederatedController(Controller):
         polling = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
         self._polling = cleanup.enter_context(closing(polling))
 
-        self._feed = feed = RecordFeed()
-        fl_ctx.get_engine().register_app_command(TOPIC, feed.answer)
         limit_s = job.federation.task_timeout_s
         ask = partial(self._ask, fl_ctx, abort_signal)
 
         def commit(record: RoundRecord) -> None:
             line = folder.commit(record)
-            feed.commit(line)
             announce_round(self, record, fl_ctx)
             for event in format_events(line):
                 self.logger.warning(event)
-            self._lines.append(format_progress(line))
-            self.logger.info(self._lines[-1])
+            self._lines.append(line)
+            self.logger.info(format_progress(line))
 
         def exchange(attempt: Attempt) -> Mapping[str, Reply]:
             meta = {"kind": attempt.kind, "round": attempt.round}

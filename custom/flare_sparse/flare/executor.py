@@ -16,6 +16,7 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
+from nvflare.apis.utils.task_utils import contains_lazy_download_ref, materialize_lazy_download_refs
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from ..core.errors import CheckpointError, MissingBase, RejectedMessage, get_failure_code
@@ -82,6 +83,10 @@ class SparseExecutor(Executor):
         try:
             session = get_site_session(fl_ctx)
             endpoint = session.get_endpoint(fl_ctx)
+            # In a job with a script FLARE downloads what a task holds only for a filter, and for whoever asks.
+            if contains_lazy_download_ref(shareable):
+                cell = fl_ctx.get_engine().get_cell()
+                shareable = materialize_lazy_download_refs(shareable, cell, abort_signal)
             message, meta = shareable_to_message(shareable, "server")
             request = endpoint.receive(message, meta.get(COUNTED))
             session.attach(fl_ctx, abort_signal)

@@ -9,22 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.flare_api.api_spec import (
     AuthenticationError,
-    AuthorizationError,
     JobNotFound,
     JobNotRunning,
     NoConnection,
     SessionClosed,
 )
+from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare.controller import READY, RESULTS
-from flare_sparse.flare.feed import STATS, TOPIC
+from flare_sparse.flare.controller import RESULTS, STATS, FederatedController
 from flare_sparse.flare.launch import connection as connection_module
 from flare_sparse.flare.launch import following, submission
 from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, JobFailed, ServerConnection
-from flare_sparse.flare.launch.following import DROPPED, JobFollower, SiteActivity, find_activity, is_lost
+from flare_sparse.flare.launch.following import DROPPED, START_S, JobFollower, is_dropped, is_lost
 from flare_sparse.results.runs.record import GrowingRecord
 
 LINE = "round {}/9  3/3 sites  4.0 kB  1.0 s"
@@ -54,15 +54,27 @@ def build_line(number: int, **fields: Any) -> dict[str, Any]:
     }
 
 
+def pack(rounds: list[dict[str, Any]]) -> str:
+    """Return the lines of rounds as the controller's statistics hold them."""
+    context = FLContext()
+    collector = GroupInfoCollector()
+    context.set_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR, collector)
+    controller = FederatedController("fedavg", "toy", {})
+    controller._lines = rounds
+    controller.handle_event(InfoCollector.EVENT_TYPE_GET_STATS, context)
+    packed: str = collector.info[STATS]["record"]
+    return packed
+
+
 class FakeServer:
     """A FLARE server whose job goes through ``script``: each poll of the status takes the next step.
 
     A step is a status, or an exception that every request raises until the next login.
     """
 
-    def __init__(self, *script: str | type[Exception], log: str = READY, rounds: int = 0, started: float = 1.0):
+    def __init__(self, *script: str | type[Exception], rounds: int = 0, started: float = 1.0):
         self.script: Iterator[str | type[Exception]] = iter(script)
-        self.log, self.started, self.running = log, started, True
+        self.started, self.running = started, True
         self.rounds = [build_line(number) for number in range(1, rounds + 1)]
         self.clients: dict[str, list[dict[str, str]]] = {}
         self.requests: list[str] = []
@@ -88,17 +100,12 @@ class FakeServer:
     def get_job_meta(self, job: str) -> dict[str, Any]:
         return {"job_id": job, "status": "RUNNING", "submit_time": 2.0}
 
-    def get_job_logs(self, job: str, target: str) -> dict[str, Any]:
+    def show_stats(self, job: str, target: str) -> dict[str, Any]:
         assert (job, target) == ("J", "server")
-        self.requests.append("log")
-        return {"logs": {"server": self.log}}
-
-    def do_app_command(self, job: str, topic: str, data: dict[str, int]) -> dict[str, str]:
-        assert (job, topic) == ("J", TOPIC)
         self.requests.append("lines")
         if not self.running:
             raise JobNotRunning(f"job {job} is not running")
-        return {"rounds": json.dumps(self.rounds[data["rounds"] :])}
+        return {"server": {STATS: {"record": pack(self.rounds)}}}
 
     def get_system_info(self) -> Any:
         jobs = [SimpleNamespace(job_id="J")] if self.running else []
@@ -117,6 +124,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     fake = SimpleNamespace(monotonic=lambda: time.now, sleep=lambda s: setattr(time, "now", time.now + s))
     for module in (connection_module, following, submission):
         monkeypatch.setattr(module, "time", fake)
+    monkeypatch.setattr(following, "START_S", 0.0)
     return time
 
 
@@ -143,32 +151,16 @@ def follow(
 pytestmark = pytest.mark.usefixtures("clock")
 
 
-def test_lines_are_read_only_after_the_job_has_logged_its_start(
+def test_lines_are_read_only_once_the_process_has_had_time_to_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """FLARE calls a job RUNNING seconds before its process can answer; each question until then is a traceback."""
-    server = FakeServer("SUBMITTED", "RUNNING", "RUNNING", "RUNNING", "FINISHED:COMPLETED", log="")
-    monkeypatch.setattr(server, "get_job_logs", reveal_after(2, server))
-    status, _ = follow(server, monkeypatch, tmp_path)
+    monkeypatch.setattr(following, "START_S", START_S)
+    server = FakeServer("SUBMITTED", *["RUNNING"] * 7, "FINISHED:COMPLETED", rounds=2)
+    status, lines = follow(server, monkeypatch, tmp_path)
     assert status == "FINISHED:COMPLETED"
-    assert server.requests == ["login", "log", "log", "log", "lines"]
-
-
-def reveal_after(count: int, server: FakeServer) -> Any:
-    """Return a ``get_job_logs`` whose log holds the start after ``count`` requests."""
-
-    def get_job_logs(job: str, target: str) -> dict[str, Any]:
-        server.requests.append("log")
-        return {"logs": {"server": READY} if server.requests.count("log") > count else {}}
-
-    return get_job_logs
-
-
-def test_lines_are_read_once_the_log_stays_silent_for_a_minute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    server = FakeServer(*["RUNNING"] * 40, "FINISHED:COMPLETED", log="", rounds=2)
-    _, lines = follow(server, monkeypatch, tmp_path)
-    assert server.requests.count("log") == 32
-    assert lines[-3:-1] == [LINE.format(1), f"{LINE.format(2)}"]
+    assert server.requests == ["login", "lines", "lines"]
+    assert [line for line in lines if line.startswith("round")] == [LINE.format(1), LINE.format(2)]
 
 
 def test_committed_lines_grow_in_the_output_once_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,22 +171,6 @@ def test_committed_lines_grow_in_the_output_once_each(monkeypatch: pytest.Monkey
     follow(server, monkeypatch, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
     assert lines == [build_line(1), build_line(2)]
-
-
-def test_rounds_are_shown_to_an_admin_who_may_not_use_app_commands(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """FLARE's role ``lead`` may submit jobs and read their statistics only."""
-    server = FakeServer("RUNNING", "RUNNING", "FINISHED:COMPLETED", rounds=2)
-    stats = {"server": {STATS: {"lines": [json.dumps(line) for line in server.rounds]}}}
-
-    def refuse(job: str, topic: str, counts: dict[str, int]) -> Any:
-        raise AuthorizationError("user not authorized for the action 'app_command'")
-
-    monkeypatch.setattr(server, "do_app_command", refuse)
-    monkeypatch.setattr(server, "show_stats", lambda job, target: stats, raising=False)
-    _, lines = follow(server, monkeypatch, tmp_path)
-    assert [line for line in lines if line.startswith("round")] == [LINE.format(1), LINE.format(2)]
 
 
 @pytest.mark.parametrize("failure", [NoConnection, SessionClosed, AuthenticationError])
@@ -269,49 +245,36 @@ IDLE, BUSY = {"status": "no_jobs"}, {"job_id": "J", "status": "started"}
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        (None, SiteActivity.AWAY),
-        ([BUSY], SiteActivity.RUNS_JOB),
-        ([{"job_id": "other", "status": "started"}, BUSY], SiteActivity.RUNS_JOB),
-        ([IDLE], SiteActivity.IDLE),
-        ([{"job_id": "other", "status": "started"}], SiteActivity.IDLE),
-        ([{"status": "no_reply"}], SiteActivity.AWAY),
-        ([{"status": "error"}], SiteActivity.UNKNOWN),
-        ([], SiteActivity.UNKNOWN),
+        (None, False),
+        ([BUSY], False),
+        ([{"job_id": "other", "status": "started"}, BUSY], False),
+        ([IDLE], True),
+        ([{"job_id": "other", "status": "started"}], True),
+        ([{"status": "no_reply"}], False),
+        ([{"status": "error"}], False),
+        ([], False),
     ],
 )
-def test_activity_of_a_site_is_what_its_client_reports(
-    entries: list[dict[str, str]] | None, expected: SiteActivity
+def test_site_is_dropped_if_its_client_reports_that_it_does_not_run_the_job(
+    entries: list[dict[str, str]] | None, expected: bool
 ) -> None:
     server = FakeServer()
     server.clients = {} if entries is None else {"site-2": entries}
-    assert find_activity(server, "site-2", "J") is expected
+    assert is_dropped(server, "site-2", "J") is expected
 
 
-@pytest.mark.parametrize(
-    ("entries", "restarts", "remedy"),
-    [
-        ([BUSY], True, "its client is connected and runs the job; it takes part again as soon as it replies in time"),
-        (None, True, "its client is not connected; start it (KIT/startup/start.sh at the site)"),
-        ([IDLE], False, "FLARE has dropped site-2 from the job; to go on with it from the last committed round, press"),
-        ([], True, "if its client was restarted, it does not rejoin a running job: press Ctrl-C and type: AGAIN"),
-    ],
-)
+@pytest.mark.parametrize(("entries", "restarts"), [([BUSY], True), (None, True), ([IDLE], False), ([], True)])
 def test_silence_of_a_site_is_explained_once_with_its_remedy(
-    entries: list[dict[str, str]] | None,
-    restarts: bool,
-    remedy: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    entries: list[dict[str, str]] | None, restarts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     server = FakeServer("RUNNING", "FINISHED:COMPLETED")
     server.clients = {} if entries is None else {"site-2": entries}
     server.rounds = [build_line(n, timed_out=["site-2", "site-1"] if n == 2 else ["site-2"]) for n in (1, 2, 3)]
-    status, lines = follow(server, monkeypatch, tmp_path, restarts=restarts, restart_command="AGAIN")
+    status, lines = follow(server, monkeypatch, tmp_path, restarts=restarts)
     assert status == "FINISHED:COMPLETED"
-    hints = [line for line in lines if line.startswith("site-")]
-    assert len(hints) == 1
-    assert hints[0].startswith("site-2 did not reply in 2 rounds: ")
-    assert remedy in hints[0]
+    (hint,) = (line for line in lines if line.startswith("site-"))
+    assert hint.startswith("site-2 did not reply in 2 rounds. If it does not run, start it (KIT/startup/start.sh")
+    assert ("the job is submitted again by itself" if restarts else "run this command again") in hint
 
 
 def test_job_ends_once_a_site_that_was_dropped_is_connected_again(
@@ -321,19 +284,18 @@ def test_job_ends_once_a_site_that_was_dropped_is_connected_again(
     silent = [build_line(n, timed_out=["site-2"] * (n < 3), quarantined=["site-2"] * (n == 3)) for n in (1, 2, 3)]
     polls = iter([silent[:1], silent[:2], silent[:2], silent])
 
-    def do_app_command(job: str, topic: str, counts: dict[str, int]) -> dict[str, str]:
+    def show_stats(job: str, target: str) -> dict[str, Any]:
         rounds = next(polls)
         # The client's supervisor has restarted it when the third round is committed.
         server.clients = {"site-2": [IDLE]} if len(rounds) == 3 else {}
-        return {"rounds": json.dumps(rounds[counts["rounds"] :])}
+        return {"server": {STATS: {"record": pack(rounds)}}}
 
-    monkeypatch.setattr(server, "do_app_command", do_app_command)
+    monkeypatch.setattr(server, "show_stats", show_stats)
     shown: set[int] = set()
     status, lines = follow(server, monkeypatch, tmp_path, restarts=True, shown=shown)
     assert status == DROPPED
     assert shown == {1, 2, 3}
-    assert [line for line in lines if "AGAIN" in line] == []
-    assert "the job is submitted again by itself" in next(line for line in lines if line.startswith("site-2"))
+    assert len([line for line in lines if line.startswith("site-2")]) == 1
 
 
 def test_round_that_was_shown_is_not_shown_again_and_events_precede_their_round(
@@ -376,8 +338,7 @@ def test_job_is_submitted_again_for_a_dropped_or_slow_site_at_most_three_times(
     monkeypatch.setattr(submission, "_abort", lambda connection, job: aborted.append(job))
     monkeypatch.setattr(submission, "_list_refusals", lambda connection, job: [f"site-2{submission.UNANSWERED}"])
     connection = connect(server, monkeypatch, tmp_path, lines)
-    options = {"restart_command": "AGAIN", "on_line": lines.append}
-    ended = submission._follow(connection, None, tmp_path, None, **options)
+    ended = submission._follow(connection, None, tmp_path, None, lines.append, has_rounds=True)
     restarts = min(times, submission.MAX_RESTARTS)
     assert submitted == [f"J{number}" for number in range(1, restarts + 2)]
     assert aborted == (submitted[:-1] if end == DROPPED else [])

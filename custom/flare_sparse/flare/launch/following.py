@@ -1,8 +1,10 @@
 """Follow a job of a running federation: its status, its rounds, and whether its server still runs it."""
 
+import base64
+import json
 import time
+import zlib
 from collections.abc import Callable, Mapping
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -13,26 +15,16 @@ from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
 
 from ...results.runs.progress import ProgressFormatter
 from ...results.runs.record import GrowingRecord
-from ..controller import READY
-from ..feed import fetch_rounds
+from ..controller import STATS
 from .connection import LOST, ServerConnection, describe_lost_job
 
 POLL_S = 2.0
-START_S = 60.0
-"""Seconds after which a job's lines are asked for although its log does not say that it has started."""
+START_S = 10.0
+"""Seconds that a job's process needs to start; asked before that, FLARE's server logs an error."""
 MISSES = 2
 """Number of successive rounds without a site after which the command looks for the reason."""
 DROPPED = "DROPPED"
 """Status of a job that must be submitted again, because FLARE has dropped a connected site from it."""
-
-
-class SiteActivity(Enum):
-    """What a site's client does, as its own answer to the server says."""
-
-    RUNS_JOB = "its client is connected and runs the job"
-    IDLE = "its client is connected and does not run the job"
-    AWAY = "its client is not connected"
-    UNKNOWN = "the server does not say what its client does"
 
 
 class JobFollower:
@@ -42,10 +34,8 @@ class JobFollower:
         connection: connection to the server.
         job: id of the job.
         on_line: called with a line of text for each change of status, each round and each hint.
-        record: extended by the job's rounds as they are committed.
-        restarts: whether :meth:`follow` ends with ``DROPPED`` for a job that must be submitted again; otherwise a line
-            says so.
-        restart_command: command that submits the job again, for that line; empty: unknown.
+        record: extended by the job's rounds as they are committed; None: the job has none.
+        restarts: whether :meth:`follow` ends with ``DROPPED`` for a job that must be submitted again.
         shown: numbers of the attempts of the rounds that were shown before the job was submitted again.
 
     Attributes:
@@ -58,20 +48,16 @@ class JobFollower:
         connection: ServerConnection,
         job: str,
         on_line: Callable[[str], None],
-        record: GrowingRecord,
+        record: GrowingRecord | None,
         *,
         restarts: bool = False,
-        restart_command: str = "",
         shown: set[int] | None = None,
     ):
         self._connection, self._job, self._on_line = connection, job, on_line
-        self._record, self._formatter = record, ProgressFormatter()
-        self._restarts, self._restart_command = restarts, restart_command or "this command, without --start"
-        self._announced: dict[str, SiteActivity] = {}
+        self._record, self._formatter, self._restarts = record, ProgressFormatter(), restarts
         self.shown: set[int] = set() if shown is None else shown
         self.dropped: list[str] = []
-        self._running_since: float | None = None
-        self._is_ready = False
+        self._asks_at: float | None = None
         self._misses: dict[str, int] = {}
 
     def follow(self) -> str:
@@ -83,8 +69,10 @@ class JobFollower:
         status = ""
         while True:
             previous, status = status, self._connection.ask(lambda session: str(session.get_job_status(self._job)))
-            if status == "RUNNING" and self._show_rounds() and (self.dropped or self._explain_silence()):
-                return DROPPED
+            if status == "RUNNING" and self._record is not None:
+                self._show_rounds(self._record)
+                if self.dropped:
+                    return DROPPED
             # That the job is submitted was said when it was.
             if status not in (previous, "SUBMITTED"):
                 self._on_line(f"job {self._job}: {status.lower()}")
@@ -108,55 +96,39 @@ class JobFollower:
         # A site that stays silent is quarantined after some rounds, and not asked in each of the next ones.
         silent = {*line["timed_out"], *line.get("quarantined", ())}
         self._misses = {site: self._misses.get(site, 0) + 1 for site in silent}
-        self._announced = {site: activity for site, activity in self._announced.items() if site in silent}
+        for site in sorted(site for site, count in self._misses.items() if count == MISSES):
+            again = "the job is submitted again by itself" if self._restarts else "run this command again"
+            self._on_line(
+                f"{site} did not reply in {MISSES} rounds. If it does not run, start it (KIT/startup/start.sh at the "
+                f"site); FLARE drops a site that was restarted from the job, and then {again}. If its training takes "
+                "longer, raise federation.task_timeout_s or federation.round_minutes"
+            )
 
-    def _show_rounds(self) -> bool:
-        """Show the new rounds and return whether there are any."""
-        lines = self._connection.ask(self._read_rounds)
-        for line in lines:
-            self.show(line)
-        return bool(lines)
-
-    def _explain_silence(self) -> bool:
-        """Say why a site has been silent for some rounds, once for each reason.
-
-        Returns:
-            Whether the job must be submitted again and may be.
-        """
-        for site in sorted(site for site, count in self._misses.items() if count >= MISSES):
-            activity = self._connection.ask(partial(find_activity, site=site, job=self._job))
-            if activity is SiteActivity.IDLE and self._restarts:
-                self.dropped.append(site)
-            elif self._announced.get(site) is not activity:
-                self._announced[site] = activity
-                self._on_line(f"{site} did not reply in {MISSES} rounds: {self._describe_remedy(activity, site)}")
-        return bool(self.dropped)
-
-    def _describe_remedy(self, activity: SiteActivity, site: str) -> str:
-        """Return the reason of a site's silence, and what to do."""
-        restart = f"press Ctrl-C and type: {self._restart_command}"
-        remedies = {
-            SiteActivity.RUNS_JOB: "it takes part again as soon as it replies in time. If its training takes longer, "
-            "raise federation.task_timeout_s or federation.round_minutes",
-            SiteActivity.IDLE: f"FLARE has dropped {site} from the job; to go on with it from the last committed "
-            f"round, {restart}",
-            SiteActivity.AWAY: "start it (KIT/startup/start.sh at the site). If its computer only lost its connection, "
-            "it takes part again by itself; if it was restarted, "
-            + ("the job is submitted again by itself" if self._restarts else restart),
-            SiteActivity.UNKNOWN: f"if its client was restarted, it does not rejoin a running job: {restart}",
-        }
-        return f"{activity.value}; {remedies[activity]}"
-
-    def _read_rounds(self, session: Session) -> list[dict[str, Any]]:
-        """Append the new lines to the record and return those of the rounds; empty while the job starts or ends.
+    def _show_rounds(self, record: GrowingRecord) -> None:
+        """Show the new rounds, and look for sites that FLARE has dropped from the job.
 
         Raises:
             JobFailed: the server was restarted and does not run the job any more.
         """
-        if not self._has_started(session):
-            return []
+        self._asks_at = time.monotonic() + START_S if self._asks_at is None else self._asks_at
+        if time.monotonic() < self._asks_at:
+            return
+        lines = self._connection.ask(partial(self._read_rounds, known=record.count))
+        record.append(lines)
+        for line in lines:
+            self.show(line)
+        for site in sorted(site for site, count in self._misses.items() if lines and count >= MISSES):
+            if self._restarts and self._connection.ask(partial(is_dropped, site=site, job=self._job)):
+                self.dropped.append(site)
+
+    def _read_rounds(self, session: Session, known: int) -> list[dict[str, Any]]:
+        """Return the lines of the rounds after those that are known; empty while the job starts or ends.
+
+        Raises:
+            JobFailed: the server was restarted and does not run the job any more.
+        """
         try:
-            rounds = fetch_rounds(session, self._job, self._record.count)
+            return fetch_rounds(session, self._job, known)
         except LOST:
             raise
         except JobNotRunning:
@@ -168,37 +140,23 @@ class JobFollower:
         # record that is downloaded at the end holds all rounds.
         except Exception:  # noqa: BLE001
             return []
-        self._record.append(rounds)
-        return rounds
-
-    def _has_started(self, session: Session) -> bool:
-        """Return whether the server's job process has its components.
-
-        FLARE calls a job RUNNING as soon as its process is launched. The process needs seconds to start, and each
-        request for lines before that leaves an error in the server's log, so the job's own log is asked first.
-        """
-        now = time.monotonic()
-        if self._running_since is None:
-            self._running_since = now
-        if not self._is_ready:
-            self._is_ready = has_logged_start(session, self._job) or now - self._running_since > START_S
-        return self._is_ready
 
 
-def has_logged_start(session: Session, job: str) -> bool:
-    """Return whether the log of the server's job process says that its controller has started.
+def fetch_rounds(session: Session, job: str, known: int) -> list[dict[str, Any]]:
+    """Return the lines of a running job's ``rounds.jsonl`` after the first ones.
+
+    Args:
+        session: session of an admin.
+        job: id of the job.
+        known: number of lines to pass over.
 
     Raises:
-        NoConnection, SessionClosed, AuthenticationError: the connection is lost.
+        Exception: of several kinds: the job starts or ends, the connection is lost, or this admin may not ask.
     """
-    try:
-        log = session.get_job_logs(job, "server")["logs"].get("server") or ""
-    except LOST:
-        raise
-    # The log does not exist yet, or its owner does not let this admin read it.
-    except Exception:  # noqa: BLE001
-        return False
-    return READY in log
+    # Statistics, which every role that may submit a job may read; app commands are not for FLARE's role lead.
+    packed = session.show_stats(job, "server")["server"][STATS]["record"]
+    lines: list[dict[str, Any]] = json.loads(zlib.decompress(base64.b64decode(packed)))
+    return lines[known:]
 
 
 def is_lost(session: Session, meta: dict[str, Any]) -> bool:
@@ -217,8 +175,8 @@ def is_lost(session: Session, meta: dict[str, Any]) -> bool:
     return meta.get(JobMetaKey.JOB_ID.value) not in {job.job_id for job in info.job_info}
 
 
-def find_activity(session: Session, site: str, job: str) -> SiteActivity:
-    """Return whether the client of a site is connected and runs a job.
+def is_dropped(session: Session, site: str, job: str) -> bool:
+    """Return whether the client of a site is connected and does not run a job, as its own answer to the server says.
 
     Args:
         session: session of an admin.
@@ -229,21 +187,13 @@ def find_activity(session: Session, site: str, job: str) -> SiteActivity:
         NoConnection, SessionClosed, AuthenticationError: the connection is lost.
     """
     try:
-        if site not in {client.name for client in session.get_system_info().client_info}:
-            return SiteActivity.AWAY
         entries = session.get_client_job_status([site]) or []
     except LOST:
         raise
-    # FLARE raises several kinds of exceptions: the client has just left, or this admin may not ask.
+    # FLARE raises several kinds of exceptions: the client is not connected, or this admin may not ask.
     except Exception:  # noqa: BLE001
-        return SiteActivity.UNKNOWN
+        return False
     entries = [entry for entry in entries if entry.get(MetaKey.CLIENT_NAME) == site]
-    if any(entry.get(MetaKey.JOB_ID) == job for entry in entries):
-        return SiteActivity.RUNS_JOB
-    states = {entry.get(MetaKey.STATUS) for entry in entries}
-    if MetaStatusValue.NO_REPLY in states:
-        return SiteActivity.AWAY
     # An error of the client is no proof that it does not run the job.
-    if not entries or MetaStatusValue.ERROR in states:
-        return SiteActivity.UNKNOWN
-    return SiteActivity.IDLE
+    unclear = {MetaStatusValue.NO_REPLY, MetaStatusValue.ERROR} & {entry.get(MetaKey.STATUS) for entry in entries}
+    return bool(entries) and not unclear and all(entry.get(MetaKey.JOB_ID) != job for entry in entries)

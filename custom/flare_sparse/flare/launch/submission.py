@@ -45,7 +45,6 @@ def run_deployed(
     *,
     on_line: Callable[[str], None] = lambda line: None,
     resume: bool = False,
-    restart_command: str = "",
     before_submission: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Submit a recipe, follow its rounds, and collect its record in ``out``.
@@ -63,7 +62,6 @@ def run_deployed(
         on_line: called with a line of text for each change of the job's status and for each round.
         resume: follow the job that was last submitted from ``out``, or download its result, instead of submitting the
             recipe; it is submitted if there is no such job, or it ended without a result.
-        restart_command: command that submits the job again, for the user; empty: unknown.
         before_submission: called once connected, when no older job from ``out`` runs.
 
     Returns:
@@ -77,7 +75,7 @@ def run_deployed(
     with redirect_messages(out / "flare.log"), open_connection(kit, on_line) as connection:
         job = _find_job(connection, out, on_line, is_followed=resume)
         before_submission()
-        job, status, follower = _follow(connection, recipe, out, job, on_line=on_line, restart_command=restart_command)
+        job, status, follower = _follow(connection, recipe, out, job, on_line, has_rounds=True)
         refusals = _list_refusals(connection, job)
         downloaded = _download(connection, job, out)
     _collect_record(downloaded, out, lambda reason: describe_end(
@@ -106,39 +104,22 @@ def run_statistics(recipe: Recipe, kit: Path, out: Path, result: str, on_line: C
     """
     out.mkdir(parents=True, exist_ok=True)
     with redirect_messages(out / "flare.log"), open_connection(kit, on_line) as connection:
-        for number in range(1, MAX_RESTARTS + 2):
-            job = _submit(connection, recipe)
-            status = _wait_for_end(connection, job, on_line)
-            refusals = _list_refusals(connection, job)
-            slow = _find_slow_sites(status, refusals)
-            if not slow or number > MAX_RESTARTS:
-                break
-            on_line(_describe_slow_sites(slow, job, number))
+        job, status, _ = _follow(connection, recipe, out, None, on_line, has_rounds=False)
+        refusals = _list_refusals(connection, job)
         downloaded = _download(connection, job, out)
     if file := next(downloaded.glob(f"**/{result}"), None):
         return json.loads(file.read_text(encoding="utf-8"))
     raise describe_end(job, status, reason=_read_reason(downloaded), refusals=refusals)
 
 
-def _wait_for_end(connection: ServerConnection, job: str, on_line: Callable[[str], None]) -> str:
-    """Show each change of a job's status, and return its last one."""
-    status = ""
-    while not status.startswith("FINISHED"):
-        time.sleep(POLL_S)
-        previous, status = status, connection.ask(lambda session: str(session.get_job_status(job)))
-        if status != previous:
-            on_line(f"job {job}: {status.lower()}")
-    return status
-
-
 def _follow(
     connection: ServerConnection,
-    recipe: SparseRecipe,
+    recipe: Recipe,
     out: Path,
     job: str | None,
-    *,
     on_line: Callable[[str], None],
-    restart_command: str,
+    *,
+    has_rounds: bool,
 ) -> tuple[str, str, JobFollower]:
     """Follow a job to its end; submit it, and again when FLARE dropped a connected site or did not wait for one.
 
@@ -148,7 +129,7 @@ def _follow(
         out: result folder.
         job: id of a job that is at the server already; None: the recipe is submitted.
         on_line: as in :func:`run_deployed`.
-        restart_command: as in :func:`run_deployed`.
+        has_rounds: whether the job has rounds, to be shown and recorded as they are committed.
 
     Returns:
         Id and last status of the last job, and what followed it.
@@ -163,9 +144,8 @@ def _follow(
             connection,
             job,
             on_line,
-            GrowingRecord(out),
+            GrowingRecord(out) if has_rounds else None,
             restarts=number <= MAX_RESTARTS,
-            restart_command=restart_command,
             shown=shown,
         )
         status = follower.follow()
@@ -180,7 +160,10 @@ def _follow(
             slow = _find_slow_sites(status, _list_refusals(connection, job))
             if not slow or number > MAX_RESTARTS:
                 return job, status, follower
-            on_line(_describe_slow_sites(slow, job, number))
+            on_line(
+                f"{', '.join(slow)}: took longer to accept the job than FLARE waits: job {job} is submitted again "
+                f"({number} of at most {MAX_RESTARTS} times)"
+            )
         job = None
     raise AssertionError("unreachable: the last job is followed to its end")
 
@@ -276,13 +259,6 @@ def _find_slow_sites(status: str, refusals: Sequence[str]) -> list[str]:
     of_sites = [text for text in refusals if ": " in text]
     slow = [text.removesuffix(UNANSWERED) for text in of_sites if text.endswith(UNANSWERED)]
     return slow if status.endswith("FAILED_TO_RUN") and len(slow) == len(of_sites) else []
-
-
-def _describe_slow_sites(sites: Sequence[str], job: str, number: int) -> str:
-    return (
-        f"{', '.join(sites)}: took longer to accept the job than FLARE waits: job {job} is submitted again ({number} "
-        f"of at most {MAX_RESTARTS} times)"
-    )
 
 
 def _download(connection: ServerConnection, job: str, out: Path) -> Path:
