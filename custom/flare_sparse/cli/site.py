@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core.errors import ConfigError
 from .console import build_table
 from .console import out as console
 from .options import JSON
@@ -144,10 +145,6 @@ def log(
     kit: Annotated[
         Path, typer.Argument(help="The site's startup kit, or the result folder of a simulated run", show_default=False)
     ],
-    compare: Annotated[
-        Path | None,
-        typer.Option(help="Output of --json from another site: name the requests with other models, and exit with 1"),
-    ] = None,
     rotate: Annotated[
         bool,
         typer.Option(
@@ -159,18 +156,15 @@ def log(
 
     Of each run: how many models the site answered by kind of request, the last round, how often the job was started,
     how many models' metrics left, and the SHA-256 of the last model. Sites whose method has one model for all can
-    compare the digests of a round (--compare): different ones show that the server sent them different models. Send the
-    file to the other site yourself, not through the server.
+    compare the digests of a round (--json has all): different ones show that the server sent them different models.
 
     A line of the egress log was written before its message was sent, and holds the digest of the one before it: a line
     that was changed, removed or moved is named, and the command ends with exit code 1.
 
     [dim]flare-sparse site log /opt/flare/site-1 --json > site_1.json[/]
-
-    [dim]flare-sparse site log /opt/flare/site-1 --compare site_2.json[/]
     """
     from ..flare.site.allow_list import find_local_folder
-    from ..flare.site.requests import find_different_models, summarize_requests
+    from ..flare.site.requests import summarize_requests
     from ..rounds.endpoints.egress import ROTATION, EgressLog, find_logs, read_chain
 
     folders = find_logs(kit)
@@ -180,15 +174,11 @@ def log(
         # Raises for a folder that is no kit: without it, a mistyped path would read as a site that has sent nothing.
         find_local_folder(kit)
     runs = summarize_requests(kit) if (kit / "local").is_dir() or kit.name == "local" else []
-    if compare is not None:
-        differences = find_different_models(runs, _read_json(compare))
-        for text in differences or ["all requests that both sites answered came with the same model"]:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(int(bool(differences)))
     chains = {name: read_chain(folder) for name, folder in folders.items()}
     logs = {name: [line for line in lines if line["kind"] != ROTATION] for name, (lines, _) in chains.items()}
     if JSON.get():
-        typer.echo(json.dumps({"requests": [run.to_dict() for run in runs], "egress": logs}, indent=2))
+        requests = [{"site": run.site, "job": run.job, **run.record.model_dump()} for run in runs]
+        typer.echo(json.dumps({"requests": requests, "egress": logs}, indent=2))
         return
     for run in runs:
         _show_run(run)
@@ -200,15 +190,16 @@ def log(
 
 def _show_run(run: RunSummary) -> None:
     """Print what was asked of the site in a run."""
-    from ..flare.site.requests import format_time
     from ..results.runs.received import neutralize
 
     record = run.record
-    counts = ", ".join(f"{count} {kind}" for kind, count in run.counts.items()) or "none"
-    period = f"{format_time(run.first_time)} to {format_time(run.last_time)}"
+    kinds = Counter(request.kind for request in record.requests)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
+    answers = sum(request.answers for request in record.requests)
+    last = f"{datetime.fromtimestamp(run.last_time).astimezone():%Y-%m-%d %H:%M}" if record.requests else "never"
     lines = [
-        f"{run.job} (run {record.run}), {run.site}: {period}",
-        f"  requests: {counts}; last round {run.last_round}; {run.answers} answers with retries",
+        f"{run.job} (run {record.run}), {run.site}: last answer {last}",
+        f"  requests: {counts}; last round {run.last_round}; {answers} answers with retries",
         f"  starts of the job: {record.start}; models whose metrics left: {record.evaluations}",
         f"  questions that count for life: {len(record.questions)}; sums: {len(record.sums)}",
         *(f"  unchecked results of task {neutralize(task)}: {count}" for task, count in record.foreign.items()),
@@ -240,15 +231,3 @@ def _show_egress(name: str, lines: list[dict[str, Any]], head: str) -> None:
         rows.append([*map(neutralize, (job, kind, contents)), str(messages), f"{size:,}", f"{total:,}"])
     columns = ("job", "kind", "contents", "messages", "bytes", "total")
     console.print(build_table("", columns, rows, left=columns[:3]))
-
-
-def _read_json(file: Path) -> Any:
-    """Return the content of a file.
-
-    Raises:
-        ConfigError: it cannot be read as JSON.
-    """
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error

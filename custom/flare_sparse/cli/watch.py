@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +26,6 @@ from ..results.runs.progress import (
     format_cells,
     format_duration,
 )
-from .console import build_table as build_plain_table
 from .console import out as stdout
 from .options import JSON
 
@@ -44,8 +42,8 @@ def watch(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|KIT|JOB",
-            help="Result folder of a run, startup kit of a site, or with --kit the id of a job",
+            metavar="RUN|JOB",
+            help="Result folder of a run, or with --kit the id of a job",
         ),
     ],
     kit: Annotated[
@@ -54,8 +52,7 @@ def watch(
 ) -> None:
     """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
 
-    On this machine it also shows how far each site is within the round. At a site, give its startup kit: shown is what
-    this site was asked and sent, and how far its training is; nothing of other sites is there.
+    On this machine it also shows how far each site is within the round.
 
     It only reads, ends with the run, and may start before or during the run; Ctrl-C leaves the run alone. If the output
     is no terminal, it prints a line for each round instead of a table.
@@ -64,66 +61,17 @@ def watch(
 
         flare-sparse watch runs/neurosfl_brain_age
 
-        flare-sparse watch /opt/flare/site-1
-
         flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
     """
-    try:
-        _watch(run, kit)
-    except KeyboardInterrupt:
-        stdout.print("no longer watching; the run continues")
-
-
-def _watch(run: str, kit: Path | None) -> None:
     from ..results.runs.received import name_damage
 
     folder = Path(run)
-    if kit is None and (folder / "startup").is_dir() and (folder / "local").is_dir():
-        _watch_site(folder, as_json=JSON.get())
-        return
     updates = follow_folder(folder, EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
-    with name_damage(folder):
-        show_updates(stdout, updates, json.dumps if JSON.get() else None, folder if kit is None else None)
-
-
-def follow_site(kit: Path) -> Iterator[tuple[list[list[str]], list[str]]]:
-    """Yield what a site's own kit has of its runs, and how far a training is, whenever one of them changes.
-
-    Nothing of other sites is in a kit. It never ends, because a site does not.
-
-    Raises:
-        ConfigError: the folder is no kit.
-        RequestRefused: a record cannot be read.
-    """
-    from ..flare.running import RUNNING_FOLDER, list_running
-    from ..flare.site.requests import list_request_rows
-
-    shown: tuple[list[list[str]], list[str]] | None = None
-    while True:
-        running = {use.job for site in (kit / RUNNING_FOLDER).glob("*") for use in list_running(kit, site.name)}
-        if (found := (list_request_rows(kit), find_training(kit, jobs=running))) != shown:
-            shown = found
-            yield found
-        time.sleep(EVERY_S)
-
-
-def _watch_site(kit: Path, *, as_json: bool) -> None:
-    """Show a site's runs until Ctrl-C."""
-    from ..flare.site.requests import COLUMNS
-
-    name = kit.resolve().name
-    live = Live(console=stdout, auto_refresh=False) if stdout.is_terminal and not as_json else nullcontext()
-    with live as screen:
-        for rows, now in follow_site(kit):
-            table = build_plain_table(
-                f"site {name}: {'; '.join(now) or 'no training now'}", COLUMNS, rows, left=COLUMNS
-            )
-            if screen is not None:
-                screen.update(table, refresh=True)
-            elif as_json:
-                stdout.print(json.dumps({"site": name, "runs": rows, "now": now}), markup=False)
-            else:
-                stdout.print(table)
+    try:
+        with name_damage(folder):
+            show_updates(stdout, updates, json.dumps if JSON.get() else None, folder if kit is None else None)
+    except KeyboardInterrupt:
+        stdout.print("no longer watching; the run continues")
 
 
 def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, Any]]]:

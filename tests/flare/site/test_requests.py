@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
-from flare_sparse.cli.watch import follow_site
 from flare_sparse.core.exchange import RequestId
-from flare_sparse.core.steps import STEP_FILE
-from flare_sparse.flare.running import RUNNING_FOLDER
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 
 RUN = "00112233445566ff"
@@ -40,9 +34,9 @@ def test_requests_are_counted_by_kind_with_the_digest_of_every_model(kit: Path) 
     result = CliRunner().invoke(app, ["site", "log", str(kit), "--json"])
     (run,) = json.loads(result.stdout)["requests"]
     assert (run["site"], run["job"], run["run"]) == ("site-1", "brain-age", RUN)
-    assert run["requests_by_kind"] == {"train": 3, "evaluate": 1}
-    assert (run["starts"], run["answers"], run["last_round"], run["metrics_released"]) == (2, 5, 3, 1)
-    assert run["rounds_with_many_models"] == ["train 2"]
+    assert [request["kind"] for request in run["requests"]] == ["train", "train", "train", "evaluate"]
+    assert [request["answers"] for request in run["requests"]] == [2, 1, 1, 1]
+    assert len(run["questions"]) == 1
     assert [request["digest"] for request in run["requests"]] == MODELS
 
 
@@ -70,44 +64,3 @@ def test_damaged_record_is_an_error_that_names_the_file(kit: Path) -> None:
     result = CliRunner().invoke(app, ["site", "log", str(kit)])
     assert result.exit_code != 0
     assert file.name in (result.output + str(result.exception)).replace("\n", "")
-
-
-def test_comparison_names_the_requests_with_other_models(kit: Path, tmp_path: Path) -> None:
-    own = CliRunner().invoke(app, ["site", "log", str(kit), "--json"]).stdout
-    file = tmp_path / "other.json"
-    file.write_text(own)
-    same = CliRunner().invoke(app, ["site", "log", str(kit), "--compare", str(file)])
-    assert same.exit_code == 0
-    assert "came with the same model" in same.output
-    other = json.loads(own)
-    other["requests"][0]["requests"][-1]["digest"] = "f" * 64
-    file.write_text(json.dumps(other))
-    result = CliRunner().invoke(app, ["site", "log", str(kit), "--compare", str(file)])
-    assert result.exit_code == 1
-    assert result.output == f"brain-age (run {RUN}): evaluate, round 3: another model\n"
-    file.write_text("[1]")
-    result = CliRunner().invoke(app, ["site", "log", str(kit), "--compare", str(file)])
-    assert result.exit_code != 0
-
-
-def test_a_site_watches_its_own_requests_and_training(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    updates, held = follow_site(kit), list[int]()
-    rows, now = next(updates)
-    assert ([row[:5] for row in rows], now) == ([["brain-age", "evaluate 3", "5", "4", "2"]], [])
-
-    def train(_: float) -> None:
-        lock = kit / RUNNING_FOLDER / "site-1" / "job.json"
-        for folder in (lock.parent, kit / "job", kit / "ended"):
-            folder.mkdir(parents=True)
-        lock.write_text('{"job": "job", "process": 1, "checkpoints": null}')
-        held.append(os.open(lock, os.O_RDWR))
-        fcntl.flock(held[0], fcntl.LOCK_EX)
-        line = {"site": "site-1", "round": 4, "step": 7, "steps": 20, "epochs": 1}
-        (kit / "job" / STEP_FILE).write_text(json.dumps(line))
-        # Of a job whose process is gone.
-        (kit / "ended" / STEP_FILE).write_text(json.dumps({**line, "round": 20}))
-
-    monkeypatch.setattr(time, "sleep", train)
-    _, now = next(updates)
-    os.close(held[0])
-    assert now == ["site-1: round 4, step 7 of 20"]

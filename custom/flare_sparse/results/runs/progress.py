@@ -2,15 +2,15 @@
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...core.observer import Observer
 from ...core.steps import STEP_FILE, STEP_FOLDER, describe_step
 
-PROGRESS_PLACES = ("*", f"{STEP_FOLDER}/*", "workspace/*/*/simulate_job", "poc/example_project/*/*/*")
-"""Folders of the sites' jobs below a kit, and below a result folder with --env local, sim and poc."""
+PROGRESS_PLACES = (f"{STEP_FOLDER}/*", "workspace/*/*/simulate_job", "poc/example_project/*/*/*")
+"""Folders of the sites' jobs below a result folder with --env local, sim and poc."""
 RECENT_ROUNDS = 10
 """Rounds whose mean duration an estimate of the time left extends."""
 LEAST_SHOWN_S = 10
@@ -80,16 +80,14 @@ def estimate_seconds_left(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return max(int(total - current), 0) * seconds / int(current - before)
 
 
-def find_training(folder: Path, after: int = -1, jobs: Collection[str] | None = None) -> list[str]:
+def find_training(folder: Path, after: int = -1) -> list[str]:
     """Return how far each site is within a round, as text, in the order of their names.
 
     Args:
-        folder: result folder of a run on this machine, or the startup kit of a site.
+        folder: result folder of a run on this machine.
         after: last committed round; what was written before its end is left out.
-        jobs: of a kit, the jobs that run now; None: all.
     """
     files = [file for place in PROGRESS_PLACES for file in folder.glob(f"{place}/{STEP_FILE}")]
-    files = [file for file in files if jobs is None or file.parent.name in jobs]
     lines = []
     for file in files:
         try:
