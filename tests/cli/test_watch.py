@@ -133,7 +133,11 @@ def test_table_sums_the_bytes_of_all_rounds_and_estimates_the_time_left() -> Non
 
 
 def test_sites_within_a_round_are_shown_in_the_table(tmp_path: Path) -> None:
-    for place, site, number in (("progress/a", "a", 4), ("workspace/job/b/simulate_job", "b[/]", 3), ("progress/c", "c", 5)):
+    for place, site, number in (
+        ("progress/a", "a", 4),
+        ("workspace/job/b/simulate_job", "b[/]", 3),
+        ("progress/c", "c", 5),
+    ):
         (tmp_path / place).mkdir(parents=True)
         text = json.dumps({"site": site, "round": number, "step": 7, "steps": 20, "epochs": 1})
         (tmp_path / place / STEP_FILE).write_text(text)

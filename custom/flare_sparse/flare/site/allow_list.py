@@ -4,18 +4,17 @@ FLARE builds only those classes of a job that ``class_allow_list`` in the site's
 given there replaces FLARE's default list, so the package's classes are added to the list in force. FLARE calls whatever
 a job's class path leads to, functions and imported names, too: a prefix would allow everything in a module.
 
-Files in a site's ``local`` folder: find the one that FLARE reads, and replace a file atomically.
+Files in a site's ``local`` folder: find the one that FLARE reads.
 """
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
-from ...core.checkpoint.writing import write_new_file
+from ...core.checkpoint.writing import write_json
 from ...core.errors import ConfigError
 
 
@@ -37,31 +36,6 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected a JSON object, found {type(content).__name__}")
     return content
-
-
-def write_object(file: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file by a JSON object, atomically."""
-    write_text(file, json.dumps(content, indent=2) + "\n")
-
-
-def write_private_text(file: Path, text: str) -> None:
-    """Replace a file by a text that names subjects, atomically; only the owner of the folder, as whom the site runs,
-    may read it.
-    """
-    part = file.with_name(f"{file.name}.part")
-    part.unlink(missing_ok=True)
-    write_new_file(part, text.encode())
-    if os.geteuid() == 0:
-        owner = file.parent.stat()
-        os.chown(part, owner.st_uid, owner.st_gid)
-    part.replace(file)
-
-
-def write_text(file: Path, text: str) -> None:
-    """Replace a file by a text, atomically: a crash leaves the old file or the new one."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
 
 
 PACKAGE = "flare_sparse."
@@ -183,5 +157,5 @@ def allow_classes(kit: Path, also: Sequence[str] = ()) -> tuple[list[str], list[
         remaining = [entry for entry in entries if entry not in broad]
         # Written out, so that enforcement does not depend on FLARE's default.
         mode = resources.get(MODE, "enforce")
-        write_object(local / RESOURCES, {**resources, MODE: mode, LOG_STREAMING: False, LIST: [*remaining, *added]})
+        write_json(local / RESOURCES, {**resources, MODE: mode, LOG_STREAMING: False, LIST: [*remaining, *added]})
     return added, broad

@@ -23,6 +23,7 @@ from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.fuel.utils.components_utils import create_classes_table_static
 
 from ...config.policy.policy import POLICY_FILE, read_policy
+from ...core.checkpoint.writing import write_json
 from ...core.errors import ConfigError
 from .allow_list import (
     CLASSES,
@@ -32,7 +33,6 @@ from .allow_list import (
     find_active_file,
     find_local_folder,
     read_object,
-    write_object,
 )
 
 GATE = "flare_sparse.flare.site.guards.SiteLastGate"
@@ -184,5 +184,5 @@ def revoke_code_right(kit: Path) -> list[str]:
                 **(rights if isinstance(rights, dict) else dict.fromkeys(all_rights, rights)),
                 BYOC: "none",
             }
-        write_object(local / AUTHORIZATION, authorization)
+        write_json(local / AUTHORIZATION, authorization)
     return roles

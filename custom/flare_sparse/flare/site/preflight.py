@@ -2,13 +2,11 @@
 
 import json
 import os
-import shutil
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from ...core.errors import ConfigError, FlareSparseError
 from ...core.findings import Finding, Severity
 from ...privacy.dp.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
 from ...privacy.dp.accounting import Charge
-from ...privacy.dp.forecast import Forecast, explain_shortage
+from ...privacy.dp.forecast import Forecast
 from ...tasks.data.source import find_site_data
 from ...tasks.script import ScriptTask
 from ...tasks.task import Examples, SiteData, Task, load_examples
@@ -40,9 +38,7 @@ from .allow_list import (
 )
 from .authorizer import find_missing_guard, list_code_senders, read_permissions
 
-FLARE_SERIES = "2.9"
 ALLOW_COMMAND = "flare-sparse site setup"
-DISK_NEEDED = 2 * 10**9
 CONNECT_TIMEOUT_S = 5.0
 RENEWAL = timedelta(days=30)
 """Time before the end of a certificate in which a new one is asked for."""
@@ -71,10 +67,6 @@ def check_site(
     if not kit.is_dir():
         raise ConfigError(f"{kit}: there is no such folder; give the startup kit of this site")
     yield _run_check("startup kit", lambda: _check_kit(kit))
-    yield from (
-        _check_version(name, series)
-        for name, series in (("nvflare", FLARE_SERIES), ("flare-sparse", ""), ("torch", ""))
-    )
     yield _run_check("allow-list", lambda: _check_allow_list(kit))
     yield _run_check("code", lambda: _check_code(kit))
     yield _run_check("log streaming", lambda: _check_log_streaming(kit))
@@ -83,7 +75,6 @@ def check_site(
         yield _run_check("data", lambda: _check_data_path(kit, environment))
     else:
         yield from _check_job(kit, job, user_task, environment, is_guarded=policy.severity != "FAIL")
-    yield _run_check("disk", lambda: _check_disk(kit))
     yield _run_check("server", lambda: _check_server(kit, "FAIL" if needs_server else "WARN"))
 
 
@@ -93,16 +84,6 @@ def _run_check(subject: str, check: Callable[[], tuple[Severity, str]]) -> Findi
     except FlareSparseError as error:
         return Finding.from_error(subject, error)
     return Finding(verdict, subject, detail)
-
-
-def _check_version(package: str, series: str) -> Finding:
-    try:
-        installed = version(package)
-    except PackageNotFoundError:
-        return Finding("FAIL", package, "not installed; install the version that the federation agreed on")
-    if series and not installed.startswith(f"{series}."):
-        return Finding("WARN", package, f"{installed}; tested with {series}: install the same series as the server")
-    return Finding("PASS", package, installed)
 
 
 def _check_kit(kit: Path) -> tuple[Severity, str]:
@@ -121,19 +102,13 @@ def _check_kit(kit: Path) -> tuple[Severity, str]:
         origin = "provisioned centrally: the coordinating centre has held this site's private key"
     authority = load_pem_x509_certificate((startup / "rootCA.pem").read_bytes())
     end = min(certificate.not_valid_after_utc, authority.not_valid_after_utc)
-    verdict, until = _judge_end(end)
-    return verdict, f"{kit}: {origin}; certificates {until}"
-
-
-def _judge_end(end: datetime) -> tuple[Severity, str]:
-    """Return the severity and the text of the end of a certificate; without a valid one no site can connect."""
-    renewal = "ask the coordinating centre for a new kit (docs/operate.md)"
     left = end - datetime.now(UTC)
-    if left < timedelta():
-        return "FAIL", f"expired on {end:%Y-%m-%d}: {renewal}"
-    if left < RENEWAL:
-        return "WARN", f"expire on {end:%Y-%m-%d}: {renewal}"
-    return "PASS", f"valid until {end:%Y-%m-%d}"
+    detail = f"{kit}: {origin}; certificates end on {end:%Y-%m-%d}"
+    if left >= RENEWAL:
+        return "PASS", detail
+    # Without a valid certificate no site can connect.
+    verdict: Severity = "FAIL" if left < timedelta() else "WARN"
+    return verdict, f"{detail}: ask the coordinating centre for a new kit (docs/operate.md)"
 
 
 def _check_allow_list(kit: Path) -> tuple[Severity, str]:
@@ -212,8 +187,6 @@ def _check_job(
     yield from found
     if loaded and is_guarded:
         yield _run_check("job", lambda: _check_policy_allows(kit, job, *loaded[0]))
-    if loaded and job.privacy is not None:
-        yield _run_check("privacy", lambda: _check_privacy(kit, loaded[0][0], loaded[0][2]))
 
 
 def _count_withdrawn(assembly: Assembly, data: SiteData, used: Examples) -> str:
@@ -231,37 +204,23 @@ def _read_charges(kit: Path) -> list[Charge]:
     return read_ledger(root / LEDGER_FILE).list_charges()
 
 
-def _check_privacy(kit: Path, assembly: Assembly, subjects: int) -> tuple[Severity, str]:
-    """Compute what the job charges this site's subjects, and how much of the site's own budget is left."""
-    if isinstance(assembly.task, ScriptTask):
-        return "PASS", "the script's loader decides what is charged; a spent budget of this site refuses it"
-    if assembly.privacy is None or not subjects:
-        return "PASS", "no training subjects: nothing is charged"
-    limit = read_policy(find_local_folder(kit) / POLICY_FILE).privacy_budget
-    forecast = Forecast.compute(assembly.privacy, plan_sampling(assembly.method, subjects), limit, _read_charges(kit))
-    if limit is None:
-        return "WARN", f"{forecast}; this site's policy has no epsilon, so that every job has a budget of its own"
-    if shortage := explain_shortage(forecast, limit):
-        return "FAIL", shortage
-    return "PASS", f"{forecast}; earlier jobs have spent {forecast.spent:.2f} of {limit.epsilon:g} at {limit.delta:g}"
-
-
 def _check_policy_allows(
     kit: Path, job: JobConfig, assembly: Assembly, examples: int, subjects: int
 ) -> tuple[Severity, str]:
+    """Check a job against the site's policy; with privacy also compute what it charges the site's subjects."""
     policy, name = read_policy(find_local_folder(kit) / POLICY_FILE), read_site_name(kit)
-    charges = [] if policy.privacy_budget is None else _read_charges(kit)
+    limit, charges = policy.privacy_budget, _read_charges(kit)
     if reasons := find_policy_conflicts(policy, job, assembly, {name: examples}, {name: subjects}, charges):
         return "FAIL", f"this site's policy would refuse updates of {job.name}: {' | '.join(reasons)}"
-    return "PASS", f"this site's policy allows {job.name}"
-
-
-def _check_disk(kit: Path) -> tuple[Severity, str]:
-    free = shutil.disk_usage(kit).free
-    detail = f"{free / 1e9:.1f} GB free"
-    if free < DISK_NEEDED:
-        return "WARN", f"{detail}; logs and models may need {DISK_NEEDED / 1e9:.0f} GB"
-    return "PASS", detail
+    allowed = f"this site's policy allows {job.name}"
+    # The loader of a script decides what is charged.
+    if assembly.privacy is None or not subjects:
+        return "PASS", allowed
+    forecast = Forecast.compute(assembly.privacy, plan_sampling(assembly.method, subjects), limit, charges)
+    if limit is None:
+        return "WARN", f"{allowed}; {forecast}; it has no epsilon, so that every job has a budget of its own"
+    spent = f"earlier jobs have spent {forecast.spent:.2f} of {limit.epsilon:g} at {limit.delta:g}"
+    return "PASS", f"{allowed}; {forecast}; {spent}"
 
 
 def _check_server(kit: Path, absent: Severity) -> tuple[Severity, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from ...config.people import PEOPLE_FILE, ReleaseGate, find_table, propose
 from ...config.policy.policy import POLICY_FILE, read_policy
 from ...config.yaml_files import format_yaml
+from ...core.checkpoint.writing import replace_atomically
 from ...core.errors import ConfigError
 from ...privacy.release.record import Rule
 from ...privacy.release.site import RELEASE_FOLDER
@@ -18,7 +19,7 @@ from ...rounds.endpoints.request_log import RunRecord, read_record
 from ...tasks.data.source import LOCAL_FILE, find_site_data
 from ...tasks.data.tables import read_table
 from ..session import REQUESTS_FOLDER
-from .allow_list import find_local_folder, write_text
+from .allow_list import find_local_folder
 from .preflight import read_site_name
 
 
@@ -102,5 +103,6 @@ def declare_people(kit: Path, *, write: bool = False) -> tuple[str, list[str]]:
     declaration, left = propose(read_table(find_table(data.path)), id_column, FOLDS, rule, gate.split_seed)
     text = format_yaml(declaration.model_dump(mode="json", exclude_none=True))
     if write:
-        write_text(file, text)
+        with replace_atomically(file) as part:
+            part.write_text(text, encoding="utf-8")
     return text, left

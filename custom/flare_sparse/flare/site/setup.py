@@ -3,15 +3,14 @@
 Guards and policy are written into the site's startup kit; other entries of its files stay.
 """
 
-import shlex
 from collections.abc import Iterator, Sequence
-from getpass import getuser
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ...config.policy.policy import POLICY_FILE, Policy, find_policy_file, read_policy
+from ...core.checkpoint.writing import replace_atomically, write_json
 from ...core.errors import ConfigError
 from ...tasks.data.source import LOCAL_FILE, find_site_data
 from .allow_list import (
@@ -22,8 +21,6 @@ from .allow_list import (
     find_local_folder,
     read_object,
     read_resources,
-    write_object,
-    write_text,
 )
 from .authorizer import AUTHORIZER, GATE, RESULT_POLICY, revoke_code_right
 
@@ -54,9 +51,10 @@ def install_guards(kit: Path, name_or_file: Path | None = None) -> Policy:
     # Everything is read before the first write, so that a malformed file leaves the kit as it was.
     privacy, resources = _add_filters(_read_privacy(local / PRIVACY)), _add_authorizer(read_resources(local))
     if name_or_file is not None:
-        write_text(local / POLICY_FILE, file.read_text(encoding="utf-8"))
-    write_object(local / PRIVACY, privacy)
-    write_object(local / RESOURCES, resources)
+        with replace_atomically(local / POLICY_FILE) as part:
+            part.write_bytes(file.read_bytes())
+    write_json(local / PRIVACY, privacy)
+    write_json(local / RESOURCES, resources)
     return policy
 
 
@@ -89,27 +87,6 @@ def _read_privacy(file: Path) -> dict[str, Any]:
     if not isinstance(content.get("scopes", []), list):
         raise ConfigError(f"{file}: expected a JSON object with a list 'scopes'")
     return content
-
-
-UNIT_FILE = "flare-sparse-site.service"
-_UNIT = """# A site of FLARE as a service. Copy it to /etc/systemd/system/, then: systemctl enable --now {name}
-[Unit]
-Description=NVIDIA FLARE site {site}
-After=network-online.target
-Wants=network-online.target
-
-[Service]
-Type=forking
-User={user}
-ExecStart={kit}/startup/start.sh
-# FLARE's start script watches the site itself; systemd starts both again after a crash or a restart of the machine.
-Restart=always
-RestartSec=30
-UMask=0077
-
-[Install]
-WantedBy=multi-user.target
-"""
 
 
 NO_POLICY = Path("none")
@@ -167,10 +144,6 @@ def set_up_site(
         in_force = install_guards(kit, policy).model_dump(exclude_defaults=True)
         yield f"policy: {'; '.join(f'{name}: {value}' for name, value in in_force.items()) or 'everything may leave'}"
     yield from set_up_server(kit, also, keeps_code=keeps_code)
-    folder = kit.resolve()
-    text = _UNIT.format(name=UNIT_FILE, site=folder.name, user=getuser(), kit=shlex.quote(str(folder)))
-    (folder / UNIT_FILE).write_text(text, encoding="utf-8")
-    yield f"service: {folder / UNIT_FILE}; its first line says where it goes"
 
 
 def set_up_server(kit: Path, also: Sequence[str] = (), *, keeps_code: bool = False) -> Iterator[str]:

@@ -1,11 +1,13 @@
 """Withdrawal of subjects at a deployed site: its list of withdrawn subjects, and what its jobs hold of them."""
 
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nvflare.apis.workspace import Workspace
 
+from ...core.checkpoint.writing import write_new_file
 from ...core.errors import ConfigError
 from ...core.names import read_names
 from ...tasks.data.absence import check_absence
@@ -13,7 +15,7 @@ from ...tasks.data.source import WITHDRAWN_FILE, find_site_data, has_site_data, 
 from ..checkpoints import delete_old, find_checkpoint_folder
 from ..running import end_jobs, remove_records, wait_for_jobs
 from ..session import MODELS_FOLDER
-from .allow_list import find_local_folder, write_private_text
+from .allow_list import find_local_folder
 from .preflight import read_site_name
 from .requests import summarize_requests
 
@@ -53,7 +55,7 @@ def withdraw_at_site(kit: Path, file: Path, *, end_after_s: float | None = None)
         # Of this list alone: what was listed before may have been removed from the data by now.
         data = find_site_data(name, local, heeds_list=False)
         check_absence(replace(data, withdrawn=given))
-    write_private_text(local / WITHDRAWN_FILE, "".join(f"{name}\n" for name in sorted(known | given)))
+    _write_private(local / WITHDRAWN_FILE, "".join(f"{name}\n" for name in sorted(known | given)))
     # After the list is written: a job that starts from now on heeds it.
     running = wait_for_jobs(local.parent, name, end_after_s or 0.0)
     if running and end_after_s is not None:
@@ -90,3 +92,16 @@ def _delete_traces(kit: Path, name: str) -> list[str]:
         shutil.rmtree(folder)
         deleted.append(folder.name)
     return deleted
+
+
+def _write_private(file: Path, text: str) -> None:
+    """Replace a file by a text that names subjects, atomically; only the owner of the folder, as whom the site runs,
+    may read it.
+    """
+    part = file.with_name(f"{file.name}.part")
+    part.unlink(missing_ok=True)
+    write_new_file(part, text.encode())
+    if os.geteuid() == 0:
+        owner = file.parent.stat()
+        os.chown(part, owner.st_uid, owner.st_gid)
+    part.replace(file)
