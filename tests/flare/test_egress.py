@@ -21,7 +21,7 @@ from nvflare.private.aux_runner import AuxMsgTarget, AuxRunner
 from flare_sparse.components.decomposers import MaskDecomposer
 from flare_sparse.core.mask import Mask
 from flare_sparse.flare.egress import EgressRecorder, install_recorder, iterate_buffers
-from flare_sparse.flare.payload import build_refusal, get_refusal_code, hello_to_shareable
+from flare_sparse.flare.payload import HELLO, build_refusal, get_refusal_code, wrap
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
 
 
@@ -75,7 +75,7 @@ def test_results_of_every_kind_have_a_line_with_the_policy_in_force(tmp_path: Pa
     fl_ctx = build_context(tmp_path)
     arrays = {"w": np.zeros(4, np.float32), "b": torch.ones(2), "n": [3]}
     results = [
-        hello_to_shareable({"version": "1"}),
+        wrap(HELLO, {"version": "1"}),
         build_refusal("E_DATA", ReturnCode.EXECUTION_EXCEPTION),
         make_reply(ReturnCode.OK),
         DXO(DataKind.WEIGHTS, data=arrays).to_shareable(),

@@ -23,7 +23,7 @@ from flare_sparse.flare.fingerprints import (
     FingerprintExecutor,
     FingerprintRecipe,
 )
-from flare_sparse.flare.payload import QUESTION, build_refusal, get_refusal_code, question_to_shareable
+from flare_sparse.flare.payload import QUESTION, build_refusal, get_refusal_code, wrap
 from flare_sparse.flare.questions import ANSWER, build_question
 from flare_sparse.flare.site.allow_list import CLASSES
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
@@ -36,7 +36,7 @@ from flare_sparse.tasks.nnunet.fingerprint import (
 )
 
 SAMPLES = 500
-QUESTIONED = question_to_shareable(build_question(FingerprintExecutor(SAMPLES)))
+QUESTIONED = wrap(QUESTION, build_question(FingerprintExecutor(SAMPLES)))
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from flare_sparse.core.errors import ConfigError, PolicyRefusal
 from flare_sparse.flare import session as session_module
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.job_settings import SITE_SECTIONS, show_settings
-from flare_sparse.flare.payload import HELLO, SUM, TASK, extract_hello, get_refusal_code
+from flare_sparse.flare.payload import HELLO, SUM, TASK, extract, get_refusal_code
 from flare_sparse.flare.session import (
     MODELS_FOLDER,
     SITE_MODELS_VARIABLE,
@@ -195,7 +195,7 @@ def test_executor_whose_arguments_do_not_show_what_runs_answers_with_its_version
     executor = SparseExecutor(**{**shown, "method": "neurosfl"})
     executor.log_error = lambda *line: None  # type: ignore[method-assign]
     executor.handle_event(EventType.START_RUN, context)
-    assert extract_hello(executor.execute(HELLO, Shareable(), context, Signal())) == local_capabilities().to_message()
+    assert extract(HELLO, executor.execute(HELLO, Shareable(), context, Signal())) == local_capabilities().to_message()
     for task in (TASK, SUM):
         assert get_refusal_code(executor.execute(task, Shareable(), context, Signal())) == "E_CONFIG"
     assert "shows 'neurosfl' for method" in (tmp_path / "site_error.txt").read_text()

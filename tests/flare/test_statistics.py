@@ -25,7 +25,7 @@ from flare_sparse.api.describe import build_record
 from flare_sparse.config.schema import JobConfig
 from flare_sparse.config.study import Study
 from flare_sparse.flare.fingerprints import FingerprintExecutor
-from flare_sparse.flare.payload import QUESTION, get_refusal_code, is_statistics, question_to_shareable
+from flare_sparse.flare.payload import QUESTION, get_refusal_code, is_statistics, wrap
 from flare_sparse.flare.questions import (
     ADMITTED,
     ANSWER,
@@ -44,7 +44,7 @@ from flare_sparse.tasks.columns import LEAST, Description
 
 def ask(site: DescribedSite) -> Shareable:
     """Return the message of an honest server."""
-    return question_to_shareable(build_question(site.executor))
+    return wrap(QUESTION, build_question(site.executor))
 
 
 def write_study(folder: Path) -> JobConfig:
@@ -218,7 +218,7 @@ def change(kind: str = "describe", **terms: Any) -> Shareable:
             return super().list_terms() | terms
 
     Changed.kind = kind
-    return question_to_shareable(build_question(Changed(10)))
+    return wrap(QUESTION, build_question(Changed(10)))
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def change(kind: str = "describe", **terms: Any) -> Shareable:
         change(kind="fingerprint"),
         change(columns=["age"]),
         change(global_mean=0.0),
-        question_to_shareable("describe"),
-        question_to_shareable(json.loads("[1]")),
+        wrap(QUESTION, "describe"),
+        wrap(QUESTION, json.loads("[1]")),
         Shareable(),
     ],
 )
@@ -349,7 +349,7 @@ CELLS = {"release": "cells", "max_lifetime_questions": 40}
 def test_description_leaves_once_and_no_single_person_shows_in_it(tmp_path: Path, job: JobConfig) -> None:
     rows = make_rows("A", 120)
     site = make_site(tmp_path / "A", job, rows, CELLS)
-    question = question_to_shareable(build_question(site.executor))
+    question = wrap(QUESTION, build_question(site.executor))
     first = site.answer(QUESTION, question)
     found = Description.model_validate_json(from_shareable(first).data[ANSWER]).root
     assert all(own.count % 5 == 0 for own in found.values())
@@ -365,6 +365,6 @@ def test_description_leaves_once_and_no_single_person_shows_in_it(tmp_path: Path
 def test_fingerprint_needs_the_approval_of_a_person(tmp_path: Path, job: JobConfig) -> None:
     site = make_site(tmp_path / "A", job, make_rows("A", 120), CELLS)
     site.executor = FingerprintExecutor(5)
-    question = question_to_shareable(build_question(site.executor))
+    question = wrap(QUESTION, build_question(site.executor))
     assert get_refusal_code(site.answer(QUESTION, question)) == "E_POLICY"
     assert "approved_rows: [fingerprint]" in site.read_error()

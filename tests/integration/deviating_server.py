@@ -11,7 +11,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import StatisticsConstants
 
 from flare_sparse.flare.fingerprints import FingerprintController
-from flare_sparse.flare.payload import get_refusal_code, question_to_shareable
+from flare_sparse.flare.payload import QUESTION, get_refusal_code, wrap
 from flare_sparse.flare.questions import DescriptionController, QuestionController
 from flare_sparse.flare.workspace import get_workspace
 
@@ -30,7 +30,7 @@ def build_deviations(question: str) -> dict[str, Shareable]:
     for term in terms:
         name, _, value = term.partition(": ")
         texts[name] = question.replace(term, f"{name}: {[1, *json.loads(value)] if value[0] == '[' else 1}")
-    return {"flare": flare} | {name: question_to_shareable(text) for name, text in texts.items()}
+    return {"flare": flare} | {name: wrap(QUESTION, text) for name, text in texts.items()}
 
 
 class Deviating(QuestionController[Any]):

@@ -38,12 +38,12 @@ from .payload import (
     HELLO,
     SUM,
     TASK,
-    extract_hello,
+    extract,
     extract_sum_reply,
     message_to_shareable,
     read_refusal,
     shareable_to_message,
-    sum_to_shareable,
+    wrap,
 )
 from .polling import TaskPolling
 from .session import get_server_session
@@ -158,13 +158,13 @@ class FederatedController(Controller):
             return dict(sorted(replies.items()))
 
         def exchange_sum(questions: SumQuestions) -> Iterator[tuple[str, Any]]:
-            tasks = [(sum_to_shareable(message), sites) for message, sites in _group_sites(questions.messages)]
+            tasks = [(wrap(SUM, message), sites) for message, sites in _group_sites(questions.messages)]
             for site, result in ask(SUM, tasks, limit_s if questions.seconds is None else questions.seconds):
                 yield site, extract_sum_reply(result)
 
         def handshake(sites: list[str]) -> Mapping[str, Any]:
             tasks = [(Shareable(), sites)]
-            return {site: extract_hello(hello) for site, hello in ask(HELLO, tasks, job.federation.round_s or limit_s)}
+            return {site: extract(HELLO, hello) for site, hello in ask(HELLO, tasks, job.federation.round_s or limit_s)}
 
         connections = Connections(
             partial(_list_connected_sites, fl_ctx, job.federation.min_sites),
@@ -204,7 +204,7 @@ class FederatedController(Controller):
         """Return the quarantined sites that have sent a hello, and leave an invitation for the others."""
 
         def receive(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001
-            if extract_hello(client_task.result) is not None:
+            if extract(HELLO, client_task.result) is not None:
                 self._returned.add(client_task.client.name)
             client_task.result = None
 

@@ -25,7 +25,7 @@ from ..config.policy.policy import POLICY_FILE, read_policy
 from ..config.yaml_files import read_yaml
 from ..core.errors import FlareSparseError, get_failure_code
 from ..rounds.endpoints.egress import EGRESS_FOLDER, EgressLog, Outgoing, describe_message
-from .payload import extract_hello, extract_sum, get_refusal_code, is_statistics, shareable_to_message, strip_to_codes
+from .payload import HELLO, SUM, extract, get_refusal_code, is_statistics, shareable_to_message, strip_to_codes
 from .workspace import find_job_file, get_workspace, write_site_error
 
 _CONTROL = {value for name, value in vars(ReservedTopic).items() if name.isupper()} - {ReservedTopic.DO_TASK}
@@ -131,10 +131,10 @@ def describe_result(result: Shareable) -> Outgoing:
     """Return what a result contains, whichever package it is of."""
     if result.get_return_code() != ReturnCode.OK:
         return Outgoing("refusal", [get_refusal_code(result)])
-    if (hello := extract_hello(result)) is not None:
+    if (hello := extract(HELLO, result)) is not None:
         return Outgoing("hello", ["versions and limits"], beside=hello)
     with suppress(FlareSparseError):
-        message = extract_sum(result)
+        message = extract(SUM, result)
         return describe_message(*((message,) if message is not None else shareable_to_message(result, "")))
     with suppress(ValueError):
         dxo = from_shareable(result)

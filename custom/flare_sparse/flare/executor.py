@@ -30,12 +30,11 @@ from .payload import (
     UPDATE,
     build_refusal,
     dxo_to_update,
-    extract_sum,
-    hello_to_shareable,
+    extract,
     shareable_to_message,
-    sum_to_shareable,
     update_to_dxo,
     update_to_shareable,
+    wrap,
 )
 from .session import get_site_session, read_job, read_site_policy
 from .workspace import write_site_error
@@ -72,7 +71,7 @@ class SparseExecutor(Executor):
         if task_name == HELLO:
             is_valid = self._error is None
             hello = get_site_session(fl_ctx).build_hello(fl_ctx) if is_valid else local_capabilities().to_message()
-            return hello_to_shareable(hello)
+            return wrap(HELLO, hello)
         if self._error is not None:
             return self._refuse(self._error, get_failure_code(self._error), fl_ctx)
         if task_name == SUM:
@@ -104,7 +103,7 @@ class SparseExecutor(Executor):
     def _answer_sum(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         try:
             endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
-            return sum_to_shareable(endpoint.protection.answer(extract_sum(shareable)))
+            return wrap(SUM, endpoint.protection.answer(extract(SUM, shareable)))
         except Exception as error:  # noqa: BLE001 - as in execute
             return self._refuse(error, get_failure_code(error), fl_ctx)
 

@@ -7,7 +7,7 @@ NumPy arrays, strings and numbers at every end, whereas types of this package wo
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,47 +98,13 @@ def get_sender(shareable: Shareable) -> str | None:
     return str(client.name) if isinstance(client, Client) else None
 
 
-def hello_to_shareable(hello: Mapping[str, Any]) -> Shareable:
-    """Wrap the hello of a site."""
-    return DXO(DataKind.APP_DEFINED, data={HELLO: dict(hello)}).to_shareable()
+def wrap(key: str, value: Any) -> Shareable:
+    """Wrap a hello, a question, or a message of a sum, of the server or of a site."""
+    return DXO(DataKind.APP_DEFINED, data={key: value}).to_shareable()
 
 
-def extract_hello(shareable: Shareable) -> Any:
-    """Return the unchecked content of a hello; None when the shareable is something else. It never raises."""
-    return _extract(shareable, HELLO)
-
-
-def sum_to_shareable(message: np.ndarray) -> Shareable:
-    """Wrap a message of a sum, of the server or of a site."""
-    return DXO(DataKind.APP_DEFINED, data={SUM: message}).to_shareable()
-
-
-def extract_sum(shareable: Shareable) -> Any:
-    """Return the unchecked message of a sum; None when the shareable is something else. It never raises."""
-    return _extract(shareable, SUM)
-
-
-def extract_sum_reply(result: Shareable) -> Any:
-    """Return the unchecked reply of a site to a step of a sum: a message, or a reason code. It never raises."""
-    if result.get_return_code() != ReturnCode.OK:
-        return get_refusal_code(result)
-    message = extract_sum(result)
-    return "E_KIND" if message is None else message
-
-
-def question_to_shareable(question: str) -> Shareable:
-    """Wrap a question of the server."""
-    return DXO(DataKind.APP_DEFINED, data={QUESTION: question}).to_shareable()
-
-
-def extract_question(shareable: Shareable) -> str | None:
-    """Return the unchecked text of a question; None when the shareable is something else. It never raises."""
-    question = _extract(shareable, QUESTION)
-    return question if isinstance(question, str) else None
-
-
-def _extract(shareable: Shareable, key: str) -> Any:
-    """Return the only value of a DXO, which has this key; None when the shareable is something else.
+def extract(key: str, shareable: Shareable) -> Any:
+    """Return the unchecked value that :func:`wrap` has wrapped; None when the shareable is something else.
 
     It never raises, whatever the sender sent: FLARE ends a task for all sites when a callback on one result raises.
     """
@@ -150,11 +116,19 @@ def _extract(shareable: Shareable, key: str) -> Any:
         return None
 
 
+def extract_sum_reply(result: Shareable) -> Any:
+    """Return the unchecked reply of a site to a step of a sum: a message, or a reason code. It never raises."""
+    if result.get_return_code() != ReturnCode.OK:
+        return get_refusal_code(result)
+    message = extract(SUM, result)
+    return "E_KIND" if message is None else message
+
+
 def is_statistics(result: Shareable) -> bool:
     """Return whether a result holds statistics, of this package or of FLARE's own workflow. It never raises."""
     try:
         return bool(from_shareable(result).data_kind == DataKind.STATISTICS)
-    except Exception:  # noqa: BLE001 - as in _extract
+    except Exception:  # noqa: BLE001 - as in extract
         return False
 
 

@@ -48,7 +48,7 @@ from ..tasks.columns import BINS, LEAST, QUANTILES, Description, Figures, comput
 from ..tasks.data.source import find_site_data
 from ..tasks.task import SiteData
 from .egress import install_recorder
-from .payload import QUESTION, build_refusal, extract_question, get_refusal_code, question_to_shareable
+from .payload import QUESTION, build_refusal, extract, get_refusal_code, wrap
 from .running import hold_data
 from .session import find_record, open_gate, read_job, read_site_policy
 from .workspace import JOB_FILE, get_workspace, write_site_error
@@ -134,8 +134,9 @@ class QuestionExecutor(Executor, ABC):
             DataError: the site names no data.
         """
         job, policy, question = read_job(fl_ctx), read_site_policy(fl_ctx), build_question(self)
-        if (asked := extract_question(shareable)) != question:
-            found = "no question" if asked is None else f"another one ({len(asked)} characters)"
+        asked = extract(QUESTION, shareable)
+        if not isinstance(asked, str) or asked != question:
+            found = f"another one ({len(asked)} characters)" if isinstance(asked, str) else "no question"
             raise RequestRefused(f"this site's copy of the job asks {question}; the server sent {found}")
         raise_refusals(policy.find_description_refusals(permit=job.permit))
         # Counted before the data is read: a process that is ended in between must not forget it.
@@ -209,7 +210,7 @@ class QuestionController(Controller, Generic[Parsed]):
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Collect the answers of all sites; end the job with an error if one is missing."""
         sites = sorted(client.name for client in fl_ctx.get_engine().get_clients())
-        data = question_to_shareable(self.question)
+        data = wrap(QUESTION, self.question)
         task = Task(QUESTION, data, timeout=self.timeout_s, result_received_cb=self._receive)
         self.broadcast_and_wait(task, fl_ctx, min_responses=len(sites), abort_signal=abort_signal)
         if abort_signal.triggered:

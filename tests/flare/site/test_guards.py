@@ -35,13 +35,11 @@ from flare_sparse.flare.payload import (
     HELLO,
     SUM,
     UPDATE,
-    extract_hello,
-    extract_sum,
-    hello_to_shareable,
+    extract,
     message_to_shareable,
     shareable_to_message,
-    sum_to_shareable,
     update_to_dxo,
+    wrap,
 )
 from flare_sparse.flare.session import REQUESTS_FOLDER, SiteSession
 from flare_sparse.flare.site.allow_list import RECIPE_CLASSES
@@ -308,7 +306,7 @@ def build_masked_hospital(folder: Path, policy: dict[str, Any] | None = None) ->
 def ask_for_keys(hospital: Hospital, *filters: Callable[[Shareable], Shareable]) -> Shareable:
     """Return what leaves when the server asks for the keys of a sum, after the job's filters."""
     question = pack_message(Step.KEYS, SumId(RUN, "train", 1, 1), b"")
-    reply = SparseExecutor("fedavg", "toy", {}).execute(SUM, sum_to_shareable(question), hospital.fl_ctx, Signal())
+    reply = SparseExecutor("fedavg", "toy", {}).execute(SUM, wrap(SUM, question), hospital.fl_ctx, Signal())
     for change in filters:
         reply = change(reply)
     hospital.fl_ctx.set_prop(FLContextKey.TASK_RESULT, reply, private=True, sticky=False)
@@ -330,9 +328,9 @@ def test_reply_of_a_sum_leaves_as_the_site_made_it_whatever_a_job_filter_does(tm
     hospital.run_task()
 
     def forge(reply: Shareable) -> Shareable:
-        return sum_to_shareable(np.concatenate([extract_sum(reply), np.zeros(8, np.uint8)]))
+        return wrap(SUM, np.concatenate([extract(SUM, reply), np.zeros(8, np.uint8)]))
 
-    reply = extract_sum(ask_for_keys(hospital, forge))
+    reply = extract(SUM, ask_for_keys(hospital, forge))
     assert sums._party is not None
     assert unpack_message(reply, "site-1")[2] == sums._party.keys.to_bytes()
 
@@ -349,7 +347,7 @@ def test_withheld_values_that_a_job_filter_has_changed_never_leave(tmp_path: Pat
     assert is_stripped(hospital.run_task())
     assert "changed the values that wait for the sum" in hospital.read_site_error()
     assert sums._withheld is None
-    assert unpack_message(extract_sum(ask_for_keys(hospital)), "site-1")[2] == b""
+    assert unpack_message(extract(SUM, ask_for_keys(hospital)), "site-1")[2] == b""
 
 
 def test_policy_is_checked_before_values_wait_for_a_sum(tmp_path: Path) -> None:
@@ -505,23 +503,23 @@ def send_hello(hospital: Hospital, spoil: Callable[[Shareable], Shareable] = lam
 
 def test_hello_tells_the_upload_caps_of_the_policy_and_no_other_term(tmp_path: Path) -> None:
     policy = {"max_upload_bytes": 5000, "max_upload_share": 0.5, "min_examples": 20, "tensors": ["*.weight"]}
-    hello = extract_hello(send_hello(Hospital(tmp_path / "site", policy=policy)))
+    hello = extract(HELLO, send_hello(Hospital(tmp_path / "site", policy=policy)))
     assert hello == local_capabilities(max_upload_bytes=5000, max_upload_share=0.5).to_message()
-    assert extract_hello(send_hello(Hospital(tmp_path / "open"))) == local_capabilities().to_message()
+    assert extract(HELLO, send_hello(Hospital(tmp_path / "open"))) == local_capabilities().to_message()
 
 
 def test_hello_of_a_site_with_unusable_data_or_policy_tells_its_versions_only(tmp_path: Path) -> None:
     assert (
-        extract_hello(send_hello(Hospital(tmp_path / "odd", policy={"no_such_term": 1})))
+        extract(HELLO, send_hello(Hospital(tmp_path / "odd", policy={"no_such_term": 1})))
         == local_capabilities().to_message()
     )
     closed = Hospital(tmp_path / "closed")
     closed.session._endpoint = None
-    assert extract_hello(send_hello(closed)) == local_capabilities().to_message()
+    assert extract(HELLO, send_hello(closed)) == local_capabilities().to_message()
 
 
 def forge_hello(reply: Shareable) -> Shareable:
-    reply = hello_to_shareable({**local_capabilities().to_message(), "rank": 9, "note": "sub-01"})
+    reply = wrap(HELLO, {**local_capabilities().to_message(), "rank": 9, "note": "sub-01"})
     reply["stolen"] = "sub-02"
     reply.set_header("note", "sub-03")
     return reply
@@ -533,7 +531,7 @@ def test_changes_of_a_job_filter_to_a_hello_never_leave_the_site(
 ) -> None:
     reply = send_hello(Hospital(tmp_path / "site"), spoil)
     assert "sub-0" not in str(reply)
-    assert is_stripped(reply) or extract_hello(reply) == local_capabilities().to_message()
+    assert is_stripped(reply) or extract(HELLO, reply) == local_capabilities().to_message()
 
 
 @pytest.mark.parametrize(
@@ -542,9 +540,9 @@ def test_changes_of_a_job_filter_to_a_hello_never_leave_the_site(
     ids=str,
 )
 def test_unreadable_hello_is_none(content: Any) -> None:
-    reply = hello_to_shareable({})
+    reply = wrap(HELLO, {})
     reply["DXO"] = content
-    assert extract_hello(reply) is None
+    assert extract(HELLO, reply) is None
 
 
 def build_component(hospital: Hospital, location: str, path: str, **args: Any) -> None:

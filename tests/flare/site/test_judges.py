@@ -27,14 +27,7 @@ from flare_sparse.config.people import PEOPLE_FILE
 from flare_sparse.config.policy.policy import PRESETS
 from flare_sparse.flare.egress import serialize
 from flare_sparse.flare.executor import EncodeUpdate, SparseExecutor
-from flare_sparse.flare.payload import (
-    HELLO,
-    QUESTION,
-    TASK,
-    get_refusal_code,
-    message_to_shareable,
-    question_to_shareable,
-)
+from flare_sparse.flare.payload import HELLO, QUESTION, TASK, get_refusal_code, message_to_shareable, wrap
 from flare_sparse.flare.questions import StatisticsExecutor, build_question
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.privacy.release.site import RELEASE_FOLDER
@@ -67,7 +60,7 @@ class Hospital:
 
     def describe(self) -> None:
         site = self._open(StatisticsExecutor(10))
-        self._keep(site, site.answer(QUESTION, question_to_shareable(build_question(site.executor))))
+        self._keep(site, site.answer(QUESTION, wrap(QUESTION, build_question(site.executor))))
 
     def evaluate(self, factor: float, **task: Any) -> None:
         """Introduce the site to a job, and ask for the metrics of a model that the job has made up."""

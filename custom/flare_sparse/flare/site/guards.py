@@ -39,20 +39,20 @@ from ...wire.codec import Encoded
 from ..egress import install_recorder, iterate_buffers
 from ..payload import (
     EVENTS,
+    HELLO,
     MISSING_BASE_HEADER,
+    SUM,
     UPDATE,
     build_refusal,
     dxo_to_update,
+    extract,
     extract_code,
-    extract_hello,
-    extract_sum,
-    hello_to_shareable,
     is_statistics,
     shareable_to_message,
     strip_to_codes,
-    sum_to_shareable,
     update_to_dxo,
     update_to_shareable,
+    wrap,
 )
 from ..questions import ADMITTED
 from ..running import hold_data
@@ -151,11 +151,11 @@ class SiteLastGate(FLComponent):
                 _discard_withheld(fl_ctx)
                 missing_base = result.get_header(MISSING_BASE_HEADER) is True
                 strip_to_codes(result, extract_code(result) or "E_SITE", missing_base=missing_base)
-            elif extract_hello(result) is not None:
+            elif extract(HELLO, result) is not None:
                 # The site builds its hello again, because a filter of the job may have changed it.
                 result.clear()
-                result.update(hello_to_shareable(get_site_session(fl_ctx).build_hello(fl_ctx)))
-            elif extract_sum(result) is not None:
+                result.update(wrap(HELLO, get_site_session(fl_ctx).build_hello(fl_ctx)))
+            elif extract(SUM, result) is not None:
                 result_of_site = self._rebuild_sum(fl_ctx)
                 result.clear()
                 result.update(result_of_site)
@@ -201,7 +201,7 @@ class SiteLastGate(FLComponent):
         reply = get_site_session(fl_ctx).get_endpoint(fl_ctx).protection.take_reply()
         if reply is None:
             raise PolicyRefusal("this site's policy: a message of a sum that this site has not made")
-        return sum_to_shareable(reply)
+        return wrap(SUM, reply)
 
     def _rebuild_approved(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the message and the approved numbers in a new shareable; FLARE adds its headers afterwards.
