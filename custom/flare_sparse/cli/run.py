@@ -101,7 +101,7 @@ def run(
             with explain_outcome(command, env) as progress:
                 screen = RunScreen(console, progress, as_json=JSON.get())
                 with show_training(console, folder.path, progress):
-                    finished = launch(env, study, folder, screen, kit, command.format())
+                    finished = launch(env, study, folder, screen, kit)
             if JSON.get():
                 console.print(json.dumps({"folder": str(folder.path), **finished.summary}), markup=False)
             else:
