@@ -196,9 +196,9 @@ def _show_run(run: RunSummary) -> None:
     kinds = Counter(request.kind for request in record.requests)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
     answers = sum(request.answers for request in record.requests)
-    last = f"{datetime.fromtimestamp(run.last_time).astimezone():%Y-%m-%d %H:%M}" if record.requests else "never"
+    answered = f"{datetime.fromtimestamp(run.last_time).astimezone():%Y-%m-%d %H:%M}" if record.requests else "never"
     lines = [
-        f"{run.job} (run {record.run}), {run.site}: last answer {last}",
+        f"{run.job} (run {record.run}), {run.site}: last answer {answered}",
         f"  requests: {counts}; last round {run.last_round}; {answers} answers with retries",
         f"  starts of the job: {record.start}; models whose metrics left: {record.evaluations}",
         f"  questions that count for life: {len(record.questions)}; sums: {len(record.sums)}",
