@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from nvflare.apis.fl_component import FLComponent
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from nvflare.job_config.fed_job_config import FedJobConfig
 
@@ -24,10 +25,8 @@ CONFIGS = Path(__file__).parents[2] / "app_configs"
 
 COMPONENTS = [
     controller.FederatedController("fedavg", "toy", {"method.rounds": 2}, task_check_period=0.123),
-    session.ServerSession(),
     session.SiteSession(),
-    session.UserMethod({"path": "my_methods.MyMethod", "args": {"config": {"rounds": 3}}}),
-    session.UserTask({"path": "my_tasks.MyTask", "args": {"config": {"width": 3}}}),
+    session.UserPart({"path": "my_tasks.MyTask", "args": {"config": {"width": 3}}}),
     executor.SparseExecutor("fedavg", "toy", {"method.rounds": 2}),
     executor.EncodeUpdate(),
 ]
@@ -55,7 +54,7 @@ def test_list_of_components_is_complete() -> None:
         for name, thing in vars(module).items()
         if inspect.isclass(thing)
         and thing.__module__ == module.__name__
-        and not issubclass(thing, Exception)
+        and issubclass(thing, FLComponent)
         and not name.startswith("_")
     }
     assert found == {type(component).__name__ for component in COMPONENTS}

@@ -27,8 +27,7 @@ from flare_sparse.flare.session import (
     MODELS_FOLDER,
     SITE_MODELS_VARIABLE,
     SiteSession,
-    UserMethod,
-    UserTask,
+    UserPart,
     read_job,
 )
 from flare_sparse.flare.workspace import JOB_FILE
@@ -152,9 +151,9 @@ def read_own_job(folder: Path, job: JobConfig, task: object = None, method: obje
     context: Any = Context(
         folder,
         job,
-        task=UserTask(task or Own({})),
+        task=UserPart(task or Own({})),
         # As FLARE builds it from JSON.
-        method=UserMethod(method or Mine(config={"rounds": 3})),  # type: ignore[call-arg]
+        method=UserPart(method or Mine(config={"rounds": 3})),  # type: ignore[call-arg]
     )
     return read_job(context)
 
@@ -183,7 +182,7 @@ def test_component_that_the_settings_of_the_job_do_not_name_is_refused(
 
 def test_method_of_this_package_with_a_component_of_a_class_is_refused(tmp_path: Path) -> None:
     job = load_config(Path(__file__).parents[2] / "app_configs" / "fedavg_brain_age.yaml").job
-    context: Any = Context(tmp_path, job, method=UserMethod(Mine(config={})))  # type: ignore[call-arg]
+    context: Any = Context(tmp_path, job, method=UserPart(Mine(config={})))  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="component 'method': its settings are not those of method"):
         read_job(context)
 

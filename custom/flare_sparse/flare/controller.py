@@ -46,7 +46,8 @@ from .payload import (
     wrap,
 )
 from .polling import TaskPolling
-from .session import get_server_session
+from .session import ServerSession
+from .watchdog import watch_command
 from .workspace import get_workspace
 
 RESULTS = "flare_sparse"
@@ -89,7 +90,7 @@ class FederatedController(Controller):
         self._returned: set[str] = set()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Required by FLARE; everything is built in ``control_flow``, whose errors have codes."""
+        watch_command()
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Required by FLARE; there is nothing to release."""
@@ -121,8 +122,7 @@ class FederatedController(Controller):
             self.system_panic(f"{error.code}: {error}", fl_ctx)
 
     def _run(self, cleanup: ExitStack, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        session = get_server_session(fl_ctx)
-        session.build(fl_ctx)
+        session = ServerSession(fl_ctx)
         job, assembly = session.job, session.assembly
         check_shown_settings(self, job, SERVER_SECTIONS)
         if session.unarchived is not None and session.store is not None:

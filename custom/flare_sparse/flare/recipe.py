@@ -32,13 +32,10 @@ from .networks import NetworkSource, describe_network
 from .payload import HELLO, SUM, TASK
 from .session import (
     METHOD_ID,
-    SERVER_ID,
     SITE_ID,
     TASK_ID,
-    ServerSession,
     SiteSession,
-    UserMethod,
-    UserTask,
+    UserPart,
 )
 from .workspace import JOB_FILE
 
@@ -170,7 +167,6 @@ class SparseRecipe(Recipe):
 
     def _add_server_components(self, job: FedJob) -> None:
         job.to_server(FederatedController(**show_settings(self._config, SERVER_SECTIONS)), id="controller")
-        job.to_server(ServerSession(), id=SERVER_ID)
         job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
 
     def _add_site_components(self, job: FedJob, *, has_sums: bool) -> None:
@@ -187,11 +183,11 @@ class SparseRecipe(Recipe):
         job.add_file_to_clients(str(file), app_folder_type="config")
         # FLARE builds both from their paths at each site, so that the site's allow-list decides about them.
         if config.task.has_own_code:
-            job.to_server(UserTask(describe_user_task(config)), id=TASK_ID)
-            job.to_clients(UserTask(describe_user_task(config)), id=TASK_ID)
+            job.to_server(UserPart(describe_user_task(config)), id=TASK_ID)
+            job.to_clients(UserPart(describe_user_task(config)), id=TASK_ID)
         if config.method.key == "class":
-            job.to_server(UserMethod(describe_user_class(config.method)), id=METHOD_ID)
-            job.to_clients(UserMethod(describe_user_class(config.method)), id=METHOD_ID)
+            job.to_server(UserPart(describe_user_class(config.method)), id=METHOD_ID)
+            job.to_clients(UserPart(describe_user_class(config.method)), id=METHOD_ID)
 
     def _add_package(self, job: FedJob) -> None:
         """Copy the whole package into ``custom/``."""

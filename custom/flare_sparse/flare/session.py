@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from nvflare.apis.event_type import EventType
@@ -68,29 +68,18 @@ MODELS_FOLDER = "flare_sparse_models"
 """Folder in a startup kit that receives the site's own models, by run id, where tensors stay at the site."""
 REQUESTS_FOLDER = "flare_sparse_requests"
 """Folder in a site's startup kit with the records of the requests that the site answered, a file per run."""
-SITE_ID, SERVER_ID = "site", "server_session"
-TASK_ID, METHOD_ID = "task", "method"
+SITE_ID, TASK_ID, METHOD_ID = "site", "task", "method"
 _BASES = {TASK_ID: "flare_sparse.Task", METHOD_ID: "flare_sparse.methods.Method"}
-
-PartT = TypeVar("PartT")
 
 _LOG = logging.getLogger(__name__)
 
 
-class UserTask(FLComponent):
-    """Component of a user task. FLARE builds ``task`` from its class path, so a site must allow the class or BYOC."""
+class UserPart(FLComponent):
+    """Component of a user's task or method. FLARE builds it from its class path, which a site must allow, or BYOC."""
 
-    def __init__(self, task: object):
+    def __init__(self, part: object):
         super().__init__()
-        self.task = task
-
-
-class UserMethod(FLComponent):
-    """Component of a user method. FLARE builds ``method`` from its class path, as it does a :class:`UserTask`."""
-
-    def __init__(self, method: object):
-        super().__init__()
-        self.method = method
+        self.part = part
 
 
 def read_job(fl_ctx: FLContext) -> JobConfig:
@@ -99,8 +88,8 @@ def read_job(fl_ctx: FLContext) -> JobConfig:
     Raises:
         ConfigError: the settings are invalid, or not those of the user's classes in the job.
     """
-    task: Task | None = _find_user_part(fl_ctx, TASK_ID, UserTask, Task)
-    method: ConfiguredMethod | None = _find_user_part(fl_ctx, METHOD_ID, UserMethod, ConfiguredMethod)
+    task: Task | None = _find_user_part(fl_ctx, TASK_ID, Task)
+    method: ConfiguredMethod | None = _find_user_part(fl_ctx, METHOD_ID, ConfiguredMethod)
     settings = read_yaml(find_job_file(fl_ctx))
     job = parse_job(settings, None if task is None else type(task), None if method is None else method.method_class)
     _check_part("task", job.task, task)
@@ -131,49 +120,39 @@ def _check_part(section: str, choice: Choice[Any], part: Task | ConfiguredMethod
             raise ConfigError(f"component {section!r}: it holds {built.__name__}, but {JOB_FILE} names {dotted}")
 
 
-def _find_user_part(fl_ctx: FLContext, name: str, component: type[FLComponent], base: type) -> Any:
+def _find_user_part(fl_ctx: FLContext, name: str, base: type) -> Any:
     """Return the user's task or method that FLARE has built; None: the job has none.
 
     Raises:
         ConfigError: it is none.
     """
     found = fl_ctx.get_engine().get_component(name)
-    part = getattr(found, name) if isinstance(found, component) else None
+    part = found.part if isinstance(found, UserPart) else None
     if part is not None and not isinstance(part, base):
         raise ConfigError(f"component {name!r}: expected a subclass of {_BASES[name]}, found {type(part).__name__}")
     return part
 
 
 def _assemble(fl_ctx: FLContext) -> tuple[JobConfig, Assembly]:
-    job, task = read_job(fl_ctx), _find_user_part(fl_ctx, TASK_ID, UserTask, Task)
+    job, task = read_job(fl_ctx), _find_user_part(fl_ctx, TASK_ID, Task)
     # Float sums depend on the number of threads: server and sites must use the same for the same bits.
     torch.set_num_threads(job.torch_threads)
     set_kernel_threads(job.federation.threads)
     return job, assemble(job, task, read_site_policy(fl_ctx).max_model_entries)
 
 
-class ServerSession(FLComponent):
-    """The server's state: model, method, endpoint and checkpoints, built when the controller starts.
-
-    It is not built in ``__init__``, because FLARE constructs components without the context that names the job folder.
+class ServerSession:
+    """The server's state: settings, model, method, ledger, endpoint and checkpoints.
 
     Attributes:
         unarchived: folder of an earlier, finished run of this job whose result FLARE never archived; None: none.
+
+    Raises:
+        ConfigError: the settings are invalid for this server.
+        CheckpointError: the same job is already running.
     """
 
-    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Watch the command that started the simulator, from the start of the job."""
-        super().handle_event(event_type, fl_ctx)
-        if event_type == EventType.START_RUN:
-            watch_command()
-
-    def build(self, fl_ctx: FLContext) -> None:
-        """Read the job's settings and build its parts.
-
-        Raises:
-            ConfigError: the settings are invalid for this server.
-            CheckpointError: the same job is already running.
-        """
+    def __init__(self, fl_ctx: FLContext) -> None:
         self.job, self.assembly = _assemble(fl_ctx)
         self.ledger = Ledger()
         root = find_checkpoint_folder(get_workspace(fl_ctx), SERVER)
@@ -384,22 +363,12 @@ def read_site_policy(fl_ctx: FLContext) -> Policy:
 
 
 def get_site_session(fl_ctx: FLContext) -> SiteSession:
-    """Return the site session of this process, see :func:`_get_session`."""
-    return _get_session(fl_ctx, SITE_ID, SiteSession)
-
-
-def get_server_session(fl_ctx: FLContext) -> ServerSession:
-    """Return the server session of this process, see :func:`_get_session`."""
-    return _get_session(fl_ctx, SERVER_ID, ServerSession)
-
-
-def _get_session(fl_ctx: FLContext, name: str, kind: type[PartT]) -> PartT:
-    """Return a component of this process.
+    """Return the site session of this process.
 
     Raises:
         ConfigError: the job has no such component.
     """
-    session = fl_ctx.get_engine().get_component(name)
-    if not isinstance(session, kind):
-        raise ConfigError(f"this app of the job has no component {name!r} ({kind.__name__}); export the job again")
+    session = fl_ctx.get_engine().get_component(SITE_ID)
+    if not isinstance(session, SiteSession):
+        raise ConfigError(f"this app of the job has no component {SITE_ID!r} (SiteSession); export the job again")
     return session

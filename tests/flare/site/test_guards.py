@@ -576,24 +576,24 @@ def test_job_may_name_only_the_allowed_classes_of_this_package_at_any_depth(tmp_
     hospital = Hospital(tmp_path / "site")
     install_guards(tmp_path / "site")
     user_task = {"path": "our_hospital.tasks.Dose", "args": {"config": {"width": 3}}}
-    build_component(hospital, "components.#2", "flare_sparse.flare.session.UserTask", task=user_task)
+    build_component(hospital, "components.#2", "flare_sparse.flare.session.UserPart", part=user_task)
     build_component(hospital, "components.#2.args.task", "our_hospital.tasks.Dose", config={"metric": {"name": "AUC"}})
     # FLARE builds the network of a training script, too: as an argument of its task, which is nothing by itself.
     script = {"path": "flare_sparse.tasks.script.ScriptTask", "args": {"model": {"path": "our_hospital.nets.Net"}}}
-    build_component(hospital, "components.#2", "flare_sparse.flare.session.UserTask", task=script)
+    build_component(hospital, "components.#2", "flare_sparse.flare.session.UserPart", part=script)
     build_component(hospital, "components.#2.args.task", "flare_sparse.tasks.script.ScriptTask", script="client.py")
     allow = "flare_sparse.flare.site.allow_list.allow_classes"
     for where, path, args in (
         ("components.#1", allow, {}),
         ("components.#1", "flare_sparse.tasks.script.ScriptTask", {}),
         ("components.#1.args.kit", "flare_sparse.flare.checkpoints.find_checkpoint_folder", {}),
-        ("components.#2", "flare_sparse.flare.session.UserTask", {"task": {"args": [{"class_path": allow}]}}),
+        ("components.#2", "flare_sparse.flare.session.UserPart", {"part": {"args": [{"class_path": allow}]}}),
         ("components.#1", "nvflare.app_common.logging.job_log_streamer.JobLogStreamer", {}),
         ("components.#1", "our_hospital.tasks.Dose", {}),
         ("components.#2.args.task", "nvflare.app_common.np.np_trainer.NPTrainer", {}),
-        ("components.#2", "flare_sparse.flare.session.UserTask", {"task": {"path": "nvflare.apis.dxo.DXO"}}),
-        ("components.#2", "flare_sparse.flare.session.UserTask", {"task": {"name": "NPModelPersistor"}}),
-        ("components.#2", "flare_sparse.flare.session.UserTask", {"task": [{"a": {"name": "FilePSIWriter"}}]}),
+        ("components.#2", "flare_sparse.flare.session.UserPart", {"part": {"path": "nvflare.apis.dxo.DXO"}}),
+        ("components.#2", "flare_sparse.flare.session.UserPart", {"part": {"name": "NPModelPersistor"}}),
+        ("components.#2", "flare_sparse.flare.session.UserPart", {"part": [{"a": {"name": "FilePSIWriter"}}]}),
         ("executors.#1.executor", "flare_sparse.flare.executor.torch", {}),
     ):
         with pytest.raises(UnsafeComponentError, match="E_POLICY"):
