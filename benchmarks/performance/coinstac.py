@@ -38,7 +38,7 @@ from flare_sparse.flare.launch.connection import open_connection
 from flare_sparse.flare.launch.simulator import redirect_output, simulate
 from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.flare.site.allow_list import allow_classes
+from flare_sparse.flare.site.setup import allow_classes
 
 SITES = tuple(f"site-{i}" for i in range(1, 6))
 PAPER = {"resnet32": 1.20, "resnet44": 1.24, "resnet56": 1.30, "resnet110": 2.32}

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from flare_sparse.flare.site.allow_list import allow_classes
+from flare_sparse.flare.site.setup import allow_classes
 
 SITES = ("site-1", "site-2", "site-3")
 HOSTS = ("server", *SITES, "lead")

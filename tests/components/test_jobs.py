@@ -40,7 +40,7 @@ from flare_sparse.components import (
     add_components,
 )
 from flare_sparse.components.recipes import require_package
-from flare_sparse.flare.site.allow_list import RECIPE_CLASSES
+from flare_sparse.flare.site.setup import RECIPE_CLASSES
 
 NET = """from torch import nn
 

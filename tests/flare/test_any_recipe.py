@@ -28,7 +28,7 @@ from torch import nn
 
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.any_recipe import add_sparse_exchange
-from flare_sparse.flare.site.allow_list import CLASSES, RECIPE_CLASSES, find_broad_entries
+from flare_sparse.flare.site.setup import CLASSES, RECIPE_CLASSES, find_broad_entries
 
 PATH = "flare_sparse.components.sparse_exchange.SparseExchange"
 

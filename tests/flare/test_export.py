@@ -19,7 +19,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare import controller, executor, session
 from flare_sparse.flare.job_settings import SITE_SECTIONS, _flatten, check_shown_settings, show_settings
 from flare_sparse.flare.recipe import export_job
-from flare_sparse.flare.site.allow_list import CLASSES
+from flare_sparse.flare.site.setup import CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
 

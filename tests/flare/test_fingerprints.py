@@ -25,7 +25,7 @@ from flare_sparse.flare.fingerprints import (
 )
 from flare_sparse.flare.payload import QUESTION, build_refusal, get_refusal_code, wrap
 from flare_sparse.flare.questions import ANSWER, build_question
-from flare_sparse.flare.site.allow_list import CLASSES
+from flare_sparse.flare.site.setup import CLASSES
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
 from flare_sparse.tasks.nnunet.fingerprint import (
     Fingerprint,

@@ -35,7 +35,7 @@ from flare_sparse.flare.questions import (
     build_question,
 )
 from flare_sparse.flare.session import REQUESTS_FOLDER
-from flare_sparse.flare.site.allow_list import CLASSES
+from flare_sparse.flare.site.setup import CLASSES
 from flare_sparse.results.report.describe import write_description
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
 from flare_sparse.rounds.endpoints.request_log import read_record

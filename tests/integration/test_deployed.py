@@ -39,7 +39,7 @@ from flare_sparse.flare.launch.connection import JobFailed
 from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.flare.site.authorizer import AUTHORIZATION, revoke_code_right
+from flare_sparse.flare.site.setup import AUTHORIZATION, revoke_code_right
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.rounds.endpoints.egress import find_logs, read_log
 from flare_sparse.rounds.local.run import Course, run_locally

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from flare_sparse.flare.site.allow_list import allow_classes
+from flare_sparse.flare.site.setup import allow_classes
 
 ROOT = Path(__file__).resolve().parents[3]
 SITES = ("site-1", "site-2", "site-3")

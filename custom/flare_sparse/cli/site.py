@@ -163,8 +163,8 @@ def log(
 
     [dim]flare-sparse site log /opt/flare/site-1 --json > site_1.json[/]
     """
-    from ..flare.site.allow_list import find_local_folder
     from ..flare.site.requests import summarize_requests
+    from ..flare.site.setup import find_local_folder
     from ..rounds.endpoints.egress import ROTATION, EgressLog, find_logs, read_chain
 
     folders = find_logs(kit)

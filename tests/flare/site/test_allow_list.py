@@ -18,7 +18,7 @@ from nvflare.private.fed_json_config import FedJsonConfigurator
 
 import flare_sparse
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare.site.allow_list import CLASSES, allow_classes, get_allow_list, read_resources
+from flare_sparse.flare.site.setup import CLASSES, allow_classes, get_allow_list, read_resources
 
 
 def kit(folder: Path, **files: Any) -> Path:
@@ -126,7 +126,7 @@ def test_job_cannot_change_the_allow_list_through_nested_components(tmp_path: Pa
         "args": {"participant": "x", "workspace": workspace},
     }
     root["args"]["environment"] = {"FLARE_SPARSE_CHECKPOINTS": str(site)}
-    hostile = {"path": "flare_sparse.flare.site.allow_list.allow_classes", "args": {"kit": root, "also": ["*"]}}
+    hostile = {"path": "flare_sparse.flare.site.setup.allow_classes", "args": {"kit": root, "also": ["*"]}}
     before = (site / "local" / "resources.json").read_bytes()
     file = tmp_path / "config_fed_client.json"
     file.write_text(json.dumps({"format_version": 2, "executors": [], "components": [{"id": "x", **hostile}]}))

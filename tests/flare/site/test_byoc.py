@@ -12,7 +12,7 @@ from nvflare.lighter import templates
 from nvflare.lighter.utils import load_yaml
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare.site.authorizer import list_code_senders, read_permissions, revoke_code_right
+from flare_sparse.flare.site.setup import list_code_senders, read_permissions, revoke_code_right
 
 
 @pytest.fixture(params=["site-1", "server"])

@@ -42,10 +42,9 @@ from flare_sparse.flare.payload import (
     wrap,
 )
 from flare_sparse.flare.session import REQUESTS_FOLDER, SiteSession
-from flare_sparse.flare.site.allow_list import RECIPE_CLASSES
 from flare_sparse.flare.site.authorizer import SitePlanAuthorizer
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
-from flare_sparse.flare.site.setup import install_guards
+from flare_sparse.flare.site.setup import RECIPE_CLASSES, install_guards
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
@@ -569,7 +568,7 @@ def test_job_with_its_own_filters_or_executors_is_refused(tmp_path: Path) -> Non
     build_component(hospital, "executors.#1.executor", "custom.Overwrite")
     build_component(hospital, "components.#1", recipe)
     with pytest.raises(UnsafeComponentError, match="is not a class that a job may name"):
-        build_component(hospital, "executors.#1.executor", "flare_sparse.flare.site.allow_list.allow_classes")
+        build_component(hospital, "executors.#1.executor", "flare_sparse.flare.site.setup.allow_classes")
 
 
 def test_job_may_name_only_the_allowed_classes_of_this_package_at_any_depth(tmp_path: Path) -> None:
@@ -582,7 +581,7 @@ def test_job_may_name_only_the_allowed_classes_of_this_package_at_any_depth(tmp_
     script = {"path": "flare_sparse.tasks.script.ScriptTask", "args": {"model": {"path": "our_hospital.nets.Net"}}}
     build_component(hospital, "components.#2", "flare_sparse.flare.session.UserPart", part=script)
     build_component(hospital, "components.#2.args.task", "flare_sparse.tasks.script.ScriptTask", script="client.py")
-    allow = "flare_sparse.flare.site.allow_list.allow_classes"
+    allow = "flare_sparse.flare.site.setup.allow_classes"
     for where, path, args in (
         ("components.#1", allow, {}),
         ("components.#1", "flare_sparse.tasks.script.ScriptTask", {}),

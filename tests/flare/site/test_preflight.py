@@ -15,9 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from flare_sparse.config.loading import load_config
 from flare_sparse.core.findings import Finding
-from flare_sparse.flare.site.allow_list import CLASSES, allow_classes
 from flare_sparse.flare.site.preflight import check_site
-from flare_sparse.flare.site.setup import install_guards
+from flare_sparse.flare.site.setup import CLASSES, allow_classes, install_guards
 from flare_sparse.privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount, build_entry
 from flare_sparse.privacy.dp.accounting import Charge, compute_epsilon
 from flare_sparse.tasks.data.source import WITHDRAWN_FILE

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from flare_sparse.cli import app
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare.site.allow_list import CLASSES
-from flare_sparse.flare.site.setup import set_up_site
+from flare_sparse.flare.site.setup import CLASSES, set_up_site
 
 
 @pytest.fixture

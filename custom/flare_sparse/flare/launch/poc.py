@@ -16,7 +16,7 @@ from ...core.errors import ConfigError
 from ...tasks.data.source import LOCAL_FILE, format_site_file
 from ...tasks.task import SiteData
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
-from ..site.allow_list import allow_classes
+from ..site.setup import allow_classes
 from ..watchdog import end_processes
 from .connection import JobFailed
 

@@ -33,7 +33,7 @@ from ..controller import RESULTS
 from ..kits import KITS_VARIABLE
 from ..recipe import SparseRecipe
 from ..session import SITE_MODELS_VARIABLE
-from ..site.allow_list import allow_classes
+from ..site.setup import allow_classes
 from ..watchdog import COMMAND_VARIABLE, end_processes, identify_command
 from .connection import JobFailed
 

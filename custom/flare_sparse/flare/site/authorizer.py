@@ -1,16 +1,9 @@
-"""The guard that checks a job before it runs, and the paths of all guards of a site.
+"""The guard that checks a job before it runs.
 
 ``SitePlanAuthorizer`` refuses jobs that carry their own filters or executors or that name other parts of this package
 than a job's classes, and refuses every job while one of the other guards is missing.
-
-The right to send code to a site (BYOC), which FLARE's startup kits give to a project's admins and leads.
-
-The code of a job runs in the site's own process, past allow-list and guards. The right is ``byoc`` in the site's
-``local/authorization.json``; without that file FLARE reads ``authorization.json.default``, where ``lead`` and
-``project_admin`` have it.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,21 +16,8 @@ from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.fuel.utils.components_utils import create_classes_table_static
 
 from ...config.policy.policy import POLICY_FILE, read_policy
-from ...core.checkpoint.writing import write_json
-from ...core.errors import ConfigError
-from .allow_list import (
-    CLASSES,
-    CODE_CLASSES,
-    PACKAGE,
-    RECIPE_CLASSES,
-    find_active_file,
-    find_local_folder,
-    read_object,
-)
+from .setup import CLASSES, CODE_CLASSES, PACKAGE, RECIPE_CLASSES, find_missing_guard
 
-GATE = "flare_sparse.flare.site.guards.SiteLastGate"
-RESULT_POLICY = "flare_sparse.flare.site.guards.SiteResultPolicy"
-AUTHORIZER = "flare_sparse.flare.site.authorizer.SitePlanAuthorizer"
 _RESTRICTED_SECTIONS = ("executors", "components", "task_result_filters", "task_data_filters")
 """Sections of a job's configuration for a site, which may hold only classes of this package."""
 _FLARE = "nvflare."
@@ -106,83 +86,3 @@ def _iterate_class_paths(config: Any) -> Iterator[str]:
     if isinstance(config, dict | list | tuple):
         for part in config.values() if isinstance(config, dict) else config:
             yield from _iterate_class_paths(part)
-
-
-def find_missing_guard(local: Path) -> str:
-    """Return which guard is missing in a site's ``local`` folder; empty when all are installed."""
-    file = local / "privacy.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return "privacy.json is missing or malformed"
-    components = [part.get("path") for part in content.get("components", []) if isinstance(part, dict)]
-    if GATE not in components:
-        return "privacy.json: the components lack SiteLastGate"
-    for scope in content.get("scopes", []):
-        filters = [part.get("path") for part in scope.get("task_result_filters", [])]
-        if RESULT_POLICY not in filters:
-            return f"privacy.json: scope {scope.get('name')!r} lacks SiteResultPolicy"
-    return "" if content.get("scopes") else "privacy.json has no scope"
-
-
-AUTHORIZATION = "authorization.json"
-BYOC = "byoc"
-RIGHTS = ("submit_job", "clone_job", "manage_job", "download_job", "view", "operate", "shell_commands")
-"""Rights that a role with one word for all rights keeps, besides those that the file names for other roles."""
-
-
-def read_permissions(local: Path) -> dict[str, Any]:
-    """Read the site's authorization in force: ``authorization.json``, else ``authorization.json.default``.
-
-    Raises:
-        ConfigError: neither file exists, or the one in force is malformed.
-    """
-    file = find_active_file(local, AUTHORIZATION)
-    if file is None:
-        raise ConfigError(
-            f"{local}: there is neither {AUTHORIZATION} nor {AUTHORIZATION}.default; unpack the startup kit again"
-        )
-    content = read_object(file)
-    if not isinstance(content.get("permissions"), dict):
-        raise ConfigError(f"{file}: expected a JSON object with an object 'permissions'")
-    return content
-
-
-def list_code_senders(authorization: dict[str, Any]) -> list[str]:
-    """Return the roles that may send code: those whose rule for ``byoc`` is anything but ``"none"``."""
-
-    def may_send_code(rights: Any) -> bool:
-        return bool(rights) and (rights.get(BYOC, "none") if isinstance(rights, dict) else rights) not in ("none", "no")
-
-    return [role for role, rights in authorization["permissions"].items() if may_send_code(rights)]
-
-
-def revoke_code_right(kit: Path) -> list[str]:
-    """Take the right to send code from every role in a startup kit's ``local/authorization.json``; all else stays.
-
-    Args:
-        kit: the startup kit, or its ``local`` folder.
-
-    Returns:
-        The roles that lost the right; the file is written only when there are some.
-
-    Raises:
-        ConfigError: there is no such folder, or its authorization is missing or malformed.
-    """
-    local = find_local_folder(kit)
-    authorization = read_permissions(local)
-    roles = list_code_senders(authorization)
-    if roles:
-        permissions = authorization["permissions"]
-        named_rights = {right for rights in permissions.values() if isinstance(rights, dict) for right in rights}
-        # A role may have one rule for all rights, such as "any". FLARE has no "any but byoc", so the other rights are
-        # written out.
-        all_rights = [*RIGHTS, *sorted(named_rights - {*RIGHTS, BYOC})]
-        for role in roles:
-            rights = permissions[role]
-            permissions[role] = {
-                **(rights if isinstance(rights, dict) else dict.fromkeys(all_rights, rights)),
-                BYOC: "none",
-            }
-        write_json(local / AUTHORIZATION, authorization)
-    return roles

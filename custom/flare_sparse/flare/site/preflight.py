@@ -25,7 +25,7 @@ from ...privacy.dp.forecast import Forecast
 from ...tasks.data.source import find_site_data
 from ...tasks.script import ScriptTask
 from ...tasks.task import Examples, SiteData, Task, load_examples
-from .allow_list import (
+from .setup import (
     CLASSES,
     EVERYTHING,
     LIST,
@@ -33,10 +33,12 @@ from .allow_list import (
     MODE,
     find_broad_entries,
     find_local_folder,
+    find_missing_guard,
     get_allow_list,
+    list_code_senders,
+    read_permissions,
     read_resources,
 )
-from .authorizer import find_missing_guard, list_code_senders, read_permissions
 
 ALLOW_COMMAND = "flare-sparse site setup"
 CONNECT_TIMEOUT_S = 5.0

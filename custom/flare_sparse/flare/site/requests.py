@@ -19,8 +19,8 @@ from ...rounds.endpoints.request_log import RunRecord, read_record
 from ...tasks.data.source import LOCAL_FILE, find_site_data
 from ...tasks.data.tables import read_table
 from ..session import REQUESTS_FOLDER
-from .allow_list import find_local_folder
 from .preflight import read_site_name
+from .setup import find_local_folder
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from ...tasks.data.source import WITHDRAWN_FILE, find_site_data, has_site_data, 
 from ..checkpoints import delete_old, find_checkpoint_folder
 from ..running import end_jobs, remove_records, wait_for_jobs
 from ..session import MODELS_FOLDER
-from .allow_list import find_local_folder
 from .preflight import read_site_name
 from .requests import summarize_requests
+from .setup import find_local_folder
 
 
 @dataclass(frozen=True)
