@@ -22,7 +22,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from nvflare.recipe import SimEnv
 from round_time import CLIENT, parse_round_starts
 
 from flare_sparse.config.schema import FederationConfig, RunConfig
-from flare_sparse.flare.launch.connection import open_connection
+from flare_sparse.flare.launch.connection import ServerConnection
 from flare_sparse.flare.launch.simulator import redirect_output, simulate
 from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.recipe import SparseRecipe
@@ -142,7 +142,7 @@ def submit(contestant: str, network: str, rounds: str, kit: str, out: str) -> in
         return 0
     recipe = build_flare_recipe(contestant, network, int(rounds), folder)
     recipe.export(str(folder / "job"))
-    with open_connection(Path(kit)) as connection:
+    with closing(ServerConnection(Path(kit))) as connection:
         session = connection.ask(lambda session: session)
         job = session.submit_job(str(folder / "job" / recipe.name))
         session.monitor_job(job, timeout=0.0, poll_interval=1.0)

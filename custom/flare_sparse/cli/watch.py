@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,10 +125,10 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str
     Raises:
         ConfigError: the kit is not that of an admin, the login failed, or the server knows no such job.
     """
-    from ..flare.launch.connection import LOST, open_connection
-    from ..flare.launch.following import fetch_rounds
+    from ..flare.launch.connection import LOST, ServerConnection
+    from ..flare.launch.submission import fetch_rounds
 
-    with open_connection(kit) as connection:
+    with closing(ServerConnection(kit)) as connection:
         num_rounds, rounds = 0, list[Mapping[str, Any]]()
 
         def read(session: Session) -> tuple[str, list[dict[str, Any]]]:

@@ -22,9 +22,9 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.controller import RESULTS, STATS, FederatedController
 from flare_sparse.flare.launch import connection as connection_module
-from flare_sparse.flare.launch import following, submission
+from flare_sparse.flare.launch import submission
 from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, JobFailed, ServerConnection
-from flare_sparse.flare.launch.following import DROPPED, START_S, JobFollower, is_dropped, is_lost
+from flare_sparse.flare.launch.submission import DROPPED, START_S, JobFollower, is_dropped, is_lost
 from flare_sparse.results.runs.record import GrowingRecord
 
 LINE = "round {}/9  3/3 sites  4.0 kB  1.0 s"
@@ -122,9 +122,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that sleeping moves on."""
     time = SimpleNamespace(now=0.0)
     fake = SimpleNamespace(monotonic=lambda: time.now, sleep=lambda s: setattr(time, "now", time.now + s))
-    for module in (connection_module, following, submission):
+    for module in (connection_module, submission):
         monkeypatch.setattr(module, "time", fake)
-    monkeypatch.setattr(following, "START_S", 0.0)
+    monkeypatch.setattr(submission, "START_S", 0.0)
     return time
 
 
@@ -155,7 +155,7 @@ def test_lines_are_read_only_once_the_process_has_had_time_to_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """FLARE calls a job RUNNING seconds before its process can answer; each question until then is a traceback."""
-    monkeypatch.setattr(following, "START_S", START_S)
+    monkeypatch.setattr(submission, "START_S", START_S)
     server = FakeServer("SUBMITTED", *["RUNNING"] * 7, "FINISHED:COMPLETED", rounds=2)
     status, lines = follow(server, monkeypatch, tmp_path)
     assert status == "FINISHED:COMPLETED"

@@ -8,8 +8,7 @@ import io
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,13 +89,6 @@ def describe_silent_server(address: str, waited_s: float) -> JobFailed:
     )
 
 
-def describe_lost_job(job: str) -> JobFailed:
-    """Return the error of a job whose server was restarted meanwhile."""
-    return JobFailed(
-        f"the server was restarted, and job {job} died with it; FLARE lists it as RUNNING for good, which does no harm"
-    )
-
-
 T = TypeVar("T")
 
 LOGIN_TIMEOUT_S = 20.0
@@ -121,7 +113,15 @@ class ServerConnection:
     def __init__(self, kit: Path, on_line: Callable[[str], None] = lambda line: None):
         self._kit, self._on_line = kit, on_line
         self.user, self.address = _read_admin(kit)
-        self._session: Session | None = self._log_in()
+        self._session: Session | None
+        try:
+            self._session = self._open()
+        # FLARE raises several kinds of exceptions here, some without a common base class.
+        except Exception as error:
+            raise ConfigError(
+                f"{self.user} cannot log in at {self.address}: {error}. Is the server running (startup/start.sh in its "
+                "kit), and is this a kit of its project?"
+            ) from error
 
     def ask(self, question: Callable[[Session], T]) -> T:
         """Return the answer to a question; while the server does not reply, connect again for ``RECONNECT_S``.
@@ -159,16 +159,6 @@ class ServerConnection:
             with contextlib.suppress(Exception):
                 session.close()
 
-    def _log_in(self) -> Session:
-        try:
-            return self._open()
-        # FLARE raises several kinds of exceptions here, some without a common base class.
-        except Exception as error:
-            raise ConfigError(
-                f"{self.user} cannot log in at {self.address}: {error}. Is the server running (startup/start.sh in its "
-                "kit), and is this a kit of its project?"
-            ) from error
-
     def _open(self) -> Session:
         try:
             # FLARE prints a line for every login, which would fill the screen while the server is away.
@@ -177,20 +167,6 @@ class ServerConnection:
         # While a server starts, a login may fail in ways that FLARE gives no class of their own.
         except (RuntimeError, OSError) as error:
             raise NoConnection(str(error)) from error
-
-
-@contextmanager
-def open_connection(kit: Path, on_line: Callable[[str], None] = lambda line: None) -> Iterator[ServerConnection]:
-    """Log in at the server with an admin's startup kit; log out at the end of the block.
-
-    Raises:
-        ConfigError: this is no admin's startup kit, or the login failed.
-    """
-    connection = ServerConnection(kit, on_line)
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 def _read_admin(kit: Path) -> tuple[str, str]:
