@@ -12,7 +12,7 @@ import pytest
 from nvflare.apis.workspace import Workspace
 
 from flare_sparse.core.checkpoint.store import Store
-from flare_sparse.flare.checkpoints import KEPT_DAYS, delete_archived, delete_ended, delete_old, mark_job_finished
+from flare_sparse.flare.checkpoints import KEPT_DAYS, delete_archived, delete_old, mark_job_finished
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def test_site_deletes_checkpoints_of_ended_and_forgotten_jobs_only(tmp_path: Pat
     long_ago = now - (KEPT_DAYS + 1) * DAY_S
     for job in ("forgotten", "running"):
         os.utime(tmp_path / job / "site-1", (long_ago, long_ago))
-    delete_ended(tmp_path, "site-1", now)
+    delete_old(tmp_path, "site-1", now, days=KEPT_DAYS, and_finished=True)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == [
         "ended/site-2",
         "interrupted/site-1",
@@ -114,7 +114,7 @@ def test_policy_term_decides_after_how_many_days_checkpoints_go(tmp_path: Path) 
         os.utime(store.folder, (now - age * DAY_S,) * 2)
     assert delete_old(tmp_path, "site-1", now, days=7) == ["old"]
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
-    delete_ended(tmp_path, "site-1", now, days=30)
+    delete_old(tmp_path, "site-1", now, days=30, and_finished=True)
     assert not list(tmp_path.iterdir())
 
 

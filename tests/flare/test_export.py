@@ -73,7 +73,7 @@ def test_job_names_only_allowed_classes_and_some_of_flares_default_list(config: 
     paths = {line.split('"')[3] for line in text.splitlines() if '"path":' in line}
     ours = {path for path in paths if path.startswith("flare_sparse.")}
     # Only in jobs with a user task or method, of flare-sparse describe and of plan.
-    parts = (".User", ".questions.", ".fingerprints.")
+    parts = (".User", ".questions.")
     rare = {path for path in CLASSES if any(part in path for part in parts)}
     assert ours == {*CLASSES} - rare
     assert paths - ours <= {*DEFAULT_CLASS_ALLOW_LIST}

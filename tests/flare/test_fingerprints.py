@@ -17,14 +17,14 @@ from nvflare.apis.signal import Signal
 
 from flare_sparse.config.loading import parse_job
 from flare_sparse.config.schema import JobConfig
-from flare_sparse.flare.fingerprints import (
-    RESULT,
+from flare_sparse.flare.payload import QUESTION, build_refusal, get_refusal_code, wrap
+from flare_sparse.flare.questions import (
+    ANSWER,
     FingerprintController,
     FingerprintExecutor,
-    FingerprintRecipe,
+    QuestionRecipe,
+    build_question,
 )
-from flare_sparse.flare.payload import QUESTION, build_refusal, get_refusal_code, wrap
-from flare_sparse.flare.questions import ANSWER, build_question
 from flare_sparse.flare.site.setup import CLASSES
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
 from flare_sparse.tasks.nnunet.fingerprint import (
@@ -50,7 +50,7 @@ def make_site(tmp_path: Path, job: JobConfig, cases: int = 3, policy: dict[str, 
 
 
 def test_such_a_job_carries_no_code_and_every_class_is_allowed(tmp_path: Path, job: JobConfig) -> None:
-    FingerprintRecipe(job, SAMPLES).export(str(tmp_path))
+    QuestionRecipe(job, FingerprintExecutor(SAMPLES), FingerprintController).export(str(tmp_path))
     assert not list(tmp_path.glob("**/*.py"))
     (site,), (server,) = (
         [json.loads(file.read_text()) for file in tmp_path.glob(f"**/config_fed_{end}.json")]
@@ -137,7 +137,7 @@ def test_server_keeps_the_merged_fingerprint_alone(tmp_path: Path, monkeypatch: 
     answers = {name: send(part.model_dump_json().encode()) for name, part in zip("BA", parts, strict=True)}
     # A job that is started again replaces what it has written.
     assert [run_controller(answers, tmp_path, monkeypatch) for _ in range(2)] == [[], []]
-    content = json.loads((tmp_path / RESULT).read_text())
+    content = json.loads((tmp_path / FingerprintController.result).read_text())
     assert content["sites"] == ["A", "B"]
     assert Fingerprint.model_validate(content["fingerprint"]) == merge_fingerprints(parts)
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["fingerprint.json"]
@@ -170,7 +170,7 @@ def test_job_ends_with_the_site_whose_fingerprint_is_missing(
     (panic,) = run_controller({"A": send(GOOD), "B": answer}, tmp_path, monkeypatch)
     assert panic.startswith(reason)
     assert "Jane Doe" not in panic
-    assert not (tmp_path / RESULT).exists()
+    assert not (tmp_path / FingerprintController.result).exists()
 
 
 def test_one_site_alone_is_not_merged_and_an_abort_is_no_missing_answer(
@@ -181,4 +181,4 @@ def test_one_site_alone_is_not_merged_and_an_abort_is_no_missing_answer(
     aborted = Signal()
     aborted.trigger(value=True)
     assert run_controller({"A": None, "B": None}, tmp_path, monkeypatch, aborted) == []
-    assert not (tmp_path / RESULT).exists()
+    assert not (tmp_path / FingerprintController.result).exists()

@@ -24,13 +24,13 @@ from pydantic import ValidationError
 from flare_sparse.api.describe import build_record
 from flare_sparse.config.schema import JobConfig
 from flare_sparse.config.study import Study
-from flare_sparse.flare.fingerprints import FingerprintExecutor
 from flare_sparse.flare.payload import QUESTION, get_refusal_code, is_statistics, wrap
 from flare_sparse.flare.questions import (
     ADMITTED,
     ANSWER,
     DescriptionController,
-    DescriptionRecipe,
+    FingerprintExecutor,
+    QuestionRecipe,
     StatisticsExecutor,
     build_question,
 )
@@ -327,7 +327,7 @@ def test_names_and_labels_of_a_site_are_text_on_the_page(tmp_path: Path) -> None
 
 
 def test_such_a_job_carries_no_code_and_sites_run_no_class_of_flare(tmp_path: Path, job: JobConfig) -> None:
-    DescriptionRecipe(job, 10).export(str(tmp_path / "jobs"))
+    QuestionRecipe(job, StatisticsExecutor(10), DescriptionController).export(str(tmp_path / "jobs"))
     assert not list((tmp_path / "jobs").glob("**/*.py"))
     (file,) = (tmp_path / "jobs").glob("**/config_fed_client.json")
     (server,) = (tmp_path / "jobs").glob("**/config_fed_server.json")

@@ -10,9 +10,8 @@ from nvflare.apis.controller_spec import Task
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import StatisticsConstants
 
-from flare_sparse.flare.fingerprints import FingerprintController
 from flare_sparse.flare.payload import QUESTION, get_refusal_code, wrap
-from flare_sparse.flare.questions import DescriptionController, QuestionController
+from flare_sparse.flare.questions import DescriptionController, FingerprintController, QuestionController
 from flare_sparse.flare.workspace import get_workspace
 
 

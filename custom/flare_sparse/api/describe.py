@@ -52,9 +52,10 @@ def describe_study(
         raise ConfigError(
             f"describe needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"
         ) from error
-    from ..flare.questions import RESULT, DescriptionRecipe
+    from ..flare.questions import DescriptionController, QuestionRecipe, StatisticsExecutor
 
-    content = run_statistics_job(study, DescriptionRecipe(study.config.job, least), RESULT, out, kit, observer)
+    recipe = QuestionRecipe(study.config.job, StatisticsExecutor(least), DescriptionController)
+    content = run_statistics_job(study, recipe, DescriptionController.result, out, kit, observer)
     record = build_record(study.config.name, least, content, list_expected(study))
     write_json(out / RECORD, record)
     write_description(record, out)
@@ -130,10 +131,10 @@ def collect_fingerprints(
     if (name := task.get("name") if isinstance(task, dict) else task) != "nnunet":
         raise ConfigError(f"{config}: task is {name}; a plan needs task: {{name: nnunet}}")
     study = Study.load(config, ["task.plan=null"])
-    from ..flare.fingerprints import RESULT, FingerprintRecipe
+    from ..flare.questions import FingerprintController, FingerprintExecutor, QuestionRecipe
 
-    recipe = FingerprintRecipe(study.config.job, count_samples(total))
-    content = run_statistics_job(study, recipe, RESULT, out, kit, observer)
+    recipe = QuestionRecipe(study.config.job, FingerprintExecutor(count_samples(total)), FingerprintController)
+    content = run_statistics_job(study, recipe, FingerprintController.result, out, kit, observer)
     found = Fingerprint.model_validate(content["fingerprint"])
     if found.cases != total:
         observer.warn(

@@ -7,9 +7,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import yaml
 from nvflare.apis.workspace import Workspace
 
+from ..config.yaml_files import read_yaml
 from ..core.checkpoint.store import FINISHED, Store
 from ..core.checkpoint.writing import sync_to_disk
 from ..core.errors import CheckpointError, ConfigError
@@ -56,18 +56,6 @@ def delete_archived(root: Path) -> None:
             store.release()
 
 
-def delete_ended(root: Path, site: str, now: float | None = None, *, days: int = KEPT_DAYS) -> None:
-    """Delete a site's checkpoints of jobs that have ended, and those that no job has used for some days.
-
-    Args:
-        root: checkpoint folder of the site.
-        site: name of the site.
-        now: Unix time; None: the current one.
-        days: the days.
-    """
-    delete_old(root, site, now, days=days, and_finished=True)
-
-
 def delete_old(root: Path, end: str, now: float | None = None, *, days: float, and_finished: bool = False) -> list[str]:
     """Delete the checkpoints of one end that no job has used for some days, and return the names of their jobs.
 
@@ -111,13 +99,7 @@ def mark_job_finished(store: Store, workspace: Workspace, job_id: str) -> None:
 
 
 def _read_local_setting(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
-    setting = content.get("checkpoints") if isinstance(content, dict) else None
+    setting = read_yaml(file).get("checkpoints") if file.is_file() else None
     # YAML 1.1 reads an unquoted "off" as False.
     if setting is False:
         return OFF

@@ -176,14 +176,11 @@ def iterate_buffers(value: Any) -> Iterator[np.ndarray | bytes]:
         yield bytes(fobs.dumps(value))
 
 
-def _get_folder(fl_ctx: FLContext) -> Path:
-    return Path(get_workspace(fl_ctx).get_root_dir()) / EGRESS_FOLDER / fl_ctx.get_identity_name()
-
-
 def _open_log(fl_ctx: FLContext) -> EgressLog:
     policy = read_policy(Path(get_workspace(fl_ctx).get_site_config_dir()) / POLICY_FILE)
     file = find_job_file(fl_ctx)
     # A job of another package has no such file, only FLARE's id.
     job = read_yaml(file) if file.is_file() else {"name": fl_ctx.get_job_id()}
     terms = policy.model_dump(mode="json", exclude_defaults=True)
-    return EgressLog(_get_folder(fl_ctx), str(job["name"]), terms, job.get("permit"))
+    folder = Path(get_workspace(fl_ctx).get_root_dir()) / EGRESS_FOLDER / fl_ctx.get_identity_name()
+    return EgressLog(folder, str(job["name"]), terms, job.get("permit"))

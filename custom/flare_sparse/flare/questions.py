@@ -4,7 +4,7 @@ A job asks one question. Each site derives it from its own copy of the job, with
 must equal it, and nothing else of the server's message is read. Every question is counted in the site's record of
 requests before the data is read.
 
-Federated statistics of the sites' columns: one question, which each site answers with figures of its own rows.
+Federated statistics of the sites' columns are one question, nnU-Net's fingerprints of their cases the other.
 """
 
 from __future__ import annotations
@@ -39,13 +39,23 @@ from ..config.policy.policy import Policy, raise_refusals
 from ..config.schema import JobConfig, build_task
 from ..config.yaml_files import format_yaml
 from ..core.checkpoint.writing import write_json
-from ..core.errors import DataError, RequestRefused, get_failure_code
+from ..core.errors import ConfigError, DataError, PolicyRefusal, RequestRefused, get_failure_code
 from ..core.exchange import RequestId
 from ..privacy.release.site import compute_step
 from ..results.runs.description import is_label
 from ..rounds.endpoints.request_log import RequestLog
 from ..tasks.columns import BINS, LEAST, QUANTILES, Description, Figures, compute_figures, encode_columns, list_columns
+from ..tasks.data.cases import select_cases
 from ..tasks.data.source import find_site_data
+from ..tasks.nnunet.fingerprint import (
+    Fingerprint,
+    compute_fingerprint,
+    find_differences,
+    merge_fingerprints,
+    parse_fingerprint,
+)
+from ..tasks.nnunet.raw import find_raw_cases
+from ..tasks.nnunet.task import NnunetConfig
 from ..tasks.task import SiteData
 from .egress import install_recorder
 from .payload import QUESTION, build_refusal, extract, get_refusal_code, wrap
@@ -66,13 +76,14 @@ class QuestionRecipe(Recipe):
     Args:
         config: the study's settings, whose task reads the data.
         executor: answers at each site.
-        controller: asks, and writes what the answers give.
+        controller: class that asks, and writes what the answers give.
     """
 
-    def __init__(self, config: JobConfig, executor: QuestionExecutor, controller: QuestionController[Any]):
+    def __init__(self, config: JobConfig, executor: QuestionExecutor, controller: type[QuestionController[Any]]):
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
-        job.to_server(controller, id="controller")
+        timeout_s = int(config.federation.task_timeout_s)
+        job.to_server(controller(build_question(executor), timeout_s), id="controller")
         job.to_clients(executor, tasks=[QUESTION])
         # The sites have the package: otherwise the job would carry all of it, as code that sites may refuse.
         job.set_app_packages(["flare_sparse"])
@@ -182,6 +193,7 @@ class QuestionController(Controller, Generic[Parsed]):
     """
 
     result: ClassVar[str]
+    """File in the server's folder of the job that receives what the answers give."""
 
     def __init__(self, question: str, timeout_s: int):
         super().__init__()
@@ -251,23 +263,6 @@ class QuestionController(Controller, Generic[Parsed]):
         """Drop a result that nobody waits for."""
 
 
-RESULT = "statistics/columns.json"
-"""File of the statistics in the server's folder of the job."""
-
-
-class DescriptionRecipe(QuestionRecipe):
-    """A job in which each site describes its columns.
-
-    Args:
-        config: the study's settings, whose task reads the data.
-        least: fewest rows from which a figure is computed.
-    """
-
-    def __init__(self, config: JobConfig, least: int):
-        executor, timeout_s = StatisticsExecutor(least), int(config.federation.task_timeout_s)
-        super().__init__(config, executor, DescriptionController(build_question(executor), timeout_s))
-
-
 class StatisticsExecutor(QuestionExecutor):
     """Computes figures of a site's columns, each from enough rows.
 
@@ -329,7 +324,7 @@ def coarsen_figures(name: str, figures: Figures, gate: ReleaseGate) -> Figures:
 class DescriptionController(QuestionController[Description]):
     """Asks every site to describe its columns, checks each description, and writes them by column and site."""
 
-    result = RESULT
+    result = "statistics/columns.json"
 
     def parse(self, answer: bytes) -> Description:
         return Description.model_validate_json(answer)
@@ -340,3 +335,63 @@ class DescriptionController(QuestionController[Description]):
             for name, figures in description.root.items():
                 columns.setdefault(name, {})[site] = figures.model_dump(mode="json")
         return columns
+
+
+LEAST_SITES = 2
+
+
+class FingerprintExecutor(QuestionExecutor):
+    """Answers with the fingerprint of the site's cases.
+
+    Args:
+        samples_per_case: foreground voxels drawn from each case.
+    """
+
+    kind = "fingerprint"
+
+    def __init__(self, samples_per_case: int):
+        super().__init__()
+        self.samples_per_case = samples_per_case
+
+    def list_terms(self) -> dict[str, Any]:
+        return {"samples_per_case": self.samples_per_case}
+
+    def compute(self, job: JobConfig, policy: Policy, data: SiteData, gate: ReleaseGate | None) -> str:
+        if gate is not None and self.kind not in gate.approved:
+            raise PolicyRefusal(
+                "this site's policy: release: a fingerprint has a line for each case; a person approves it with "
+                f"approved_rows: [{self.kind}]"
+            )
+        config = job.task.config
+        if not isinstance(config, NnunetConfig):
+            raise ConfigError("the job's task is not nnunet")
+        cases = select_cases(data, find_raw_cases(data.path, config.derivative))
+        raise_refusals(policy.find_case_refusals(len({case.subject for case in cases.values()})))
+        return compute_fingerprint(
+            data.path,
+            self.samples_per_case,
+            cases,
+            least=max(policy.min_examples, 1),
+            skip_bad_subjects=config.skip_bad_subjects,
+        ).model_dump_json()
+
+
+class FingerprintController(QuestionController[Fingerprint]):
+    """Asks every site for its fingerprint, checks each, and writes the merged one; no single one is kept."""
+
+    result = "nnunet/fingerprint.json"
+
+    def parse(self, answer: bytes) -> Fingerprint:
+        return parse_fingerprint(answer)
+
+    def find_obstacle(self, answers: Mapping[str, Fingerprint]) -> str:
+        sites = list(answers)
+        if len(sites) < LEAST_SITES:
+            return f"E_QUORUM: {', '.join(sites)} alone is connected, whose own fingerprint the merged one would be"
+        found = find_differences(list(answers.values())).items()
+        differences = [f"in {name} ({sites[0]}, {sites[other]})" for name, other in found]
+        return f"E_CONFIG: the fingerprints differ {', '.join(differences)}" if differences else ""
+
+    def join(self, answers: Mapping[str, Fingerprint]) -> dict[str, Any]:
+        merged = merge_fingerprints(list(answers.values())).model_dump(mode="json")
+        return {"sites": list(answers), "fingerprint": merged}

@@ -56,7 +56,7 @@ from ..tasks.task import SiteData, Task
 from ..training import Site
 from ..wire.capabilities import local_capabilities
 from ..wire.ledger import Ledger
-from .checkpoints import KEPT_DAYS, delete_archived, delete_ended, delete_old, find_checkpoint_folder
+from .checkpoints import KEPT_DAYS, delete_archived, delete_old, find_checkpoint_folder
 from .egress import install_recorder
 from .kits import load_identity, load_root
 from .running import hold_data
@@ -240,7 +240,8 @@ class SiteSession(FLComponent):
             if root is not None and store is not None:
                 store.claim()
                 store.unmark_finished()
-                delete_ended(root, name, days=KEPT_DAYS if policy.checkpoint_days is None else policy.checkpoint_days)
+                days = KEPT_DAYS if policy.checkpoint_days is None else policy.checkpoint_days
+                delete_old(root, name, days=days, and_finished=True)
             requests = _open_request_log(fl_ctx, job, assembly)
             factor = read_site_policy(fl_ctx).max_model_change
             changes = None if factor is None else ChangeLimit(factor, assembly.layout)

@@ -271,33 +271,29 @@ def _copy_site_models(workspace: Path, out: Path) -> None:
         shutil.copy2(models[site], out / SITE_MODELS / models[site].name)
 
 
-def _describe_failure(log: Path, workspace: Path, cause: str = "") -> str:
-    """Return the first error of the server and the error reports of the sites, with the path of the log.
+def _describe_end(log: Path, workspace: Path, dead: Sequence[str], cause: str = "") -> JobFailed:
+    """Return the error of a simulation without a result: the first error of the server and the reports of the sites.
 
     Args:
         log: FLARE's log.
         workspace: FLARE's workspace.
+        dead: says which process of a site died; empty: none.
         cause: FLARE's own error.
     """
+    if dead:
+        return JobFailed(
+            f"{dead[0]}: it was killed, most often because memory ran out. The simulation was ended, because its round "
+            f"would wait for this site until federation.task_timeout_s.\nFLARE's log: {log}",
+            remedy="if memory ran out, simulate fewer sites, or lower method.training.batch_size",
+        )
     reports = [f"{p.parts[-3]}: {p.read_text().strip()}" for p in sorted(workspace.glob("*/*/site_error.txt"))]
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     server = [line for line in lines if "FATAL_SYSTEM_ERROR" in line] or [line for line in lines if "ERROR" in line]
     # FLARE reports a killed process by the negative number of the signal.
     is_killed = f"return code -{int(signal.SIGKILL)}" in cause
     unlogged = "FLARE's simulator was killed, most often because memory ran out" if is_killed else "no error was logged"
-    errors = [*server[:1], *reports] or [unlogged]
-    return "the job ended without a result.\n  " + "\n  ".join(errors) + f"\nFLARE's log: {log}"
-
-
-def _describe_end(log: Path, workspace: Path, dead: Sequence[str], cause: str = "") -> JobFailed:
-    """Return the error of a simulation without a result; ``dead`` says which process of a site died."""
-    if not dead:
-        return JobFailed(_describe_failure(log, workspace, cause))
-    return JobFailed(
-        f"{dead[0]}: it was killed, most often because memory ran out. The simulation was ended, because its round "
-        f"would wait for this site until federation.task_timeout_s.\nFLARE's log: {log}",
-        remedy="if memory ran out, simulate fewer sites, or lower method.training.batch_size",
-    )
+    errors = "\n  ".join([*server[:1], *reports] or [unlogged])
+    return JobFailed(f"the job ended without a result.\n  {errors}\nFLARE's log: {log}")
 
 
 @contextmanager
