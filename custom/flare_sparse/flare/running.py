@@ -5,7 +5,8 @@ import json
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,15 +95,10 @@ def remove_records(kit: Path, site: str) -> list[DataUse]:
     """Remove the records of the jobs that have ended, and return them."""
     ended = []
     for file in _list_files(kit, site):
-        lock = os.open(file, os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ended += [use] if (use := _read_use(file)) else []
-            file.unlink()
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock)
+        with _try_lock(file) as is_mine:
+            if is_mine:
+                ended += [use] if (use := _read_use(file)) else []
+                file.unlink()
     return ended
 
 
@@ -121,13 +117,22 @@ def _read_use(file: Path) -> DataUse | None:
     return None
 
 
+@contextmanager
+def _try_lock(file: Path) -> Iterator[bool]:
+    """Lock a record while the block runs; yield whether no running job holds it."""
+    lock = os.open(file, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_mine = True
+    except BlockingIOError:
+        is_mine = False
+    try:
+        yield is_mine
+    finally:
+        os.close(lock)
+
+
 def _is_locked(file: Path) -> bool:
-    with suppress(FileNotFoundError):
-        lock = os.open(file, os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(lock)
+    with suppress(FileNotFoundError), _try_lock(file) as is_mine:
+        return not is_mine
     return False

@@ -1,8 +1,8 @@
 """Submitter of a finished job, by the signatures that FLARE's admin client puts on every file of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cryptography.hazmat.primitives import hashes
 from nvflare.lighter.tool_consts import NVFLARE_SUBMITTER_CRT_FILE
@@ -31,33 +31,28 @@ def read_approval(run: Path, kit: Path | None) -> Approval:
     if not (downloaded / "meta.json").is_file():
         return Approval("none", f"The downloaded job {downloaded} is missing.", job_id)
     meta = json.loads((downloaded / "meta.json").read_text(encoding="utf-8"))
+    claimed = {part: str(meta.get(f"submitter_{part}", "unknown")) for part in ("name", "org", "role")}
+    approval = Approval(
+        "none", "The job has no signature of a submitter.", job_id, claimed, str(meta.get("submit_time_iso", "")),
+        tuple(map(str, meta.get("job_deploy_detail") or [])),
+    )  # fmt: skip
     folders = [path for path in sorted((downloaded / "job").glob("*")) if path.is_dir()]
-    root = _find_root(run, kit)
     certificate = folders[0] / NVFLARE_SUBMITTER_CRT_FILE if folders else None
     if certificate is None or not certificate.is_file():
-        return _build_approval("none", "The job has no signature of a submitter.", job_id, meta)
+        return approval
     fingerprint = load_crt_chain(str(certificate))[0].fingerprint(hashes.SHA256()).hex()
+    approval = replace(approval, certificate_sha256=fingerprint)
+    root = _find_root(run, kit)
     if root is None:
         note = "The signature was not checked: add the startup kit of a participant with --kit."
-        return _build_approval("unverified", note, job_id, meta, fingerprint)
+        return replace(approval, signature="unverified", note=note)
     is_valid, signers = verify_folder_signature_and_get_signers(str(folders[0]), str(root))
     if not is_valid or len(signers) != 1:
         note = "The job's files do not match their signatures, or their certificate is not of this federation."
-        return _build_approval("invalid", note, job_id, meta, fingerprint)
+        return replace(approval, signature="invalid", note=note)
     signer = dict(zip(("name", "org", "role"), map(str, signers[0]), strict=True))
     note = "Every file of the job is signed with a certificate of the federation's root."
-    return _build_approval("verified", note, job_id, meta, fingerprint, signer)
-
-
-def _build_approval(
-    signature: str, note: str, job_id: str, meta: dict[str, Any], fingerprint: str = "",
-    signer: dict[str, str] | None = None,
-) -> Approval:  # fmt: skip
-    claimed = {part: str(meta.get(f"submitter_{part}", "unknown")) for part in ("name", "org", "role")}
-    deployed = tuple(map(str, meta.get("job_deploy_detail") or []))
-    return Approval(
-        signature, note, job_id, signer or claimed, str(meta.get("submit_time_iso", "")), deployed, fingerprint
-    )
+    return replace(approval, signature="verified", note=note, submitter=signer)
 
 
 def _find_root(run: Path, kit: Path | None) -> Path | None:
