@@ -12,7 +12,7 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
 
-from flare_sparse.flare.analytics import announce_round
+from flare_sparse.flare.controller import announce_round
 from flare_sparse.rounds.federation import Evaluation, RoundRecord
 
 

@@ -72,16 +72,16 @@ class SparseExecutor(Executor):
             is_valid = self._error is None
             hello = get_site_session(fl_ctx).build_hello(fl_ctx) if is_valid else local_capabilities().to_message()
             return wrap(HELLO, hello)
-        if self._error is not None:
-            return self._refuse(self._error, get_failure_code(self._error), fl_ctx)
-        if task_name == SUM:
-            return self._answer_sum(shareable, fl_ctx)
         # FLARE receives and sends each message in threads of its own, and the C library keeps what each of them frees:
         # without this, a site would take the memory of several messages more with every round.
         try_malloc_trim()
         try:
+            if self._error is not None:
+                raise self._error
             session = get_site_session(fl_ctx)
             endpoint = session.get_endpoint(fl_ctx)
+            if task_name == SUM:
+                return wrap(SUM, endpoint.protection.answer(extract(SUM, shareable)))
             # In a job with a script FLARE downloads what a task holds only for a filter, and for whoever asks.
             if contains_lazy_download_ref(shareable):
                 cell = fl_ctx.get_engine().get_cell()
@@ -94,24 +94,18 @@ class SparseExecutor(Executor):
             if request.round > endpoint.method.config.rounds:
                 session.save_own_model(fl_ctx)
         except Exception as error:  # noqa: BLE001 - an error in a task or a model must not stop the site's process
-            return self._refuse(error, get_failure_code(error), fl_ctx)
+            return self._refuse(error, fl_ctx)
         reply = update_to_dxo(update, endpoint.site.layout).to_shareable()
         # The objects that EncodeUpdate needs; it removes them before anything is sent.
         reply[UPDATE] = (request, update)
         return reply
 
-    def _answer_sum(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        try:
-            endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
-            return wrap(SUM, endpoint.protection.answer(extract(SUM, shareable)))
-        except Exception as error:  # noqa: BLE001 - as in execute
-            return self._refuse(error, get_failure_code(error), fl_ctx)
-
     def requires_materialized_task_result(self, task_name: str) -> bool:
         """Tell FLARE that results of a script in a process of its own are read here, not passed on to the server."""
         return True
 
-    def _refuse(self, error: Exception, code: str, fl_ctx: FLContext) -> Shareable:
+    def _refuse(self, error: Exception, fl_ctx: FLContext) -> Shareable:
+        code = get_failure_code(error)
         self.log_error(fl_ctx, f"{code}: {type(error).__name__}; see site_error.txt in the job's folder at this site")
         write_site_error(error, code, fl_ctx)
         reply = build_refusal(code, ReturnCode.EXECUTION_EXCEPTION)

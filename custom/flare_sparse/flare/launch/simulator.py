@@ -330,25 +330,16 @@ def _follow_lines(path: Path, on_line: Callable[[dict[str, Any]], None]) -> Iter
     """Call ``on_line`` with each new JSON line of a file while the block runs."""
 
     def follow(has_ended: threading.Event) -> None:
-        position, inode, seen = 0, 0, set[str]()
-        while True:
-            # Read before the file, so that one more pass follows the end of the block and no line is lost.
-            is_last = has_ended.is_set()
-            if path.is_file():
-                with path.open() as file:
-                    # A step back replaces the file by one with fewer lines: it is read again from its start.
-                    current = os.fstat(file.fileno()).st_ino
-                    position, inode = (position if current == inode else 0), current
-                    file.seek(position)
-                    # A line without its end is still being written: it is read again in the next pass.
-                    while (line := file.readline()).endswith("\n"):
-                        position = file.tell()
-                        if line not in seen:
-                            seen.add(line)
-                            on_line(json.loads(line))
-            if is_last:
-                return
-            has_ended.wait(0.2)
+        seen, is_last = set[str](), False
+        while not is_last:
+            # One more pass follows the end of the block, so that no line is lost.
+            is_last = has_ended.wait(0.2)
+            text = path.read_text() if path.is_file() else ""
+            # A line without its end is still being written. A step back replaces the file by one with fewer lines.
+            for line in text[: text.rfind("\n") + 1].splitlines():
+                if line not in seen:
+                    seen.add(line)
+                    on_line(json.loads(line))
 
     with run_beside(follow):
         yield
