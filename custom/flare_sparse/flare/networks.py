@@ -23,11 +23,16 @@ def describe_network(model: NetworkSource) -> tuple[str, dict[str, Any]]:
     """
     if isinstance(model, str):
         return model, {}
-    if isinstance(model, Mapping):
-        return _read_mapping(model)
+    if isinstance(model, Mapping) and set(model) <= {"class_path", "args"}:
+        path, args = model.get("class_path"), model.get("args", {})
+        if isinstance(path, str) and isinstance(args, Mapping):
+            return path, dict(args)
     network = model if isinstance(model, type) else type(model)
     if not issubclass(network, nn.Module):
-        raise _build_form_error(model)
+        raise ConfigError(
+            "model: expected a network such as Net(), its class Net, the class's dotted path 'model.Net', or "
+            f'{{"class_path": "model.Net", "args": {{...}}}}, found {model!r}'
+        )
     if network.__module__ == "__main__" or "<" in network.__qualname__:
         raise ConfigError(
             f"model: {network.__qualname__} is defined in the running script or notebook, which no site can import; "
@@ -53,17 +58,3 @@ def describe_network(model: NetworkSource) -> tuple[str, dict[str, Any]]:
             f'its arguments: model={{"class_path": "{class_path}", "args": {{...}}}}'
         )
     return class_path, {}
-
-
-def _read_mapping(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    class_path, args = model.get("class_path"), model.get("args", {})
-    if not isinstance(class_path, str) or not isinstance(args, Mapping) or not set(model) <= {"class_path", "args"}:
-        raise _build_form_error(dict(model))
-    return class_path, dict(args)
-
-
-def _build_form_error(model: Any) -> ConfigError:
-    return ConfigError(
-        "model: expected a network such as Net(), its class Net, the class's dotted path 'model.Net', or "
-        f'{{"class_path": "model.Net", "args": {{...}}}}, found {model!r}'
-    )

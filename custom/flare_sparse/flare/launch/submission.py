@@ -265,9 +265,12 @@ def run_deployed(
         job, status, follower = _follow(connection, recipe, out, job, on_line, has_rounds=True)
         refusals = _list_refusals(connection, job)
         downloaded = _download(connection, job, out)
-    _collect_record(downloaded, out, lambda reason: describe_end(
-        job, status, reason=reason, refusals=refusals, rounds=len(follower.shown)
-    ))  # fmt: skip
+    if (record := _find_record(downloaded)) is None:
+        reason, rounds = _read_reason(downloaded), len(follower.shown)
+        error = describe_end(job, status, reason=reason, refusals=refusals, rounds=rounds)
+        error.remedy = f"{error.remedy} The job's downloaded files: {downloaded}".strip()
+        raise error
+    replace_record(record, out)
     # Rounds that ended between the last poll and the end of the job.
     for line in (out / ROUNDS).read_text(encoding="utf-8").splitlines():
         follower.show(json.loads(line))
@@ -463,22 +466,3 @@ def _find_record(job: Path) -> Path | None:
 def _read_reason(job: Path) -> str:
     """Return the first error in the server's log of a downloaded job."""
     return find_reason("".join(file.read_text(errors="replace") for file in sorted(job.glob("**/log.txt"))[:1]))
-
-
-def _collect_record(job: Path, out: Path, describe: Callable[[str], JobFailed]) -> None:
-    """Copy the record of a downloaded job to ``out``.
-
-    Args:
-        job: folder of the downloaded job.
-        out: result folder.
-        describe: returns the error of a job without a record, from the first error in the server's log.
-
-    Raises:
-        JobFailed: the job has no record.
-    """
-    record = _find_record(job)
-    if record is None:
-        error = describe(_read_reason(job))
-        error.remedy = f"{error.remedy} The job's downloaded files: {job}".strip()
-        raise error
-    replace_record(record, out)
