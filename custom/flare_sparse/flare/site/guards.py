@@ -151,38 +151,10 @@ class SiteLastGate(FLComponent):
                 _discard_withheld(fl_ctx)
                 missing_base = result.get_header(MISSING_BASE_HEADER) is True
                 strip_to_codes(result, extract_code(result) or "E_SITE", missing_base=missing_base)
-            elif extract(HELLO, result) is not None:
-                # The site builds its hello again, because a filter of the job may have changed it.
-                result.clear()
-                result.update(wrap(HELLO, get_site_session(fl_ctx).build_hello(fl_ctx)))
-            elif extract(SUM, result) is not None:
-                result_of_site = self._rebuild_sum(fl_ctx)
-                result.clear()
-                result.update(result_of_site)
-            elif _is_description(result, fl_ctx):
-                approved = fl_ctx.get_prop(APPROVED)
-                if not isinstance(approved, Shareable):
-                    raise PolicyRefusal("this site's policy: SiteResultPolicy did not approve these statistics")
-                result.clear()
-                result.update(approved)
-            # A job of another package names no permit.
-            elif not (policy := read_site_policy(fl_ctx)).foreign_jobs or policy.permit or _is_package_message(result):
-                rebuilt = self._rebuild_approved(result, fl_ctx)
+            elif (rebuilt := self._rebuild(result, fl_ctx)) is not None:
                 # clear() removes keys and headers that a filter of the job added to the message.
                 result.clear()
                 result.update(rebuilt)
-            else:
-                if policy.privacy_budget is not None:
-                    raise PolicyRefusal(
-                        "this site's policy: epsilon: a job of another package charges nothing, so what it tells about "
-                        "a subject has no bound; let the script train in a configuration with a privacy section"
-                    )
-                if gone := read_withdrawn(Path(get_workspace(fl_ctx).get_site_config_dir())):
-                    raise PolicyRefusal(
-                        f"{len(gone)} subjects have withdrawn, and a job of another package reads the data by itself; "
-                        "remove them from the data, and then from the site's list"
-                    )
-                _count_foreign(fl_ctx)
         # Fail closed: a result that the gate cannot read does not leave the site.
         except Exception as error:  # noqa: BLE001
             # The result is stripped first, because writing and logging may fail, too.
@@ -191,17 +163,41 @@ class SiteLastGate(FLComponent):
             write_site_error(error, _get_code(error), fl_ctx)
             self.log_error(fl_ctx, f"{_get_code(error)}: a result was withheld; see site_error.txt in the job's folder")
 
-    def _rebuild_sum(self, fl_ctx: FLContext) -> Shareable:
-        """Return the site's own reply in a sum: a filter of the job may have changed the one that it passed on.
+    def _rebuild(self, result: Shareable, fl_ctx: FLContext) -> Shareable | None:
+        """Return what may leave as the site makes it again; None: a job of another package, whose result may leave.
 
         Raises:
-            PolicyRefusal: the site has made none.
+            FlareSparseError: the result may not leave.
         """
-        # Used once: a job must not send the same reply again.
-        reply = get_site_session(fl_ctx).get_endpoint(fl_ctx).protection.take_reply()
-        if reply is None:
-            raise PolicyRefusal("this site's policy: a message of a sum that this site has not made")
-        return wrap(SUM, reply)
+        if extract(HELLO, result) is not None:
+            return wrap(HELLO, get_site_session(fl_ctx).build_hello(fl_ctx))
+        if extract(SUM, result) is not None:
+            # Used once: a job must not send the same reply again.
+            reply = get_site_session(fl_ctx).get_endpoint(fl_ctx).protection.take_reply()
+            if reply is None:
+                raise PolicyRefusal("this site's policy: a message of a sum that this site has not made")
+            return wrap(SUM, reply)
+        if _is_description(result, fl_ctx):
+            approved = fl_ctx.get_prop(APPROVED)
+            if not isinstance(approved, Shareable):
+                raise PolicyRefusal("this site's policy: SiteResultPolicy did not approve these statistics")
+            return approved
+        policy = read_site_policy(fl_ctx)
+        # A job of another package names no permit.
+        if not policy.foreign_jobs or policy.permit or _is_package_message(result):
+            return self._rebuild_approved(result, fl_ctx)
+        if policy.privacy_budget is not None:
+            raise PolicyRefusal(
+                "this site's policy: epsilon: a job of another package charges nothing, so what it tells about "
+                "a subject has no bound; let the script train in a configuration with a privacy section"
+            )
+        if gone := read_withdrawn(Path(get_workspace(fl_ctx).get_site_config_dir())):
+            raise PolicyRefusal(
+                f"{len(gone)} subjects have withdrawn, and a job of another package reads the data by itself; "
+                "remove them from the data, and then from the site's list"
+            )
+        _count_foreign(fl_ctx)
+        return None
 
     def _rebuild_approved(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the message and the approved numbers in a new shareable; FLARE adds its headers afterwards.
