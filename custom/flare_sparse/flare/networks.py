@@ -46,7 +46,7 @@ def describe_network(model: NetworkSource) -> tuple[str, dict[str, Any]]:
         )
     try:
         built = network()
-        is_same = isinstance(model, type) or (
+        is_same = not isinstance(model, nn.Module) or (
             Layout.from_module(built).fingerprint == Layout.from_module(model).fingerprint
         )
     except TypeError:
