@@ -27,6 +27,7 @@ from ..inputs.scaling import build_statistics_mask
 from ..training import Site
 from ..wire.encoding_choice import count_entries_within
 from ..wire.number_format import NumberFormat
+from .aggregation.robust import AggregationRule
 from .aggregation.server_step import (
     ModelAverage,
     ServerMemory,
@@ -192,7 +193,9 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
         # The mean as the model of one site: entries that no site sent have a delta of 0, and their moments decay.
         patch = Patch.from_vector(state.weights + mean, Mask.full(self.layout.size))
         averaged = [Contribution("mean", patch, "weights", 1)]
-        weights, memory = take_server_step(averaged, state.weights, state.memory, server, self.layout.num_parameters)
+        weights, memory = take_server_step(
+            averaged, state.weights, state.memory, AggregationRule(), server, self.layout.num_parameters
+        )
         return weights - state.weights, memory
 
     def _count(self, fraction: float) -> int:

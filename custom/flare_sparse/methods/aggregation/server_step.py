@@ -15,7 +15,8 @@ from ...core.exchange import Contribution
 from ...core.mask import Mask, floor_fraction
 from ...core.needs import Need, Needs
 from ...core.settings import Settings
-from .weighted import apply_deltas, sum_deltas, weigh_by_examples, weighted_sum
+from .robust import AggregationRule, aggregate
+from .weighted import apply_deltas, sum_deltas, weigh_by_examples
 
 
 class ServerOptimizer(Settings):
@@ -107,6 +108,7 @@ def take_server_step(
     contributions: Sequence[Contribution],
     weights: Tensor,
     memory: ServerMemory,
+    rule: AggregationRule,
     optimizer: ServerOptimizer,
     num_parameters: int,
 ) -> tuple[Tensor, ServerMemory]:
@@ -116,13 +118,14 @@ def take_server_step(
         contributions: the sites' weights, all over one mask unless the optimiser is the plain average.
         weights: ``(P,)`` the current model.
         memory: the server's memory before the step.
+        rule: how the updates are aggregated.
         optimizer: how far the model moves towards their average.
         num_parameters: number of parameters; the entries behind them are running statistics.
 
     Raises:
         OverflowError: the deltas are so large that the memory would not be finite.
     """
-    average = weighted_sum(contributions, weigh_by_examples)
+    average = aggregate(contributions, weights, rule)
     if optimizer.is_average:
         return average, memory
     if optimizer.optimizer == "sgd":
