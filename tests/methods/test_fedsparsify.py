@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -183,3 +184,42 @@ def test_centralised_baseline_prunes_once(bench: Any) -> None:
     assert pool.count - (state.mask & pool).count == int(0.6 * pool.count)
     assert not state.weights[~state.mask.bits].any()
     assert state.round == 6
+
+
+def test_sparsities_equal_those_of_the_paper() -> None:
+    """Vector 1."""
+    wanted = {
+        1: 0.0, 2: 0.07121917092331298, 3: 0.13878689795849564, 5: 0.26335238287900997, 10: 0.5175921711424671,
+        20: 0.8218791618199902, 30: 0.9339848952274987, 39: 0.9499839848952275, 40: 0.95,
+    }  # fmt: skip
+    for t, value in wanted.items():
+        assert FedSparsifyConfig(sparsity=0.95, rounds=40).compute_sparsity(t) == pytest.approx(value, abs=1e-12)
+
+
+@given(
+    st.integers(1, 50), st.integers(1, 10), st.integers(1, 8), st.floats(0, 0.9), st.floats(0, 0.09), st.floats(1, 5)
+)
+def test_sparsity_rises_from_start_to_end_in_steps_of_f_rounds(
+    length: int, first: int, every: int, start: float, rise: float, exponent: float
+) -> None:
+    end, last = start + rise, first + length
+    config = FedSparsifyConfig(
+        sparsity=end, initial_sparsity=start, first_round=first, prune_every=every, exponent=exponent, rounds=last
+    )
+    curve = [config.compute_sparsity(t) for t in range(1, last + 1)]
+    assert all(a <= b + 1e-12 for a, b in pairwise(curve))
+    assert all(start - 1e-12 <= value <= end + 1e-12 for value in curve)
+    assert curve[: first - 1] == [start] * (first - 1)
+    if every == 1:
+        assert curve[first - 1] == pytest.approx(start, abs=1e-12)
+    if last % every == 0:
+        assert curve[-1] == end
+    for t in range(every, last):
+        if t % every:
+            assert curve[t - 1] == curve[t - t % every - 1]
+
+
+def test_exponent_one_is_linear_and_a_single_round_is_one_shot() -> None:
+    assert FedSparsifyConfig(sparsity=0.5, rounds=11, exponent=1).compute_sparsity(6) == pytest.approx(0.25)
+    assert FedSparsifyConfig(sparsity=0.5, rounds=1).compute_sparsity(1) == 0.5
+    assert FedSparsifyConfig(sparsity=0.5, rounds=5, first_round=5).compute_sparsity(3) == 0

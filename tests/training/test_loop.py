@@ -173,7 +173,7 @@ def test_divergence_names_data_that_is_not_finite_instead_of_the_learning_rate(
     with pytest.raises(TrainingDiverged, match=f"in step 1, because the data is not finite: {message}") as caught:
         broken.train(start, Mask.full(start.numel()), TrainingConfig(batch_size=8), 1)
     assert "lr" not in str(caught.value)
-    with pytest.raises(TrainingDiverged, match=f"in stage 1, because the data is not finite: {message}"):
+    with pytest.raises(TrainingDiverged, match=f"in step 1, because the data is not finite: {message}"):
         broken.trainer.step_in_stages(start, [Mask.full(start.numel())], TrainingConfig(batch_size=8))
 
 

@@ -116,7 +116,7 @@ def test_sparse_gradient_of_an_embedding_steps_as_a_dense_one() -> None:
 
 def test_infinite_loss_of_a_stage_raises() -> None:
     site, start = open_site(Deep())
-    with pytest.raises(TrainingDiverged, match="stage 1"):
+    with pytest.raises(TrainingDiverged, match="step 1"):
         site.trainer.step_in_stages(start * float("inf"), [Mask.full(start.numel())], step(100))
 
 

@@ -79,10 +79,6 @@ class OneStep(Wrapper):
     def narrow(self, live: Mask) -> Trainer:
         return OneStep(self._inner.narrow(live), self.distances)
 
-    def remove_channels(self, closed: Mapping[str, Tensor]) -> tuple[Trainer, Mask]:
-        trainer, mask = self._inner.remove_channels(closed)
-        return OneStep(trainer, self.distances), mask
-
 
 def check_study(study: Study, site_policy: Path | None = None) -> Iterator[Finding]:
     """Yield the findings about a study, see :meth:`flare_sparse.Study.check`."""

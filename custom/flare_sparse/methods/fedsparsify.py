@@ -20,7 +20,6 @@ from .aggregation.server_step import ServerMemory, take_server_step, update_mode
 from .method import MaskPreset
 from .support.averaging import FINETUNE, AveragingConfig, AveragingMethod
 from .support.masks import find_zero_weights
-from .support.schedules import compute_polynomial_sparsity
 
 
 class FedSparsifyConfig(AveragingConfig):
@@ -58,18 +57,19 @@ class FedSparsifyConfig(AveragingConfig):
         }
 
     def compute_sparsity(self, t: int) -> float:
-        """Return s_t, the share of pruned entries after round ``t`` (Eq. 1)."""
-        if self.force_final and t >= self.rounds:
+        """Return s_t, the share of pruned entries after round ``t`` (Eq. 1).
+
+        ``s_t = S_T + (S_0 - S_T) * (1 - (F * floor(t / F) - t_0) / (T - t_0)) ** n``; one-shot pruning for T = t_0.
+        """
+        first, last, step = self.first_round, self.rounds, self.prune_every * (t // self.prune_every)
+        if t >= first >= last or (self.force_final and t >= last):
             return self.sparsity
-        return compute_polynomial_sparsity(
-            t,
-            start=self.initial_sparsity,
-            end=self.sparsity,
-            first=self.first_round,
-            last=self.rounds,
-            exponent=self.exponent,
-            every=self.prune_every,
-        )
+        if step < first:
+            return self.initial_sparsity
+        if step >= last:
+            return self.sparsity
+        remaining = (1 - (step - first) / (last - first)) ** self.exponent
+        return self.sparsity + (self.initial_sparsity - self.sparsity) * float(remaining)
 
 
 @dataclass(frozen=True)

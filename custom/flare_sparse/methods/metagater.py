@@ -14,7 +14,7 @@ A baseline of "MetaGater: Fast Learning of Conditional Channel Gated Networks vi
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeVar, final
+from typing import Literal, NamedTuple, Self, TypeVar, final
 
 import torch
 from pydantic import Field
@@ -23,17 +23,174 @@ from torch import Tensor
 from ..core.errors import ConfigError, suggest
 from ..core.exchange import Contribution, Patch, Request, Update
 from ..core.mask import Mask, floor_fraction, top_k
+from ..core.needs import Need, Needs
 from ..core.params import Layout, TensorSpec
 from ..training import Site
 from .aggregation.weighted import Weights, weigh_equally, weighted_sum
 from .method import train_locally
 from .scores.scbf.groups import GroupSection
 from .scores.snip import compute_saliency
-from .support.adaptation import ADAPT, AdaptationMethod, MetaLearningConfig, take_one_step
-from .support.gates import Gates, compute_group_lasso_prox, compute_l1_prox
-from .support.schedules import StepSizes
+from .support.adaptation import ADAPT, AdaptationConfig, AdaptationMethod, take_one_step
 
 Prox = Callable[[Tensor, float], Tensor]
+
+
+class StepSizes(NamedTuple):
+    """Step sizes of one round.
+
+    Attributes:
+        alpha: weight of the one sequence in the prediction from both.
+        beta: length of the proximal step of the aggregated sequence.
+        eta: length of the proximal step of the other.
+    """
+
+    alpha: float
+    beta: float
+    eta: float
+
+
+def compute_step_sizes(t: int, *, beta: float = 1.0, momentum_cap: float = 1.0) -> StepSizes:
+    """Return MetaGater's step sizes: ``alpha_t = 2 / (t + 1)``, ``alpha_t * eta_t = beta_t`` (Lin et al. 2021, 5.1).
+
+    Args:
+        t: round, 1-based.
+        beta: beta_t, the same in every round.
+        momentum_cap: largest Nesterov momentum; alpha is at least 1 minus this. At 0 alpha is 1, which makes the three
+            sequences one.
+    """
+    alpha = max(2 / (t + 1), 1 - momentum_cap)
+    return StepSizes(alpha, beta, beta / alpha)
+
+
+class MetaLearningConfig(AdaptationConfig):
+    """Settings of the sites' proximal problem, of the server's accelerated steps and of the gates' penalty."""
+
+    proximity: float = Field(0.2, gt=0)
+    """lambda: weight of the distance to the meta-model"""
+    local_proximity: float | None = Field(None, ge=0)
+    """lambda in the sites' problem; null: as proximity"""
+    local_accuracy: float | None = Field(None, gt=0)
+    """xi_t: squared norm of the gradient of a site's proximal problem at which it stops, local_steps or training.epochs
+    at the latest; null: no other end"""
+    step: float = Field(1.0, gt=0)
+    """beta_t, the server's step; eta_t = beta_t / alpha_t"""
+    momentum_cap: float = Field(1.0, ge=0, le=1)
+    """largest momentum of the acceleration; 1: as in the paper; 0: none, alpha_t = 1, which is FedProx with step
+    1 / lambda, and Reptile with less"""
+    lasso: float = Field(1e-4, ge=0)
+    """mu: weight of the penalty H on the gates' output channels"""
+    penalty: Literal["group_lasso", "l1"] = "group_lasso"
+    """H: group_lasso closes whole channels, l1 zeroes single weights of their gates"""
+    scale_prox: bool = True
+    """true: the penalty's threshold grows with eta_t, as in the paper; false: with beta_t"""
+    closed_channels: Literal["permanent", "reopenable"] = "reopenable"
+    """reopenable: a zero group is sent and may grow again, as in the paper; permanent: neither it nor its filter is
+    sent or trained again"""
+    output: Literal["pr", "ag"] = "pr"
+    """the result: the model last sent (the paper), or w_T^ag"""
+
+    def needs(self) -> Needs:
+        if self.local_accuracy is None:
+            return super().needs()
+        return super().needs() | {
+            Need.PLAIN_STEPS.because("local_accuracy: a gradient ends the training", "leave it out")
+        }
+
+    def compute_steps(self, t: int) -> StepSizes:
+        """Return alpha_t, beta_t and eta_t."""
+        return compute_step_sizes(t, beta=self.step, momentum_cap=self.momentum_cap)
+
+
+_GATE_SUFFIX = ".gate.open.weight"
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The gated layers of a layout. A gated layer ``L`` has its gate in ``L.gate`` and its filters in ``L.body``.
+
+    Attributes:
+        phi: all parameters of the gates; everything else is the backbone theta.
+        groups: the groups of the Group Lasso, indices ``(channels, hidden + 1)`` for each gated layer: a row of the
+            gate's last weight and its bias. A channel whose group is zero is closed for every input.
+        filters: what computes a channel (filter, bias, affine of the norm), indices ``(channels, n)`` for each gated
+            layer.
+    """
+
+    phi: Mask
+    groups: tuple[Tensor, ...]
+    filters: tuple[Tensor, ...]
+
+    @classmethod
+    def from_layout(cls, layout: Layout) -> Self:
+        """Return the gates of a layout; MetaGater without gating where there is none."""
+        layers = [t.name.removesuffix(_GATE_SUFFIX) for t in layout.tensors if t.name.endswith(_GATE_SUFFIX)]
+        prefixes = tuple(f"{layer}.gate." for layer in layers)
+        phi = Mask.from_tensors(layout, lambda tensor: bool(prefixes) and tensor.name.startswith(prefixes))
+        groups = tuple(_list_channels(layout, f"{layer}.gate.open.") for layer in layers)
+        filters = tuple(_list_channels(layout, f"{layer}.body.", buffers=False) for layer in layers)
+        return cls(phi, groups, filters)
+
+    def select_closed(self, vector: Tensor) -> Mask:
+        """Return the groups that are zero in ``vector`` ``(P,)``, and their filters; these entries have no effect."""
+        bits = torch.zeros(vector.numel(), dtype=torch.bool)
+        for groups, filters in zip(self.groups, self.filters, strict=True):
+            is_zero = ~vector[groups].any(1)
+            bits[groups[is_zero]] = True
+            bits[filters[is_zero]] = True
+        return Mask(bits)
+
+
+def _list_channels(layout: Layout, prefix: str, *, buffers: bool = True) -> Tensor:
+    """Return indices ``(channels, n)`` of the tensors with a prefix, whose first axis is the channel."""
+    parts = [
+        torch.arange(start, start + tensor.size).reshape(tensor.shape[0], -1)
+        for tensor, start in zip(layout.tensors, layout.offsets, strict=False)
+        if tensor.name.startswith(prefix) and (buffers or tensor.role != "buffer")
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def compute_group_lasso_prox(v: Tensor, groups: Sequence[Tensor], threshold: float) -> Tensor:
+    """Return the prox of ``threshold * sum_g sqrt(|g|) ||v_g||``: each group shrinks towards zero or becomes zero.
+
+    ``v_g <- max(0, 1 - threshold * sqrt(|g|) / ||v_g||) v_g`` (Yuan and Lin 2006), with exact zeros where the norm is
+    at most the threshold.
+
+    Args:
+        v: ``(P,)``, which is not changed.
+        groups: index tensors ``(groups, entries)``, disjoint; all other entries are not penalised.
+        threshold: step times the weight of the penalty, at least 0.
+    """
+    if not threshold or not groups:
+        return v
+    result = v.clone()
+    for indices in groups:
+        members = v[indices]
+        norms = torch.linalg.vector_norm(members, dim=1, keepdim=True)
+        limit = threshold * indices.shape[1] ** 0.5
+        # A comparison, not a clamp, so that a group at the limit is exactly zero; clamp_min avoids 0 / 0 in the
+        # branch that ``where`` discards.
+        factors = torch.where(
+            norms > limit, 1 - limit / norms.clamp_min(torch.finfo(v.dtype).tiny), torch.zeros_like(norms)
+        )
+        result[indices] = members * factors
+    return result
+
+
+def compute_l1_prox(v: Tensor, groups: Sequence[Tensor], threshold: float) -> Tensor:
+    """Return the prox of ``threshold * sum |v_i|`` over the entries of the groups: soft thresholding.
+
+    ``v_i <- sign(v_i) max(0, |v_i| - threshold)``, with exact zeros at or below the threshold.
+
+    Args:
+        v: ``(P,)``, which is not changed.
+        groups: index tensors of the penalised entries, disjoint.
+        threshold: step times the weight of the penalty, at least 0.
+    """
+    result = v.clone()
+    for indices in groups:
+        result[indices] = torch.nn.functional.softshrink(v[indices], threshold)
+    return result
 
 
 @dataclass(frozen=True)
@@ -110,12 +267,6 @@ class MetaLearningMethod(AdaptationMethod[ConfigT, MetaGaterState]):
     def get_sum_weights(self, kind: str) -> Weights:
         return weigh_equally
 
-    def count_paper_scalars(self, sites: int) -> int:
-        """Return 2 (|theta| + |phi|) per round and site; the paper reports no traffic."""
-        names = [f"site-{number}" for number in range(sites)]
-        sampled = len(self.config.sample_training_sites(names, self.seed, 1))
-        return 2 * self.config.rounds * sampled * self.layout.num_parameters
-
     def apply_prox(self, v: Tensor, step: float) -> Tensor:
         """Return the prox of ``step * H`` at ``v`` ``(P,)``; H is the penalty of weight ``lasso`` on the gates."""
         compute = compute_group_lasso_prox if self.config.penalty == "group_lasso" else compute_l1_prox
@@ -161,14 +312,9 @@ class MetaGater(MetaLearningMethod[MetaLearningConfig]):
     Config = MetaLearningConfig
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
-        """Take one step of the gates, then one of the backbone behind the new gates (section 3.3).
-
-        Both steps run on the network without the permanently closed channels, which neither of them changes.
-        """
-        gates = self.gates.phi & trainable
-        smaller, live = site.remove_channels(self.gates.find_closed_channels(trainable))
-        stages = [Mask(live.take(stage.bits)) for stage in (gates, trainable - self.gates.phi)]
-        return live.put(take_one_step(smaller, smaller.weights, stages, self.config), site.weights.clone())
+        """Take one step of the gates, then one of the backbone behind the new gates (section 3.3)."""
+        stages = [self.gates.phi & trainable, trainable - self.gates.phi]
+        return take_one_step(site, site.weights, stages, self.config)
 
 
 class MetaSNIPConfig(MetaLearningConfig):

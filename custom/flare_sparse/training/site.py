@@ -104,18 +104,6 @@ class Site:
         """
         return self if live.is_full else self._replace_trainer(self.trainer.narrow(live), live)
 
-    def remove_channels(self, closed: Mapping[str, Tensor]) -> tuple[Site, Mask]:
-        """Return this site with a network without closed channels, and the entries which that network has.
-
-        The smaller site's ``weights`` are these entries of this site's. If no channel is closed or the network cannot
-        be cut, returns the site itself and the full mask.
-
-        Args:
-            closed: bool ``(channels,)`` by name of the gated layer: channels that no input opens.
-        """
-        trainer, live = self.trainer.remove_channels(closed)
-        return (self if live.is_full else self._replace_trainer(trainer, live)), live
-
     def evaluate(self, weights: Tensor) -> dict[str, float]:
         """Return the metrics of ``weights`` ``(P,)`` that may leave the site; see :meth:`.trainer.Trainer.evaluate`."""
         # The model of the request is evaluated as the site received it: with what the site kept before it trained.

@@ -1,11 +1,8 @@
 """The trainer of a task: the plain loop over a site's examples.
 
-Successive gradient steps on one batch, each on its own tensors (docs/algorithms.md, section 6.6).
-
 Observation of channel gates. A gate is a submodule named ``gate`` that returns 0 or 1 per example and channel.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,79 +18,12 @@ from ..compute.structure.observing import ObservedNetwork
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..core.seeds import require_deterministic, seed_torch
-from ..tasks.task import TEST_EXAMPLES, VALIDATION, Task, is_metric_name
+from ..tasks.task import TEST_EXAMPLES, VALIDATION, is_metric_name
 from .config import TrainingConfig
-from .flat import FlatModel
 from .local_task import LocalTask, weigh_batches
-from .loop import TrainingDiverged, disable_dropout, explain_divergence, train
+from .loop import TrainingDiverged, disable_dropout, train
 from .sample_usage import SampleUsage
 from .trainer import Trainer, Training
-
-
-def step_in_stages(
-    model: FlatModel,
-    task: Task,
-    batch: Any,
-    start: Tensor,
-    stages: Sequence[Mask],
-    learning_rate: float,
-    clip_norm: float | None = None,
-) -> Tensor:
-    """Take one step ``w <- w - learning_rate * grad L(w)`` per stage, on that stage's entries only; dropout is off.
-
-    The result equals that of one training step per stage on this batch. In MetaGater, stage II computes with the gates
-    of stage I's step but with the same backbone.
-
-    Args:
-        model: the site's network.
-        task: computes the loss.
-        batch: minibatch of all stages.
-        start: ``(P,)`` initial weights; not modified.
-        stages: disjoint masks of parameters.
-        learning_rate: step size of all stages.
-        clip_norm: largest L2 norm of a stage's gradient.
-
-    Returns:
-        ``(P,)`` weights after the last stage.
-
-    Raises:
-        TrainingDiverged: the loss is NaN or infinite.
-    """
-    # A copy, because the steps change the loaded vector.
-    model.load(start.clone())
-    model.set_training_mode()
-    disable_dropout(model.module)
-    batch = model.to_device(batch)
-    size = model.layout.num_parameters
-    specs = zip(model.layout.tensors, model.layout.offsets, strict=False)
-    positions = {spec.name: slice(offset, offset + spec.size) for spec, offset in specs}
-    parameters_by_name = {name: p for name, p in model.module.named_parameters() if name in positions}
-    for number, stage in enumerate(stages, start=1):
-        stage_names = [name for name in parameters_by_name if bool(stage.bits[positions[name]].any())]
-        loss = task.loss(model.module, batch)
-        if not torch.isfinite(loss):
-            remedy = "lower the learning rate of the step"
-            text = explain_divergence(loss, batch, f"stage {number}", remedy)
-            raise TrainingDiverged(text, is_first_step=number == 1)
-        parameters = [parameters_by_name[name] for name in stage_names]
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        masked: list[tuple[Tensor, Tensor]] = []
-        for name, parameter, gradient in zip(stage_names, parameters, gradients, strict=True):
-            if gradient is not None:
-                bits = stage.bits[positions[name]].view(parameter.shape).to(model.device)
-                masked.append((parameter, torch.where(bits, gradient.to_dense(), 0.0)))
-        scale = 1.0 if clip_norm is None else _compute_clip_scale(masked, clip_norm)
-        for tensor, gradient in masked:
-            tensor.data.add_(gradient, alpha=-learning_rate * scale)
-    weights = model.to_vector()
-    weights[size:] = start[size:]
-    return weights
-
-
-def _compute_clip_scale(gradients: Sequence[tuple[Tensor, Tensor]], limit: float) -> float:
-    """Return the factor, at most 1, that shortens a gradient to the L2 norm ``limit``."""
-    norm = math.sqrt(sum(float(gradient.square().sum(dtype=torch.float64)) for _, gradient in gradients))
-    return min(1.0, limit / max(norm, 1e-12))
 
 
 @contextmanager
@@ -186,9 +116,25 @@ class TaskTrainer(Trainer):
                 yield gradient, next(batch_weights)
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
-        batch = next(self._local.iterate_batches(config, self._local.make_generator("stages"), 1))
-        with self._local.seed_torch("stages"):
-            return step_in_stages(self._model, self.task, batch, start, stages, config.lr, config.clip_norm)
+        local, model, weights = self._local, self._model, start
+        batch = next(local.iterate_batches(config, local.make_generator("stages"), 1))
+        parameters = Mask.from_tensors(self.layout, lambda spec: spec.role != "buffer")
+
+        def yield_without_dropout() -> Iterator[Any]:
+            # The loop has put the network in training mode when it asks for the minibatch.
+            disable_dropout(model.module)
+            yield batch
+
+        with local.seed_torch("stages"):
+            for number, stage in enumerate(stages, start=1):
+                entries = stage & parameters
+                try:
+                    values = train(model, self.task, yield_without_dropout(), Training(weights, entries, config, 1))
+                except TrainingDiverged as error:
+                    error.is_first_step = number == 1
+                    raise
+                weights = entries.put(values, weights.to(values.device, copy=True))
+        return weights
 
     def observe_units(self, weights: Tensor, nodes: Collection[str], callback: Callable[[str, Tensor], None]) -> None:
         self._load_to_observe(weights)

@@ -207,10 +207,11 @@ class Trainer(ABC):
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
         """Take one plain gradient step per stage, all on one random batch; return the weights ``(P,)``.
 
-        See :func:`flare_sparse.training.task_trainer.step_in_stages`.
+        In MetaGater, stage II computes with the gates of stage I's step but with the same backbone
+        (docs/algorithms.md, section 6.6). Dropout is off, and buffers keep their values.
 
         Args:
-            start: initial weights.
+            start: initial weights; not modified.
             stages: entries that each step changes.
             config: its ``lr``, ``batch_size`` and ``clip_norm`` are used.
         """
@@ -250,16 +251,6 @@ class Trainer(ABC):
             SelectionError: ``live`` removes entries other than those of complete units.
         """
         raise self._refuse("smaller networks")
-
-    def remove_channels(self, closed: Mapping[str, Tensor]) -> tuple[Trainer, Mask]:
-        """Return a trainer of the network without closed channels, and the entries which that network has.
-
-        The mask is full if no channel is closed or the network cannot be cut.
-
-        Args:
-            closed: bool ``(channels,)`` by name of the gated layer: channels that no input opens.
-        """
-        return self, Mask.full(self.layout.size)
 
     def _refuse(self, ability: str) -> ConfigError:
         return ConfigError(

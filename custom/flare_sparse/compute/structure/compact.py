@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...core.errors import ConfigError
-from ...core.mask import Mask
 from ...core.params import Layout
 from .removal import remove_silent_units
 from .tracing import Untraceable
@@ -101,7 +100,9 @@ def compact_model(model: nn.Module) -> nn.Module:
     gated = {name: part for name, part in model.named_modules() if is_gated(part)}
     if gated and isinstance(model, nn.Sequential):
         closed = {name: _is_never_open(part.get_submodule("gate.open")) for name, part in gated.items()}
-        smaller: nn.Module = remove_channels(model, closed)[0]
+        smaller: nn.Module = copy.deepcopy(model)
+        for name, channels in closed.items():
+            _cut_gated_layer(smaller, name, ~channels)
     else:
         try:
             smaller = remove_silent_units(model)
@@ -145,36 +146,6 @@ def compact_network(network: nn.Sequential, observed: Mapping[str, Tensor]) -> n
         if bool(((q != 0).any(0) == (q != 0).all(0)).all()):
             _remove_gate(small, name)
     return small
-
-
-def remove_channels(network: nn.Sequential, closed: Mapping[str, Tensor]) -> tuple[nn.Sequential, Mask]:
-    """Return a copy of a gated network without closed channels, and the entries of the network's vector that it keeps.
-
-    All gates stay, for the remaining channels. If ``vector`` belongs to the network, ``mask.take(vector)`` belongs to
-    the copy.
-
-    Args:
-        network: sequential network with gated layers, which are modules with a ``body`` and a ``gate``.
-        closed: bool ``(channels,)`` by name of the gated layer: channels that are closed for every input.
-
-    Raises:
-        ConfigError: all channels of a layer are closed, or the layer that reads its channels is not supported.
-    """
-    # The mask comes from cutting a second copy whose weights are their own positions in the vector. Those need
-    # float64: float32 holds integers exactly only up to 2**24.
-    layout, numbered = Layout.from_module(network), copy.deepcopy(network).double()
-    positions = layout.unflatten(torch.arange(layout.size, dtype=torch.float64))
-    numbered.load_state_dict({**numbered.state_dict(), **positions})
-    small = copy.deepcopy(network)
-    for name, channels in closed.items():
-        if bool(channels.any()):
-            _cut_gated_layer(numbered, name, ~channels)
-            _cut_gated_layer(small, name, ~channels)
-    tensors = {**dict(numbered.named_parameters()), **dict(numbered.named_buffers())}
-    remaining = Layout.from_module(small).flatten(tensors)
-    bits = torch.zeros(layout.size, dtype=torch.bool)
-    bits[remaining.long()] = True
-    return small, Mask(bits)
 
 
 def is_gated(part: Any) -> bool:

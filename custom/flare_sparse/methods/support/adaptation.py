@@ -1,9 +1,9 @@
-"""Adaptation: methods that end with one gradient step at each target site; and settings that MetaGater's kin share."""
+"""Adaptation: methods that end with one gradient step at each target site."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -16,7 +16,6 @@ from ...tasks.task import COUNTS
 from ...training import Site, TrainingConfig
 from ...training.loop import TrainingDiverged
 from ..method import Method, MethodConfig, StateT, sample_sites
-from .schedules import StepSizes, compute_step_sizes
 
 
 class PersonalTrainingDiverged(FlareSparseError):
@@ -174,42 +173,3 @@ def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: A
     batch_size, clip_norm = config.adapt_batch or max(site.trainer.num_examples, 1), config.training.clip_norm
     step = TrainingConfig(optimizer="sgd", lr=config.adapt_lr, batch_size=batch_size, clip_norm=clip_norm)
     return site.trainer.step_in_stages(weights, [stage for stage in stages if stage.count], step)
-
-
-class MetaLearningConfig(AdaptationConfig):
-    """Settings of the sites' proximal problem, of the server's accelerated steps and of the gates' penalty."""
-
-    proximity: float = Field(0.2, gt=0)
-    """lambda: weight of the distance to the meta-model"""
-    local_proximity: float | None = Field(None, ge=0)
-    """lambda in the sites' problem; null: as proximity"""
-    local_accuracy: float | None = Field(None, gt=0)
-    """xi_t: squared norm of the gradient of a site's proximal problem at which it stops, local_steps or training.epochs
-    at the latest; null: no other end"""
-    step: float = Field(1.0, gt=0)
-    """beta_t, the server's step; eta_t = beta_t / alpha_t"""
-    momentum_cap: float = Field(1.0, ge=0, le=1)
-    """largest momentum of the acceleration; 1: as in the paper; 0: none, alpha_t = 1, which is FedProx with step
-    1 / lambda, and Reptile with less"""
-    lasso: float = Field(1e-4, ge=0)
-    """mu: weight of the penalty H on the gates' output channels"""
-    penalty: Literal["group_lasso", "l1"] = "group_lasso"
-    """H: group_lasso closes whole channels, l1 zeroes single weights of their gates"""
-    scale_prox: bool = True
-    """true: the penalty's threshold grows with eta_t, as in the paper; false: with beta_t"""
-    closed_channels: Literal["permanent", "reopenable"] = "reopenable"
-    """reopenable: a zero group is sent and may grow again, as in the paper; permanent: neither it nor its filter is
-    sent or trained again"""
-    output: Literal["pr", "ag"] = "pr"
-    """the result: the model last sent (the paper), or w_T^ag"""
-
-    def needs(self) -> Needs:
-        if self.local_accuracy is None:
-            return super().needs()
-        return super().needs() | {
-            Need.PLAIN_STEPS.because("local_accuracy: a gradient ends the training", "leave it out")
-        }
-
-    def compute_steps(self, t: int) -> StepSizes:
-        """Return alpha_t, beta_t and eta_t."""
-        return compute_step_sizes(t, beta=self.step, momentum_cap=self.momentum_cap)

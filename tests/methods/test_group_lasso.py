@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from flare_sparse.methods.support.gates import compute_group_lasso_prox, compute_l1_prox
+from flare_sparse.methods.metagater import compute_group_lasso_prox, compute_l1_prox
 
 ROWS = [torch.arange(12).reshape(3, 4)]
 numbers = st.lists(st.floats(-3, 3, width=32), min_size=14, max_size=14)
