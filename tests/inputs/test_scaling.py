@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flare_sparse.compute.structure import build_channel_graph
+from flare_sparse.compute.structure.graph import build_channel_graph
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.inputs.scaling import InputScaler, TargetScaler, build_statistics_mask

@@ -14,7 +14,8 @@ from thoroughness import count_cases
 from torch import Tensor, nn
 from toy import estimate_traffic
 
-from flare_sparse.compute.structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
+from flare_sparse.compute.structure.graph import build_channel_graph
+from flare_sparse.compute.structure.removal import build_live_mask, find_removable_layers, get_kept_units
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.mask import Mask
@@ -232,19 +233,6 @@ def test_messages_shrink_with_the_structure_which_is_sent_once(plain: Any) -> No
         ("evaluate", "down", five, False),
         ("evaluate", "up", 0, True),
     ]
-
-
-@pytest.mark.slow
-def test_counting_site_counts_zeros_and_does_not_train(plain: Any) -> None:
-    outcome, ledger = plain.run("scbfwp", prunings=2, counting_site="site-3", pruning_rate=0.2)
-    assignments = {(line.kind, line.site) for line in ledger.lines}
-    assert {site for kind, site in assignments if kind == "count"} == {"site-3"}
-    assert {site for kind, site in assignments if kind == "train"} == {"site-1", "site-2"}
-    assert outcome.mask.count < plain.layout.size
-    with pytest.raises(ConfigError, match=r"method\.counting_site: no site 'nowhere'"):
-        plain.run("scbfwp", counting_site="nowhere")
-    with pytest.raises(ConfigError, match="no site would train"):
-        plain.run("scbfwp", {"site-1": plain.site(1)}, counting_site="site-1")
 
 
 @pytest.mark.parametrize(("name", "code"), [("fawp", "less"), ("fawp", "more"), ("scbfwp", "more")])

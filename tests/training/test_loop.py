@@ -350,7 +350,7 @@ def test_deterministic_training_sets_the_rule_for_its_own_time_alone() -> None:
 
 
 def test_mixed_precision_and_sparse_kernels_exclude_each_other() -> None:
-    with pytest.raises(ValidationError, match="the sparse kernels compute in float32; leave compute at auto"):
+    with pytest.raises(ValidationError, match="compute: sparse excludes other precisions"):
         TrainingConfig(precision="bfloat16", compute="sparse")
 
 

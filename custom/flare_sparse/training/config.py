@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -28,17 +28,12 @@ class LearningRateSchedule(Settings):
     many examples it has (docs/algorithms.md, section 1.8).
     """
 
-    kind: Literal["constant", "cosine", "poly", "step"] = "constant"
-    """cosine: falls to final along half a cosine; poly: falls to 0 as (1 - share) ** 0.9, as nnU-Net's; step: falls at
-    milestones"""
+    kind: Literal["constant", "cosine", "poly"] = "constant"
+    """cosine: falls to final along half a cosine; poly: falls to 0 as (1 - share) ** 0.9, as nnU-Net's"""
     warmup: float = Field(0.0, ge=0, lt=1)
     """share of the rounds over which the learning rate first rises linearly"""
     final: float = Field(0.0, ge=0, le=1)
     """cosine: share of the learning rate that it falls to"""
-    milestones: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.5, 0.75)
-    """step: shares of the rounds after which the learning rate falls"""
-    factor: float = Field(0.1, gt=0, le=1)
-    """step: factor of the learning rate at each milestone"""
 
     @property
     def is_constant(self) -> bool:
@@ -56,8 +51,6 @@ class LearningRateSchedule(Settings):
         warmup = floor_fraction(self.warmup, rounds)
         if t <= warmup:
             return t / (warmup + 1)
-        if self.kind == "step":
-            return float(self.factor ** sum(t > floor_fraction(share, rounds) for share in self.milestones))
         if self.kind == "constant":
             return 1.0
         # Below 1 in the last round: a rate of 0 would make it useless.
@@ -149,16 +142,10 @@ class TrainingConfig(Settings):
 
     @model_validator(mode="after")
     def _check_compute(self) -> TrainingConfig:
-        if self.precision != "float32" and self.compute == "sparse":
+        if self.compute == "sparse" and (self.precision != "float32" or self.compile or self.device.startswith("cuda")):
             raise ValueError(
-                f"precision {self.precision}: the sparse kernels compute in float32; leave compute at auto"
-            )
-        if self.compile and self.compute == "sparse":
-            raise ValueError("compute: sparse and compile exclude each other: torch.compile cannot trace the kernels")
-        if self.device.startswith("cuda") and self.compute == "sparse":
-            raise ValueError(
-                f"compute: sparse and device: {self.device} exclude each other, because the sparse kernels are for "
-                "CPUs; set compute to auto or dense, or device to cpu"
+                "compute: sparse excludes other precisions than float32, compile, and a GPU: its kernels compute in "
+                "float32 on a CPU, and torch.compile cannot trace them; set compute to auto or dense"
             )
         return self
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from ..cohorts.subgroups import measure_subgroups
-from ..compute.structure.observing import ObservedNetwork
+from ..compute.structure.graph import ObservedNetwork
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..core.seeds import require_deterministic, seed_torch

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flare_sparse.compute.structure import Untraceable, build_channel_graph, find_removable_layers
+from flare_sparse.compute.structure.graph import Untraceable, build_channel_graph
 from flare_sparse.compute.structure.nodes import Pad, Sum
+from flare_sparse.compute.structure.removal import find_removable_layers
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.tasks.models import build_model
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from thoroughness import count_cases
 from torch import Tensor, nn
 
-from flare_sparse.compute.structure import (
-    build_channel_graph,
+from flare_sparse.compute.structure.graph import build_channel_graph
+from flare_sparse.compute.structure.removal import (
     build_live_mask,
     extract_network,
     find_removable_layers,

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..structure.graph import trace
-from ..structure.tracing import Untraceable
+from ..structure.graph import Untraceable, trace
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from ...core.errors import ConfigError
 from ...core.params import Layout
+from .graph import Untraceable
 from .removal import remove_silent_units
-from .tracing import Untraceable
 
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
 INSTANCE_NORMS = (nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -75,17 +75,15 @@ def keep_entries(part: nn.Module, live: Tensor, *names: str) -> None:
             setattr(part, name, tensor[live].clone())
 
 
-def cut_channels(body: nn.Module, live: Tensor) -> nn.Module:
-    """Return a copy of a block with only the output channels ``live`` (indices)."""
-    small = copy.deepcopy(body)
-    for part in iterate_leaf_modules(small):
+def cut_channels(body: nn.Module, live: Tensor) -> None:
+    """Keep only the output channels ``live`` (indices) of a block, in place."""
+    for part in iterate_leaf_modules(body):
         if isinstance(part, CONVOLUTIONS):
             keep_entries(part, live, "weight", "bias")
             part.out_channels = len(live)
         elif isinstance(part, NORMS):
             keep_entries(part, live, "weight", "bias", "running_mean", "running_var")
             part.num_features = len(live)
-    return small
 
 
 def compact_model(model: nn.Module) -> nn.Module:
@@ -161,9 +159,10 @@ def _cut_gated_layer(network: nn.Sequential, name: str, channels: Tensor) -> Non
     live = channels.nonzero().squeeze(1)
     if not len(live):
         raise ConfigError(f"{name!r}: every channel is closed, so no channel of the layer would remain")
-    layer.body = cut_channels(layer.body, live)
+    cut_channels(layer.body, live)
     _cut_reader(network, layer, live, len(channels))
-    layer.gate.open = _keep_output_rows(layer.gate.open, live)
+    keep_entries(layer.gate.open, live, "weight", "bias")
+    layer.gate.open.out_features = len(live)
 
 
 def _remove_gate(network: nn.Sequential, name: str) -> None:
@@ -188,7 +187,7 @@ def _cut_reader(network: nn.Sequential, layer: nn.Module, live: Tensor, channels
             inner.weight = nn.Parameter(inner.weight.detach()[:, live])
             inner.in_channels = len(live)
             if is_gated(part):
-                part.gate.hidden = _cut_input_columns(part.gate.hidden, live, channels)
+                _keep_input_columns(part.gate.hidden, live, channels)
             return
         if isinstance(inner, nn.Linear) and inner.in_features % channels == 0:
             _keep_input_columns(inner, live, channels)
@@ -207,16 +206,3 @@ def _keep_input_columns(linear: nn.Linear, live: Tensor, channels: int) -> None:
     # In a flattened feature map each channel is a run of in_features / channels columns.
     weight = linear.weight.detach().unflatten(1, (channels, -1))[:, live].flatten(1)
     linear.weight, linear.in_features = nn.Parameter(weight.contiguous()), weight.shape[1]
-
-
-def _cut_input_columns(linear: nn.Linear, live: Tensor, channels: int) -> nn.Linear:
-    cut = copy.deepcopy(linear)
-    _keep_input_columns(cut, live, channels)
-    return cut
-
-
-def _keep_output_rows(linear: nn.Linear, live: Tensor) -> nn.Linear:
-    cut = copy.deepcopy(linear)
-    keep_entries(cut, live, "weight", "bias")
-    cut.out_features = len(live)
-    return cut

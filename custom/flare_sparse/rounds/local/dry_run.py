@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compute.structure import narrow_network
+from ...compute.structure.removal import narrow_network
 from ...core.errors import TaskFailed
 from ...core.mask import Mask
 from ...core.params import Layout

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.compute.structure import build_channel_graph, build_live_mask, find_removable_layers
+from flare_sparse.compute.structure.graph import build_channel_graph
+from flare_sparse.compute.structure.removal import build_live_mask, find_removable_layers
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Contribution
 from flare_sparse.core.params import Layout
-from flare_sparse.methods.scores.scbf.apoz import (
+from flare_sparse.methods.support.unit_pruning import (
     MAX_EXACT_INTEGER,
     count_zeros,
     encode_counts,

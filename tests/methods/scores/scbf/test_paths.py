@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from thoroughness import count_cases
 from torch import Tensor, nn
 
-from flare_sparse.compute.structure import build_channel_graph
-from flare_sparse.compute.structure.graph import ChannelGraph
+from flare_sparse.compute.structure.graph import ChannelGraph, build_channel_graph
 from flare_sparse.compute.structure.nodes import Concat, InputNode, Pad, Sum, Weighted
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.scores.scbf import paths as channels

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from thoroughness import count_cases
 from torch import Tensor, nn
 
-from flare_sparse.compute.structure import build_channel_graph
+from flare_sparse.compute.structure.graph import build_channel_graph
 from flare_sparse.core.errors import SelectionError
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.scores.scbf.groups import Biases, Groups, Selection

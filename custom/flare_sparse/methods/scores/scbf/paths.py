@@ -74,8 +74,16 @@ def compute_extreme_norms(
     no_path = -INFINITY if largest else INFINITY
     reduce = torch.amax if largest else torch.amin
     elementwise = torch.maximum if largest else torch.minimum
+
+    def step(number: int, layer: Weighted, before: Tensor) -> Tensor:
+        width = energy[number].shape[1]
+        grouped = energy[number].view(layer.groups, -1, width) + before.view(layer.groups, 1, -1)
+        return reduce(grouped, 2).flatten()
+
+    prefixes = propagate(
+        graph, lambda number, _: energy[number], step, lambda inputs: reduce(torch.stack(inputs), 0), no_path
+    )
     # The extreme norm through a connection is that of its prefix, plus its energy, plus that of its suffix.
-    prefixes = _compute_prefix_norms(graph, energy, reduce, no_path)
     suffixes: list[Tensor] = [torch.full((value.channels,), no_path, dtype=torch.float64) for value in graph.values]
     suffixes[graph.output] = torch.zeros(graph.values[graph.output].channels, dtype=torch.float64)
     edges: dict[int, Tensor] = {}
@@ -96,26 +104,31 @@ def compute_extreme_norms(
     return [edges[index] for index in graph.layers], [a + b for a, b in zip(prefixes, suffixes, strict=True)]
 
 
-def _compute_prefix_norms(
-    graph: ChannelGraph, energy: Sequence[Tensor], reduce: Callable[[Tensor, int], Tensor], no_path: float
+def propagate(
+    graph: ChannelGraph,
+    begin: Callable[[int, Weighted], Tensor],
+    step: Callable[[int, Weighted, Tensor], Tensor],
+    add: Callable[[list[Tensor]], Tensor],
+    absent: float,
 ) -> list[Tensor]:
-    """Compute for each value the extreme norm of the prefixes that end in each of its channels, ``(channels,)``."""
-    norms: list[Tensor] = []
+    """Return numbers per channel (last axis) of each value, computed along the forward pass.
+
+    Args:
+        graph: channel graph of the network.
+        begin: returns the numbers of a layer that reads the network's input, given its number among the layers.
+        step: returns those of any other layer, from those of its input.
+        add: returns those of a sum, from those of its inputs.
+        absent: number of the channels that a padding adds.
+    """
+    found: list[Tensor] = []
     for index, value in enumerate(graph.values):
-        inputs = [norms[source] for source in value.inputs]
+        inputs = [found[source] for source in value.inputs]
         if isinstance(value, Weighted):
-            layer_energy = energy[graph.layers.index(index)]
-            if graph.is_input_layer(index):
-                norms.append(layer_energy)
-            else:
-                width = layer_energy.shape[1]
-                grouped = layer_energy.view(value.groups, -1, width) + inputs[0].view(value.groups, 1, -1)
-                norms.append(reduce(grouped, 2).flatten())
-        elif isinstance(value, Sum):
-            norms.append(reduce(torch.stack(inputs), 0))
+            number = graph.layers.index(index)
+            found.append(begin(number, value) if graph.is_input_layer(index) else step(number, value, inputs[0]))
         else:
-            norms.append(join_inputs(graph, index, inputs, no_path))
-    return norms
+            found.append(add(inputs) if isinstance(value, Sum) else join_inputs(graph, index, inputs, absent))
+    return found
 
 
 def join_inputs(graph: ChannelGraph, index: int, inputs: Sequence[Tensor], absent: float) -> Tensor:
@@ -131,6 +144,10 @@ def join_inputs(graph: ChannelGraph, index: int, inputs: Sequence[Tensor], absen
     if isinstance(value, InputNode):
         return torch.zeros(0, dtype=torch.float64)
     if isinstance(value, Concat):
+        if inputs[0].dim() == 2:
+            # Of different numbers of prefixes: missing rows are paths that do not exist.
+            rows = max(map(len, inputs))
+            inputs = [torch.nn.functional.pad(part, (0, 0, 0, rows - len(part)), value=absent) for part in inputs]
         return torch.cat(list(inputs), dim=-1)
     if isinstance(value, Pad):
         after = value.channels - value.before - inputs[0].shape[-1]
@@ -170,31 +187,14 @@ def list_norms(graph: ChannelGraph, energy: Sequence[Tensor]) -> Tensor:
     For a stack of layers of widths m_1 to m_L this is the paper's tensor T (Eq. 3) as ``(m_1 * ... , m_L)``, in C
     order.
     """
-    norms: list[Tensor] = []
-    for index, value in enumerate(graph.values):
-        inputs = [norms[source] for source in value.inputs]
-        if isinstance(value, Weighted):
-            layer_energy = energy[graph.layers.index(index)]
-            if graph.is_input_layer(index):
-                norms.append(layer_energy[None])
-            else:
-                width = layer_energy.shape[1]
-                prefixes = inputs[0].view(-1, value.groups, width).transpose(1, 2)
-                steps = layer_energy.view(value.groups, -1, width).permute(2, 0, 1)
-                norms.append((prefixes[..., None] + steps).reshape(-1, value.channels))
-        elif value.channels == 0:
-            norms.append(torch.zeros(0, 0, dtype=torch.float64))
-        elif isinstance(value, Sum):
-            norms.append(torch.cat(inputs))
-        else:
-            # Concatenated values may have different numbers of prefixes; missing rows are paths that do not exist.
-            rows = max(map(len, inputs))
-            norms.append(join_inputs(graph, index, [_pad_rows(i, rows) for i in inputs], -INFINITY))
-    return norms[graph.output]
 
+    def step(number: int, layer: Weighted, before: Tensor) -> Tensor:
+        width = energy[number].shape[1]
+        prefixes = before.view(-1, layer.groups, width).transpose(1, 2)
+        steps = energy[number].view(layer.groups, -1, width).permute(2, 0, 1)
+        return (prefixes[..., None] + steps).reshape(-1, layer.channels)
 
-def _pad_rows(prefixes: Tensor, rows: int) -> Tensor:
-    return torch.nn.functional.pad(prefixes, (0, 0, 0, rows - len(prefixes)), value=-INFINITY)
+    return propagate(graph, lambda number, _: energy[number][None], step, torch.cat, -INFINITY)[graph.output]
 
 
 def find_traversed(graph: ChannelGraph, selected: Tensor) -> tuple[list[Tensor], list[Tensor]]:

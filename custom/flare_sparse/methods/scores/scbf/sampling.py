@@ -10,26 +10,24 @@ from torch import Tensor
 
 from ....compute.structure.graph import ChannelGraph
 from ....compute.structure.nodes import Concat, Pad, Passthrough, Sum, Weighted
-from .paths import INFINITY, join_inputs
+from .paths import INFINITY, propagate
 
 
 def compute_log_path_counts(graph: ChannelGraph) -> list[Tensor]:
     """Compute the logarithm of the number of paths from the input to every channel of each value, float64."""
+
     # Logarithms, because the counts are products of layer widths and overflow float64 in deep networks.
-    log_counts: list[Tensor] = []
-    for index, value in enumerate(graph.values):
-        inputs = [log_counts[source] for source in value.inputs]
-        if isinstance(value, Weighted):
-            if graph.is_input_layer(index):
-                log_counts.append(torch.zeros(value.channels, dtype=torch.float64))
-            else:
-                groups = torch.logsumexp(inputs[0].view(value.groups, -1), 1)
-                log_counts.append(groups.repeat_interleave(value.channels // value.groups))
-        elif isinstance(value, Sum):
-            log_counts.append(torch.logsumexp(torch.stack(inputs), 0))
-        else:
-            log_counts.append(join_inputs(graph, index, inputs, -INFINITY))
-    return log_counts
+    def step(_: int, layer: Weighted, before: Tensor) -> Tensor:
+        groups = torch.logsumexp(before.view(layer.groups, -1), 1)
+        return groups.repeat_interleave(layer.channels // layer.groups)
+
+    return propagate(
+        graph,
+        lambda _, layer: torch.zeros(layer.channels, dtype=torch.float64),
+        step,
+        lambda inputs: torch.logsumexp(torch.stack(inputs), 0),
+        -INFINITY,
+    )
 
 
 def sample_norms(graph: ChannelGraph, energy: Sequence[Tensor], number: int, generator: torch.Generator) -> Tensor:

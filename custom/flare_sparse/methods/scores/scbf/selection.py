@@ -6,9 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ....compute.structure.graph import ChannelGraph, build_channel_graph
+from ....compute.structure.graph import ChannelGraph, Untraceable, build_channel_graph
 from ....compute.structure.nodes import NormNode, Value, Weighted
-from ....compute.structure.tracing import Untraceable
 from ....core.errors import ConfigError
 from ....core.mask import ceil_fraction, top_k
 from ....core.params import Layout
