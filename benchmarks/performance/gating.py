@@ -6,8 +6,8 @@ One thread, seconds of processor time. Every repeat times all variants one after
 repeats of the ratio to the ungated network in the same repeat. In each gated layer a share ``--closed`` of the channels
 is closed for every example, as by the Group Lasso or for the examples of one site.
 
-* skipping: gates are evaluated for each batch, closed channels are not computed (``models/gates.py``);
-* compact: the copy that a site makes once, without the channels that it never opens (``structure/compact.py``).
+The compact network is the copy that a site makes once, without the channels that it never opens
+(``structure/compact.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates
 from flare_sparse.training.task_trainer import observe_gates
 
 COLUMNS = (
-    "closed", "network", "what", "ungated_ms", "skipping_ms", "skipping_ratio", "compact_ms", "compact_ratio",
+    "closed", "network", "what", "ungated_ms", "compact_ms", "compact_ratio",
 )  # fmt: skip
 """Columns of the file."""
 
@@ -97,9 +97,7 @@ def time_inference(case: Case, share: float, batch: int, repeats: int) -> dict[s
             expected = wrapped(x)
         small = compact_network(wrapped, {layer: torch.cat(q) for layer, q in seen.items()})  # type: ignore[arg-type]
         assert torch.allclose(small(x), expected, atol=1e-4), "the compact copy computes something else"
-        return time_variants(
-            {"ungated": lambda: plain(x), "skipping": lambda: wrapped(x), "compact": lambda: small(x)}, repeats
-        )
+        return time_variants({"ungated": lambda: plain(x), "compact": lambda: small(x)}, repeats)
 
 
 def list_cells(times: dict[str, tuple[float, float]]) -> list[str]:

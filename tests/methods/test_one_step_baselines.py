@@ -203,11 +203,9 @@ def test_metagater_trains_whole_epochs_without_local_steps(bench: Any) -> None:
     )
 
 
-def test_metasnip_prunes_single_weights_and_nothing_at_sparsity_zero() -> None:
+def test_metasnip_prunes_nothing_at_sparsity_zero() -> None:
     site, _ = build_image_site()
     full_mask = Mask.full(site.layout.size)
-    single = build_method("metasnip", site, sparsity=0.5, unit="weight", layers=["1.0.conv"]).adapt(site, full_mask)
-    assert int((site.layout.unflatten(single)["1.0.conv.weight"] == 0).sum()) == 6 * 4 * 9 // 2
     plain = build_method("metagater", site).adapt(site, full_mask)
     assert torch.equal(build_method("metasnip", site, sparsity=0.0).adapt(site, full_mask), plain)
 

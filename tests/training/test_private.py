@@ -111,12 +111,13 @@ def open_training(local: LocalTask, start: torch.Tensor, mask: Mask, **settings:
 
 def compute_reference(local: LocalTask, start: torch.Tensor, mask: Mask, records: tuple[int, ...]) -> torch.Tensor:
     """Gradient of the mean loss of some records, one by one, by autograd."""
-    model = local.model
+    model, full = local.model, Mask.full(mask.size)
     gradient = torch.zeros(model.layout.num_parameters)
     for record in records:
         model.load(start)
         model.set_training_mode()
-        gradient += model.compute_gradient(local.task.loss(model.module, (X[[record]], Y[[record]]))).clone()
+        loss = local.task.loss(model.module, (X[[record]], Y[[record]]))
+        gradient += model.compute_live_gradient([loss], model.find_live(full), None)
     return (gradient / len(records))[mask.bits[: gradient.numel()]]
 
 

@@ -91,7 +91,7 @@ class InputScaler(StatisticsLayer):
         # Two passes: the difference of the mean square and the squared mean would lose most digits of a date.
         mean = torch.where(present, values, 0.0).sum(0) / divisor
         squares = torch.where(present, values - mean, 0.0).square().sum(0)
-        return _pack_statistics(count, mean, (squares / divisor).sqrt())
+        return join_rows(count, [mean, (squares / divisor).sqrt()])
 
     def pool_statistics(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the statistics ``(5, d)`` of all values together, from those ``(5, d)`` of their parts.
@@ -99,15 +99,16 @@ class InputScaler(StatisticsLayer):
         Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing sample variances,
         equation 1.5 in the form for several parts.
         """
-        counts, means, deviations = zip(*(_unpack_statistics(part) for part in parts), strict=True)
+        counts, values = zip(*map(split_rows, parts), strict=True)
+        means, deviations = zip(*values, strict=True)
         count, n = torch.stack(counts), torch.stack(counts).sum(0).clamp_min(1)
         mean = (count * torch.stack(means)).sum(0) / n
         squares = (count * (torch.stack(deviations).square() + (torch.stack(means) - mean).square())).sum(0)
-        return _pack_statistics(count.sum(0), mean, (squares / n).sqrt())
+        return join_rows(count.sum(0), [mean, (squares / n).sqrt()])
 
     def is_valid(self, statistics: Tensor, examples: int) -> bool:
         """Return whether statistics ``(5, d)`` can be those of some of ``examples`` examples."""
-        count, _, deviation = _unpack_statistics(statistics)
+        count, (_, deviation) = split_rows(statistics)
         is_count = (count == count.round()) & (count >= 0) & (count <= examples)
         # Of one value, or of none, there is no deviation.
         is_deviation = (deviation >= 0) & ((count > 1) | (deviation == 0))
@@ -227,13 +228,3 @@ def split_rows(statistics: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the count and the values ``(d,)`` in float64 of :func:`join_rows`."""
     count, *rows = statistics.double()
     return count, [value + rest for value, rest in zip(rows[::2], rows[1::2], strict=True)]
-
-
-def _pack_statistics(count: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    return join_rows(count, [mean, deviation])
-
-
-def _unpack_statistics(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return count, mean and standard deviation ``(d,)`` in float64."""
-    count, (mean, deviation) = split_rows(statistics)
-    return count, mean, deviation

@@ -319,9 +319,7 @@ class MetaGater(MetaLearningMethod[MetaLearningConfig]):
 
 class MetaSNIPConfig(MetaLearningConfig):
     sparsity: float = Field(0.25, ge=0, lt=1)
-    """share of the pruned layers' channels or weights"""
-    unit: Literal["channel", "weight"] = "channel"
-    """what SNIP scores and prunes"""
+    """share of the pruned layers' channels"""
     layers: tuple[str, ...] = ()
     """convolutions to prune, such as '2.0.conv'; none given: all"""
 
@@ -385,11 +383,9 @@ class MetaSNIP(MetaLearningMethod[MetaSNIPConfig]):
         return [self._list_units(name, weight) for name, weight in self._convolutions.items()]
 
     def _list_units(self, name: str, weight: TensorSpec) -> Tensor:
-        """Return indices ``(units, n)`` of the filters, each with its bias, or of the single weights."""
+        """Return indices ``(units, n)`` of the filters, each with its bias."""
         offsets = dict(zip((tensor.name for tensor in self.layout.tensors), self.layout.offsets, strict=False))
         indices = torch.arange(offsets[weight.name], offsets[weight.name] + weight.size)
-        if self.config.unit == "weight":
-            return indices.reshape(-1, 1)
         groups, bias = self.layout.transposed_groups.get(weight.name, 0), f"{name}.bias"
         outputs = weight.shape[1] * groups if groups else weight.shape[0]
         section = GroupSection("weight", outputs, (weight.name,), groups)

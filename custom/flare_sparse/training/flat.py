@@ -62,7 +62,6 @@ class FlatModel:
         ]
         self._names = [spec.name for spec in specs]
         self._versions: list[int] = []
-        self._gradient: Tensor | None = None
         self._live: LiveEntries | None = None
 
     @torch.no_grad()
@@ -136,16 +135,6 @@ class FlatModel:
         """Copy parameters and float buffers into a vector ``(P,)`` on their device."""
         return torch.cat([self.flat, self.collect_buffers()])
 
-    def compute_gradient(self, loss: Tensor) -> Tensor:
-        """Return the gradient ``(num_parameters,)`` of a loss; the next call overwrites it."""
-        if self._gradient is None:
-            self._gradient = torch.zeros(self.layout.num_parameters, device=self.device)
-        self._gradient.zero_()
-        for parameter, positions in zip(self.parameters, self._positions, strict=True):
-            parameter.grad = self._gradient[positions].view(parameter.shape)
-        loss.backward()
-        return self._gradient
-
     def compute_live_gradient(self, losses: Iterable[Tensor], live: LiveEntries, out: Tensor | None) -> Tensor:
         """Return the gradient ``(live.count,)`` of a sum of losses, for the trainable parameters only.
 
@@ -155,7 +144,6 @@ class FlatModel:
             out: the gradient of the step before, which is overwritten; None: a new tensor is allocated.
         """
         # Without a gradient to add to, autograd keeps the one that it has computed: no vector is cleared or added.
-        self._gradient = None
         for parameter in self.parameters:
             parameter.grad = None
         out = torch.empty(live.count, device=self.device) if out is None else out

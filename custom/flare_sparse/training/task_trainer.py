@@ -99,7 +99,7 @@ class TaskTrainer(Trainer):
         self, weights: Tensor, batch_size: int, batches: int | None, t: int, *, batch_statistics: bool = True
     ) -> Iterator[tuple[Tensor, float]]:
         local, model = self._local, self._model
-        order = local.make_generator("gradients", t)
+        order, full = local.make_generator("gradients", t), Mask.full(self.layout.size)
         batch_weights = weigh_batches(self.num_examples, batch_size, joins_last=local.joins_last(batch_size))
         with local.seed_torch("gradients", t):
             for batch in local.iterate_batches(TrainingConfig(batch_size=batch_size), order, batches):
@@ -112,7 +112,9 @@ class TaskTrainer(Trainer):
                     model.module.eval()
                 loss = self.task.loss(model.module, model.to_device(batch))
                 gradient = torch.zeros(self.layout.size, device=model.device)
-                gradient[: self.layout.num_parameters] = model.compute_gradient(loss)
+                gradient[: self.layout.num_parameters] = model.compute_live_gradient(
+                    [loss], model.find_live(full), None
+                )
                 yield gradient, next(batch_weights)
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:

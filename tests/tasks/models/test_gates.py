@@ -1,4 +1,4 @@
-"""Channel gates: docs/algorithms.md, section 6.8, invariants 8 and 9; skipping of closed channels; errors."""
+"""Channel gates: docs/algorithms.md, section 6.8, invariants 8 and 9; errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import nn
 
-from flare_sparse.compute.structure.compact import run_channels
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.models import ModelConfig, build_model
-from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, Gated, add_gates, binarize_straight_through
-from flare_sparse.training.task_trainer import compute_channel_sparsity, observe_gates
+from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates, binarize_straight_through
+from flare_sparse.training.task_trainer import compute_channel_sparsity
 
 NETWORKS = {
     "image_cnn": ({"image": (3, 16, 16), "channels": (4, 8, 8)}, ("1", "2"), (3, 16, 16)),
@@ -103,53 +102,6 @@ def test_zero_gate_group_closes_its_channel_for_every_input() -> None:
         gate.open.weight[2], gate.open.bias[2] = 0, 0
         for scale in (0.0, 1.0, -50.0, 1e4):
             assert not gate(x[:, :1].repeat(1, gate.hidden.in_features, 1, 1) * scale)[:, 2].any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_skipping_closed_channels_keeps_the_output(name: str, batch: int) -> None:
-    _, wrapped, x = network(name)
-    close(wrapped, [0, 3])
-    x = x[:batch]
-    counted: list[int] = []
-    for part in wrapped.modules():
-        if isinstance(part, Gated):
-            convolution = next(p for p in part.body.modules() if isinstance(p, (nn.Conv2d, nn.Conv3d)))
-            convolution.register_forward_hook(lambda *_: counted.append(1))
-    with_gradient = wrapped(x)
-    assert counted
-    counted.clear()
-    with torch.no_grad():
-        skipped = wrapped(x)
-    assert not counted  # the whole convolution never ran
-    assert torch.allclose(with_gradient, skipped, atol=1e-5)
-
-
-def test_skipping_keeps_the_output_if_gates_differ_within_the_batch() -> None:
-    _, wrapped, x = network("image_cnn")
-    with torch.no_grad():
-        disagree(wrapped, 0)
-        x = torch.randn(16, 3, 16, 16)
-        with observe_gates(wrapped) as gates_by_layer:
-            skipped = wrapped(x)
-        single = torch.cat([wrapped(x[i : i + 1]) for i in range(16)])
-    observed = [q for layer in gates_by_layer.values() for q in layer]
-    assert any(len(q.unique(dim=0)) > 1 for q in observed)
-    assert not any(q[:, 0].any() for q in observed)
-    assert torch.allclose(skipped, wrapped(x), atol=1e-5)
-    assert torch.allclose(skipped, single, atol=1e-5)
-
-
-@pytest.mark.parametrize("tracked", [False, True])
-@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
-def test_run_channels_equals_the_channels_of_the_full_block(kind: type[nn.Module], tracked: bool) -> None:
-    body = nn.Sequential(nn.Conv2d(2, 5, 3), kind(5, affine=True, track_running_stats=tracked), nn.ReLU())
-    x = torch.randn(4, 2, 6, 6)
-    body(x)
-    body.eval()
-    live = torch.tensor([0, 3, 4])
-    assert torch.allclose(run_channels(body, x, live), body(x)[:, live], atol=1e-6)
 
 
 def test_running_statistics_include_closed_channels() -> None:

@@ -1,7 +1,4 @@
-"""Smaller copies of networks, without the channels that no gate opens and the units that compute nothing.
-
-Compute only some output channels of a block with one convolution, or cut the others out of it.
-"""
+"""Smaller copies of networks, without the channels that no gate opens and the units that compute nothing."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -9,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...core.errors import ConfigError
 from ...core.params import Layout
@@ -17,8 +13,7 @@ from .graph import Untraceable
 from .removal import remove_silent_units
 
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
-INSTANCE_NORMS = (nn.InstanceNorm2d, nn.InstanceNorm3d)
-NORMS = (*INSTANCE_NORMS, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (nn.InstanceNorm2d, nn.InstanceNorm3d, nn.BatchNorm2d, nn.BatchNorm3d)
 CHANNELWISE = (
     nn.ReLU,
     nn.LeakyReLU,
@@ -40,29 +35,6 @@ def iterate_leaf_modules(body: nn.Module) -> Iterator[nn.Module]:
             yield from iterate_leaf_modules(part)
     else:
         yield body
-
-
-def run_channels(body: nn.Module, x: Tensor, live: Tensor) -> Tensor:
-    """Compute only the output channels ``live`` (indices) of a block, ``(B, len(live), ...)``."""
-    for part in iterate_leaf_modules(body):
-        if isinstance(part, CONVOLUTIONS):
-            x = part._conv_forward(x, part.weight[live], None if part.bias is None else part.bias[live])
-        elif isinstance(part, NORMS):
-            x = _normalize_channels(part, x, live)
-        else:
-            x = part(x)
-    return x
-
-
-def _normalize_channels(part: Any, x: Tensor, live: Tensor) -> Tensor:
-    """Apply a norm of :data:`NORMS` to some of its channels."""
-    # Indexing copies the running statistics, so updates to them would be lost: callers use this only in eval mode or
-    # without running statistics (see Gated.forward).
-    tensors = (part.running_mean, part.running_var, part.weight, part.bias)
-    mean, var, weight, bias = (None if p is None else p[live] for p in tensors)
-    if isinstance(part, INSTANCE_NORMS):
-        return functional.instance_norm(x, mean, var, weight, bias, use_input_stats=mean is None, eps=part.eps)
-    return functional.batch_norm(x, mean, var, weight, bias, training=mean is None, eps=part.eps)
 
 
 def keep_entries(part: nn.Module, live: Tensor, *names: str) -> None:

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...compute.structure.compact import CHANNELWISE, CONVOLUTIONS, NORMS, iterate_leaf_modules, run_channels
+from ...compute.structure.compact import CHANNELWISE, CONVOLUTIONS, NORMS, iterate_leaf_modules
 from ...core.errors import ConfigError, suggest
 from ...core.settings import Settings
 
@@ -81,11 +81,7 @@ class LogisticNoise(nn.modules.dropout._DropoutNd):
 
 
 class Gated(nn.Module):
-    """A block whose output channels are opened and closed by a gate for each example.
-
-    Without gradients, channels that are closed for a whole batch are not computed. If all channels are open, the
-    output has the bits of the block's; otherwise the smaller convolution may round differently.
-    """
+    """A block whose output channels are opened and closed by a gate for each example."""
 
     def __init__(self, body: nn.Module, gate: ChannelGate):
         super().__init__()
@@ -93,35 +89,9 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the gated output ``(B, channels, ...)``."""
-        # With gradients every channel is computed: the straight-through gradient of a closed gate needs its output.
-        if torch.is_grad_enabled() or _updates_running_statistics(self.body):
-            out = self.body(x)
-            return _multiply_channels(out, self.gate(x))
-        q = self.gate(x)
-        live = q.any(0)
-        if bool(live.all()):
-            return _multiply_channels(self.body(x), q)
-        # If no channel is open, one is computed anyway, because it determines the spatial size of the output.
-        live[0] |= not bool(live.any())
-        return self._run_live_channels(x, q, live.nonzero().squeeze(1))
-
-    def _run_live_channels(self, x: Tensor, q: Tensor, live: Tensor) -> Tensor:
-        live_gates = q[:, live]
-        small = run_channels(self.body, x, live)
-        small = small if bool(live_gates.all()) else _multiply_channels(small, live_gates)
-        full = small.new_zeros((small.shape[0], q.shape[1], *small.shape[2:]))
-        return full.index_copy_(1, live, small)
-
-
-def _multiply_channels(out: Tensor, q: Tensor) -> Tensor:
-    return out * q.reshape(*q.shape, *[1] * (out.dim() - 2))
-
-
-def _updates_running_statistics(body: nn.Module) -> bool:
-    """Return whether a forward pass updates running statistics of the block, which need every channel."""
-    return any(
-        isinstance(part, NORMS) and part.training and part.track_running_stats for part in iterate_leaf_modules(body)
-    )
+        out, q = self.body(x), self.gate(x)
+        gated: Tensor = out * q.reshape(*q.shape, *[1] * (out.dim() - 2))
+        return gated
 
 
 def add_gates(network: nn.Module, config: GateConfig) -> nn.Module:
