@@ -17,7 +17,7 @@ from ...core.errors import ConfigError
 from . import loops
 from .arguments import Doubles, Floats, Integers, Norm, Part, Target, Weights, Window
 from .cost import is_storing_faster
-from .geometry import Geometry, PaddedVolume, Triple, allocate_padded
+from .geometry import Geometry, Triple
 from .plan import LiveWeights
 from .threads import run_parts
 
@@ -35,14 +35,12 @@ class BlockSpec:
         eps: added to the variance.
         window: pooling window; its stride is its size.
         slope: derivative of the activation for negative values: 0 for ReLU, 1 for no activation.
-        border: border of the output, which is the padding of the layer that reads it.
     """
 
     norm: Literal["fixed", "instance", "batch"] = "fixed"
     eps: float = 1e-5
     window: Triple = (1, 1, 1)
     slope: float = 1.0
-    border: Triple = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -93,14 +91,14 @@ class ConvolutionResult:
 
     Attributes:
         output: pooled values, ``(samples, outputs, *pooled)``.
-        target: where they lie in a channel's buffer.
+        target: where they lie in a channel.
         positions: ``(samples, outputs, pooled)`` index of each pooled value in its slab, or of size 0.
         values: ``(samples, outputs, positions)`` the convolution's output before pooling, or of size 0.
         mean: ``(samples, outputs)`` mean of the convolution's output; 0 for a fixed map.
         variance: ``(samples, outputs)`` biased variance; 1 for a fixed map.
     """
 
-    output: PaddedVolume
+    output: Tensor
     target: Target
     positions: Any
     values: Floats
@@ -119,11 +117,9 @@ def convolve(source: Floats, weights: Weights, layer: Layer, signs: Floats, *, r
         record: record what the backward pass needs.
     """
     geometry, spec, samples, outputs = layer.geometry, layer.spec, len(source), layer.geometry.outputs
-    output = allocate_padded(samples, outputs, layer.pooled_shape, spec.border)
-    _, height, width = output.buffer.shape[2:]
-    origin = (spec.border[0] * height + spec.border[1]) * width + spec.border[2]
-    target = Target(origin, height * width, width)
-    flat = output.buffer.flatten(2).numpy()
+    output = torch.zeros(samples, outputs, *layer.pooled_shape)
+    _, height, width = layer.pooled_shape
+    target, flat = Target(0, height * width, width), output.flatten(2).numpy()
     recorded = outputs if record and prod(spec.window) > 1 else 0
     positions = np.empty((samples, recorded, prod(layer.pooled_shape)), np.int32)
     values = np.empty((samples, outputs if record and layer.records_values else 0, geometry.extent), np.float32)
@@ -163,19 +159,17 @@ class SparseBlock(torch.autograd.Function):
     """Autograd function of a block.
 
     Its inputs are the feature map ``(samples, inputs, depth, height, width)``, the weight, scale and shift of the
-    affine map ``(outputs,)`` each, the :class:`Layer`, the feature map's buffer if it is already padded, a list that
-    receives the output's buffer, and whether gradients are enabled. It returns the output, and the mean and variance of
-    the normalisation.
+    affine map ``(outputs,)`` each, the :class:`Layer`, and whether gradients are enabled. It returns the output, and
+    the mean and variance of the normalisation.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, layer: Layer,
-        padded: PaddedVolume | None, buffers: list[PaddedVolume], is_grad_enabled: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any, inputs: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, layer: Layer, is_grad_enabled: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return output, mean and variance."""
         outputs, record = layer.geometry.outputs, is_grad_enabled and any(ctx.needs_input_grad)
-        source = layer.geometry.lay_out(padded or inputs.detach()).numpy().reshape(len(inputs), -1)
+        source = layer.geometry.lay_out(inputs.detach()).numpy().reshape(len(inputs), -1)
         weights = layer.build_weights(weight)
         gamma, beta = scale.detach().numpy(), shift.detach().numpy()
         convolved = convolve(source, weights, layer, np.where(gamma < 0, np.float32(-1), np.float32(1)), record=record)
@@ -185,7 +179,7 @@ class SparseBlock(torch.autograd.Function):
         scales = (gamma * inverse).astype(np.float32)
         shifts = (beta - gamma * inverse * convolved.mean).astype(np.float32)
         kept = np.empty((len(inputs), outputs if record else 0, prod(layer.pooled_shape)), np.float32)
-        flat = convolved.output.buffer.flatten(2).numpy()
+        flat = convolved.output.flatten(2).numpy()
 
         def activate_part(part: Part) -> None:
             shape, slope = Window(*layer.pooled_shape), np.float32(layer.spec.slope)
@@ -197,12 +191,11 @@ class SparseBlock(torch.autograd.Function):
             ctx.gamma, ctx.mean, ctx.inverse = gamma, convolved.mean, inverse
             ctx.scales, ctx.shifts, ctx.kept = scales, shifts, kept
             ctx.positions, ctx.values = convolved.positions, convolved.values
-        buffers.append(convolved.output)
         mean, variance = (
             torch.from_numpy(values.astype(np.float32)) for values in (convolved.mean, convolved.variance)
         )
         ctx.mark_non_differentiable(mean, variance)
-        return convolved.output.interior, mean, variance
+        return convolved.output, mean, variance
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -233,8 +226,6 @@ class SparseBlock(torch.autograd.Function):
             weight_gradient,
             torch.from_numpy(product.sum(0).astype(np.float32)) if needs_scale else None,
             torch.from_numpy(total.sum(0).astype(np.float32)) if needs_shift else None,
-            None,
-            None,
             None,
             None,
         )
@@ -319,4 +310,4 @@ def convolve_back(layer: Layer, output_gradient: Floats, values: Floats) -> Tens
         loops.convolve_back(flat, weights, count, array, live.back_origin, part)
 
     run_parts(layer.count_work(live.back_starts), samples, convolve_part)
-    return geometry.gather(gradient).interior
+    return geometry.gather(gradient)

@@ -7,43 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .arguments import Grid
 
 Triple = tuple[int, int, int]
-
-
-class PaddedVolume(NamedTuple):
-    """A feature map inside a larger buffer whose border is zero.
-
-    Attributes:
-        buffer: ``(samples, channels, depth, height, width)`` with the border.
-        border: width of the border on either side of each axis.
-    """
-
-    buffer: Tensor
-    border: Triple
-
-    @property
-    def interior(self) -> Tensor:
-        """The feature map; it shares the buffer's memory."""
-        view = self.buffer
-        for axis, border in enumerate(self.border, start=2):
-            view = view.narrow(axis, border, view.shape[axis] - 2 * border)
-        # A tensor of its own on the same memory: torch refuses to change a view in place that an autograd function
-        # returned, and a layer such as ReLU(inplace=True) may follow.
-        storage = self.buffer.untyped_storage()
-        return torch.empty(0).set_(storage, view.storage_offset(), view.shape, view.stride())
-
-
-def allocate_padded(samples: int, channels: int, shape: Triple, border: Triple) -> PaddedVolume:
-    """Return a feature map of zeros with a border."""
-    depth, height, width = (size + 2 * b for size, b in zip(shape, border, strict=True))
-    return PaddedVolume(torch.zeros(samples, channels, depth, height, width), border)
 
 
 @dataclass(frozen=True)
@@ -140,40 +111,34 @@ class Geometry:
             shift += positions // stride * distance
         return phase.flatten(), shift.flatten()
 
-    def lay_out(self, inputs: Tensor | PaddedVolume) -> Tensor:
-        """Return the input as a contiguous ``(samples, inputs * phases, positions)``.
-
-        A padded feature map whose border is this layer's padding is returned without a copy.
+    def lay_out(self, inputs: Tensor) -> Tensor:
+        """Return the padded input as a contiguous ``(samples, inputs * phases, positions)``.
 
         Args:
             inputs: ``(samples, inputs, depth, height, width)``.
         """
-        if isinstance(inputs, PaddedVolume):
-            if inputs.border == self.padding and self.phases == 1:
-                return inputs.buffer.flatten(2)
-            inputs = inputs.interior
-        padded = allocate_padded(len(inputs), self.inputs, self.shape, self.padding)
-        padded.interior.copy_(inputs)
+        depth, height, width = self.padding
+        padded = functional.pad(inputs.contiguous(), (width, width, height, height, depth, depth))
         if self.phases == 1:
-            return padded.buffer.flatten(2)
+            return padded.flatten(2)
         phases = torch.zeros(len(inputs), self.inputs, self.phases, *self.phase_shape)
-        for phase, source in zip(phases.unbind(2), self._slice_phases(padded.buffer), strict=True):
+        for phase, source in zip(phases.unbind(2), self._slice_phases(padded), strict=True):
             depth, height, width = source.shape[2:]
             phase[:, :, :depth, :height, :width] = source
         return phases.view(len(inputs), self.inputs * self.phases, -1)
 
-    def gather(self, phases: Tensor) -> PaddedVolume:
-        """Return the padded feature map of phases ``(samples, inputs * phases, positions)``; inverts :meth:`lay_out`.
-
-        Values on the border are not specified.
-        """
+    def gather(self, phases: Tensor) -> Tensor:
+        """Return the feature map of phases ``(samples, inputs * phases, positions)``; inverts :meth:`lay_out`."""
         buffer = phases.view(len(phases), self.inputs, self.phases, *self.phase_shape)
-        if self.phases == 1:
-            return PaddedVolume(buffer.squeeze(2), self.padding)
-        padded = allocate_padded(len(phases), self.inputs, self.shape, self.padding)
-        for phase, target in zip(buffer.unbind(2), self._slice_phases(padded.buffer), strict=True):
-            depth, height, width = target.shape[2:]
-            target.copy_(phase[:, :, :depth, :height, :width])
+        padded = buffer.squeeze(2)
+        if self.phases > 1:
+            sizes = (size + 2 * border for size, border in zip(self.shape, self.padding, strict=True))
+            padded = torch.zeros(len(phases), self.inputs, *sizes)
+            for phase, target in zip(buffer.unbind(2), self._slice_phases(padded), strict=True):
+                depth, height, width = target.shape[2:]
+                target.copy_(phase[:, :, :depth, :height, :width])
+        for axis, (border, size) in enumerate(zip(self.padding, self.shape, strict=True), start=2):
+            padded = padded.narrow(axis, border, size)
         return padded
 
     def _slice_phases(self, volume: Tensor) -> list[Tensor]:

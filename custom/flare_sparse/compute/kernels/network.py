@@ -1,7 +1,6 @@
 """Computation of a masked network with sparse kernels, in place of its own convolutions and linear layers."""
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -10,12 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .block import BlockSpec, Layer, SparseBlock
 from .chains import BATCH_NORMS, INSTANCE_NORMS, Chain, build_tuple, count_axes, find_chains
 from .cost import Work, is_sparse_faster
-from .geometry import Geometry, PaddedVolume, Triple, build_triple
+from .geometry import Geometry, build_triple
 from .plan import LiveWeights
 
 Decide = Callable[[Work], bool]
@@ -27,11 +25,6 @@ _DECISIONS = 64
 
 _PLANS = 4
 """Sizes of inputs whose plan a block keeps: 32 bytes for each live weight."""
-
-# The padded buffer of each feature map that a block has written, with the block and the place of the feature map in
-# memory. An attribute of the tensor would be copied and saved with it.
-_padded_outputs: Any = WeakTensorKeyDictionary()
-
 
 _UNKNOWN: Any = object()
 
@@ -56,7 +49,6 @@ class Block:
     def __init__(self, chain: Chain, live: Tensor, decide: Decide, *, follows_weights: bool = False):
         self.chain, self.decide, self.follows_weights = chain, decide, follows_weights
         self.is_sparse = False
-        self._border: Triple = (0, 0, 0)
         self._parts: list[tuple[Any, nn.Module]] = [
             (type(part).forward, part) for part in (chain.layer, *chain.followers)
         ]
@@ -139,41 +131,27 @@ class Block:
         return min(sizes) > 0 and (spec.norm == "fixed" or values > 1)
 
     def _compute_convolution(self, inputs: Tensor, geometry: Geometry) -> Tensor:
-        reference, padded, place = _padded_outputs.get(inputs, (None, None, None))
-        if place != _describe_place(inputs):
-            # The tensor has got another shape or other memory since its block has written it.
-            reference = padded = None
-        producer = reference() if reference is not None else None
-        if producer is not None:
-            # From the next pass on, the producer writes its output with the border that this layer needs.
-            producer._border = geometry.padding
         volume = inputs.reshape(len(inputs), geometry.inputs, *geometry.shape)
-        output, buffer = self._apply(volume, geometry, padded)
-        axes = inputs.dim() - 2
-        result = output.reshape(*output.shape[:2], *output.shape[5 - axes :]) if axes < 3 else output
-        _padded_outputs[result] = weakref.ref(self), buffer, _describe_place(result)
-        return result
+        output, axes = self._apply(volume, geometry), inputs.dim() - 2
+        return output.reshape(*output.shape[:2], *output.shape[5 - axes :]) if axes < 3 else output
 
     def _compute_linear(self, inputs: Tensor, geometry: Geometry) -> Tensor:
         rows = geometry.shape[-1]
         columns = inputs.reshape(rows, geometry.inputs).t().contiguous().view(1, geometry.inputs, 1, 1, rows)
-        output, _ = self._apply(columns, geometry, None)
+        output = self._apply(columns, geometry)
         return output.view(geometry.outputs, rows).t().reshape(*inputs.shape[:-1], geometry.outputs)
 
-    def _apply(self, volume: Tensor, geometry: Geometry, padded: PaddedVolume | None) -> tuple[Tensor, PaddedVolume]:
-        """Return the output ``(samples, outputs, depth, height, width)`` and the padded buffer that it lies in."""
+    def _apply(self, volume: Tensor, geometry: Geometry) -> Tensor:
+        """Return the output ``(samples, outputs, depth, height, width)``."""
         layer = self._get_layer(geometry)
         scale, shift = self._build_affine()
         apply: Any = SparseBlock.apply
-        # An autograd function returns tensors only, so it appends the buffer to this list. torch turns gradients off
-        # within it, so it is told whether they are on.
-        buffers: list[PaddedVolume] = []
-        output, mean, variance = apply(
-            volume, self.chain.layer.weight, scale, shift, layer, padded, buffers, torch.is_grad_enabled()
-        )
+        # torch turns gradients off within an autograd function, so it is told whether they are on.
+        output, mean, variance = apply(volume, self.chain.layer.weight, scale, shift, layer, torch.is_grad_enabled())
         if layer.spec.norm == "batch":
             self._update_running_statistics(mean[0], variance[0], geometry, len(volume))
-        return output, buffers[0]
+        result: Tensor = output
+        return result
 
     def _compute_densely(self, inputs: Tensor) -> Tensor:
         for compute, part in self._parts:
@@ -209,7 +187,7 @@ class Block:
             axes = count_axes(pool)
             window = build_triple((*(1,) * (3 - axes), *build_tuple(pool.kernel_size)[:axes]))
         slope = 1.0 if activation is None else float(getattr(activation, "negative_slope", 0.0))
-        return BlockSpec(kind, float(getattr(norm, "eps", 1e-5)), window, slope, self._border)
+        return BlockSpec(kind, float(getattr(norm, "eps", 1e-5)), window, slope)
 
     def _build_affine(self) -> tuple[Tensor, Tensor]:
         """Return scale and shift ``(outputs,)`` of the block's affine map: 1 and 0 where the layers have none.
@@ -246,10 +224,6 @@ def _remember(cache: dict[Any, Any], key: object, value: object, limit: int) -> 
     if len(cache) >= limit:
         cache.clear()
     cache[key] = value
-
-
-def _describe_place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _return_input(inputs: Tensor) -> Tensor:
