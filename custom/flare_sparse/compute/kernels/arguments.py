@@ -50,20 +50,6 @@ class Weights(NamedTuple):
     values: Any
 
 
-class Target(NamedTuple):
-    """Where the pooled values of a channel are written.
-
-    Attributes:
-        origin: flat index of the first value.
-        plane: flat distance of two planes.
-        row: flat distance of two rows.
-    """
-
-    origin: int
-    plane: int
-    row: int
-
-
 class Part(NamedTuple):
     """Samples and channels that one call computes: ``first <= sample < last`` and ``first <= channel < last``."""
 

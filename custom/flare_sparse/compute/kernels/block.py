@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from . import loops
-from .arguments import Doubles, Floats, Integers, Norm, Part, Target, Weights, Window
+from .arguments import Doubles, Floats, Integers, Norm, Part, Weights, Window
 from .cost import is_storing_faster
 from .geometry import Geometry, Triple
 from .plan import LiveWeights
@@ -91,7 +91,6 @@ class ConvolutionResult:
 
     Attributes:
         output: pooled values, ``(samples, outputs, *pooled)``.
-        target: where they lie in a channel.
         positions: ``(samples, outputs, pooled)`` index of each pooled value in its slab, or of size 0.
         values: ``(samples, outputs, positions)`` the convolution's output before pooling, or of size 0.
         mean: ``(samples, outputs)`` mean of the convolution's output; 0 for a fixed map.
@@ -99,7 +98,6 @@ class ConvolutionResult:
     """
 
     output: Tensor
-    target: Target
     positions: Any
     values: Floats
     mean: Doubles
@@ -118,8 +116,7 @@ def convolve(source: Floats, weights: Weights, layer: Layer, signs: Floats, *, r
     """
     geometry, spec, samples, outputs = layer.geometry, layer.spec, len(source), layer.geometry.outputs
     output = torch.zeros(samples, outputs, *layer.pooled_shape)
-    _, height, width = layer.pooled_shape
-    target, flat = Target(0, height * width, width), output.flatten(2).numpy()
+    flat = output.flatten(2).numpy()
     recorded = outputs if record and prod(spec.window) > 1 else 0
     positions = np.empty((samples, recorded, prod(layer.pooled_shape)), np.int32)
     values = np.empty((samples, outputs if record and layer.records_values else 0, geometry.extent), np.float32)
@@ -128,11 +125,11 @@ def convolve(source: Floats, weights: Weights, layer: Layer, signs: Floats, *, r
 
     def convolve_part(part: Part) -> None:
         loops.convolve(
-            source, weights, geometry.grid, layer.window, signs, pivots, moments, flat, target, positions, values, part
+            source, weights, geometry.grid, layer.window, signs, pivots, moments, flat, positions, values, part
         )
 
     run_parts(layer.count_work(layer.live.starts), samples, convolve_part)
-    return ConvolutionResult(output, target, positions, values, *_compute_statistics(layer, moments, pivots))
+    return ConvolutionResult(output, positions, values, *_compute_statistics(layer, moments, pivots))
 
 
 def _compute_statistics(layer: Layer, moments: Doubles, pivots: Floats) -> tuple[Doubles, Doubles]:
@@ -182,8 +179,7 @@ class SparseBlock(torch.autograd.Function):
         flat = convolved.output.flatten(2).numpy()
 
         def activate_part(part: Part) -> None:
-            shape, slope = Window(*layer.pooled_shape), np.float32(layer.spec.slope)
-            loops.scale_and_activate(flat, convolved.target, shape, scales, shifts, slope, kept, part)
+            loops.scale_and_activate(flat, scales, shifts, np.float32(layer.spec.slope), kept, part)
 
         run_parts(layer.pooled_work, len(inputs), activate_part)
         if record:

@@ -7,7 +7,8 @@ Every output channel of every sample is computed by one thread, in the same orde
 are divided among threads. The bits of a result therefore do not depend on the number of threads.
 
 All loops are in this one file: numba compiles a cached loop again only if the loop's own file has changed, not if that
-of a loop that it calls has.
+of a loop that it calls has. It finds the cache by the line in which the loop begins, and fails where a class of the old
+arguments no longer exists: a loop whose arguments change must begin in another line than before.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .arguments import Grid, Norm, Part, Target, Weights, Window
+from .arguments import Grid, Norm, Part, Weights, Window
 
 CHUNK = 1024
 """Positions that are accumulated at a time: 4 kB of sums and of each input stay in the first-level cache."""
@@ -127,7 +128,7 @@ def count_positions(grid: Grid, planes: int) -> Any:
 @_compile
 def convolve(
     source: Any, weights: Weights, grid: Grid, window: Window, signs: Any, pivots: Any, moments: Any, output: Any,
-    target: Target, positions: Any, values: Any, part: Part,
+    positions: Any, values: Any, part: Part,
 ) -> None:  # fmt: skip
     """Convolve the samples and channels of a part, pool the result, and sum it for normalisation.
 
@@ -140,8 +141,7 @@ def convolve(
         pivots: ``(samples, channels)`` receives the value that is subtracted before squaring, against cancellation.
         moments: ``(samples, channels, 2)`` receives sum and sum of squares, less the pivot; without channels: not
             computed.
-        output: ``(samples, channels, positions)`` receives the pooled values; it holds zeros.
-        target: where the pooled values are written.
+        output: ``(samples, channels, pooled)`` receives the pooled values; it holds zeros.
         positions: ``(samples, channels, pooled)`` receives the index of each pooled value; without channels: not
             recorded.
         values: ``(samples, channels, positions)`` receives the convolution's output; without channels: not recorded.
@@ -149,7 +149,7 @@ def convolve(
     """
     for n in range(part.first_sample, part.last_sample):
         convolve_sample(
-            source[n], weights, grid, window, signs, pivots[n], moments[n], output[n], target, positions[n], values[n],
+            source[n], weights, grid, window, signs, pivots[n], moments[n], output[n], positions[n], values[n],
             part.first_channel, part.last_channel,
         )  # fmt: skip
 
@@ -157,7 +157,7 @@ def convolve(
 @_inline
 def convolve_sample(
     source: Any, weights: Weights, grid: Grid, window: Window, signs: Any, pivots: Any, moments: Any, output: Any,
-    target: Target, positions: Any, values: Any, first: int, last: int,
+    positions: Any, values: Any, first: int, last: int,
 ) -> None:  # fmt: skip
     """Convolve one sample, for the channels ``first <= c < last``; arguments as of :func:`convolve`."""
     planes = count_slab_planes(grid, window)
@@ -182,9 +182,9 @@ def convolve_sample(
                 slab = sums[plane * window.depth * grid.plane :]
                 number = z // window.depth + plane
                 if window.depth * window.height * window.width == 1:
-                    copy_plane(slab, grid, output[c], target, number)
+                    copy_plane(slab, grid, output[c], number)
                 else:
-                    pool_plane(slab, grid, window, signs[c], output[c], target, number, recorded, best, best_at)
+                    pool_plane(slab, grid, window, signs[c], output[c], number, recorded, best, best_at)
                     # Positions count from the start of the slab.
                     if plane and len(recorded):
                         size = (grid.height // window.height) * (grid.width // window.width)
@@ -226,18 +226,17 @@ def add_moments(sums: Any, grid: Grid, depth: int, pivot: float, moments: Any) -
 
 
 @_inline
-def copy_plane(sums: Any, grid: Grid, output: Any, target: Target, plane: int) -> None:
+def copy_plane(sums: Any, grid: Grid, output: Any, plane: int) -> None:
     """Write a plane of values that are not pooled."""
     for y in range(grid.height):
-        start = target.origin + plane * target.plane + y * target.row
+        start = (plane * grid.height + y) * grid.width
         output[start : start + grid.width] = sums[y * grid.row : y * grid.row + grid.width]
 
 
 @_inline
 def pool_plane(
-    sums: Any, grid: Grid, window: Window, sign: float, output: Any, target: Target, plane: int, positions: Any,
-    best: Any, best_at: Any,
-) -> None:  # fmt: skip
+    sums: Any, grid: Grid, window: Window, sign: float, output: Any, plane: int, positions: Any, best: Any, best_at: Any
+) -> None:
     """Write a plane of pooled values and record their positions; incomplete windows are left out."""
     height, width = grid.height // window.height, grid.width // window.width
     for y in range(height):
@@ -254,10 +253,9 @@ def pool_plane(
                     keep_larger_positions(best, best_at, row, sign, at)
                 else:
                     keep_larger(best, row, sign)
-        start = target.origin + plane * target.plane + y * target.row
+        start = (plane * height + y) * width
         if len(positions):
-            base = (plane * height + y) * width
-            pool_row_positions(best, best_at, window, output[start : start + width], positions[base : base + width])
+            pool_row_positions(best, best_at, window, output[start : start + width], positions[start : start + width])
         else:
             pool_row(best, window, output[start : start + width])
         for i in range(start, start + width):
@@ -313,47 +311,28 @@ def pool_row_positions(best: Any, best_at: Any, window: Window, output: Any, pos
 
 
 @_compile
-def scale_and_activate(
-    output: Any, target: Target, shape: Window, scales: Any, shifts: Any, slope: float, kept: Any, part: Part
-) -> None:
+def scale_and_activate(output: Any, scales: Any, shifts: Any, slope: float, kept: Any, part: Part) -> None:
     """Replace pooled values ``v`` by ``u = scale * v + shift``, times ``slope`` if negative; copy ``v`` to ``kept``.
 
     Args:
-        output: ``(samples, channels, positions)``.
-        target: where the pooled values lie.
-        shape: their number per axis.
+        output: ``(samples, channels, pooled)``.
         scales: ``(samples, channels)``.
         shifts: ``(samples, channels)``.
         slope: 0 for ReLU, 1 for no activation.
         kept: ``(samples, channels, pooled)``; without channels: not written.
         part: what is computed.
     """
-    for n in range(part.first_sample, part.last_sample):
-        scale_and_activate_sample(
-            output[n], target, shape, scales[n], shifts[n], slope, kept[n], part.first_channel, part.last_channel
-        )
-
-
-@_inline
-def scale_and_activate_sample(
-    output: Any, target: Target, shape: Window, scales: Any, shifts: Any, slope: float, kept: Any, first: int, last: int
-) -> None:
-    """As :func:`scale_and_activate`, for one sample and the channels ``first <= c < last``."""
     # ReLU of -infinity is 0, but 0 * -infinity is NaN. NaN is not smaller and stays.
     lowest = np.float32(-3e38) if slope == 0 else np.float32(-np.inf)
-    for c in range(first, last):
-        scale, shift = scales[c], shifts[c]
-        for z in range(shape.depth):
-            for y in range(shape.height):
-                start = target.origin + z * target.plane + y * target.row
-                values = output[c, start : start + shape.width]
-                if len(kept):
-                    base = (z * shape.height + y) * shape.width
-                    kept[c, base : base + shape.width] = values
-                for i in range(shape.width):
-                    u = scale * values[i] + shift
-                    negative = max(u, lowest)
-                    values[i] = u if u > 0 else slope * negative
+    for n in range(part.first_sample, part.last_sample):
+        for c in range(part.first_channel, part.last_channel):
+            scale, shift, values = scales[n, c], shifts[n, c], output[n, c]
+            if kept.shape[1]:
+                kept[n, c] = values
+            for i in range(len(values)):
+                u = scale * values[i] + shift
+                negative = max(u, lowest)
+                values[i] = u if u > 0 else slope * negative
 
 
 @_compile
