@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -195,17 +195,7 @@ class PrivacyAccount:
 
 def build_entry(run: str, job: str, t: int, question: str, answer: str, charge: Charge) -> Entry:
     """Return the entry of an answer that is computed now."""
-    return Entry(
-        run=run,
-        job=job,
-        round=t,
-        question=question,
-        answer=answer,
-        noise_multiplier=charge.noise_multiplier,
-        sample_rate=charge.sample_rate,
-        steps=charge.steps,
-        time=time.time(),
-    )
+    return Entry(run=run, job=job, round=t, question=question, answer=answer, time=time.time(), **asdict(charge))
 
 
 def read_ledger(file: Path) -> PrivacyLedger:
