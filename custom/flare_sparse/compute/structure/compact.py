@@ -70,9 +70,10 @@ def compact_model(model: nn.Module) -> nn.Module:
     gated = {name: part for name, part in model.named_modules() if is_gated(part)}
     if gated and isinstance(model, nn.Sequential):
         closed = {name: _is_never_open(part.get_submodule("gate.open")) for name, part in gated.items()}
-        smaller: nn.Module = copy.deepcopy(model)
+        gated_copy = copy.deepcopy(model)
         for name, channels in closed.items():
-            _cut_gated_layer(smaller, name, ~channels)
+            _cut_gated_layer(gated_copy, name, ~channels)
+        smaller: nn.Module = gated_copy
     else:
         try:
             smaller = remove_silent_units(model)
