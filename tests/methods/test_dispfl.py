@@ -12,7 +12,7 @@ from flare_sparse.core.exchange import Contribution
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.dispfl import DisPFLConfig, DisPFLState
 from flare_sparse.methods.method import ask_next
-from flare_sparse.methods.scores.erk import compute_erk_densities
+from flare_sparse.methods.support.masks import compute_erk_densities
 from flare_sparse.rounds.local.run import Transport, run_locally
 
 

@@ -21,8 +21,7 @@ from ..core.needs import Need, Needs
 from ..core.seeds import make_generator
 from ..training import Site
 from .method import TRAIN, MaskPreset, Method, MethodConfig
-from .scores.erk import compute_erk_densities, draw_random_mask
-from .support.masks import drop_and_regrow
+from .support.masks import compute_erk_densities, draw_random_mask, drop_and_regrow
 
 
 class DisPFLConfig(MethodConfig):

@@ -23,14 +23,12 @@ from ..core.seeds import make_generator
 from ..training import Site
 from ..wire.encoding_choice import count_entries_within
 from ..wire.number_format import NumberFormat
-from .aggregation.robust import aggregate
-from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
+from .aggregation.server_step import ServerMemory, aggregate, take_server_step, update_model_average
 from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
 from .method import SCORE, TRAIN, MaskPreset, broadcast
-from .scores.erk import compute_erk_densities, draw_random_mask, shuffle_mask
 from .scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
 from .support.averaging import AveragingConfig, AveragingMethod
-from .support.masks import find_zero_weights, unite_masks
+from .support.masks import compute_erk_densities, draw_random_mask, find_zero_weights, shuffle_mask, unite_masks
 
 
 class NeuroSFLConfig(AveragingConfig):

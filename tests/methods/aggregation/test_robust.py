@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flare_sparse.core.exchange import Content, Contribution, Patch
 from flare_sparse.core.mask import Mask
-from flare_sparse.methods.aggregation.robust import AggregationRule, aggregate, clip_deltas
+from flare_sparse.methods.aggregation.server_step import AggregationRule, aggregate, clip_deltas
 from flare_sparse.methods.aggregation.weighted import weigh_by_examples, weighted_sum
 
 MEDIAN, TRIMMED = AggregationRule(rule="median"), AggregationRule(rule="trimmed_mean", trim=0.25)

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask
-from flare_sparse.methods.aggregation.robust import AggregationRule
 from flare_sparse.methods.aggregation.server_step import (
+    AggregationRule,
     ModelAverage,
     ServerMemory,
     ServerOptimizer,

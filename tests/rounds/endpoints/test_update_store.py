@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
-from flare_sparse.methods.aggregation.robust import AggregationRule
+from flare_sparse.methods.aggregation.server_step import AggregationRule
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, unpack_message
 from flare_sparse.rounds.endpoints.update_store import UpdateStore

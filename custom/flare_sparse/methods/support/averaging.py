@@ -23,8 +23,8 @@ from ...core.needs import Need, Needs
 from ...core.settings import Settings
 from ...training import Site, TrainingConfig
 from ...training.personal import PERSONAL
-from ..aggregation.robust import AggregationRule
 from ..aggregation.server_step import (
+    AggregationRule,
     ModelAverage,
     ServerMemory,
     ServerOptimizer,

@@ -1,13 +1,17 @@
-"""Operations on several masks, drop and regrow, and weights whose tensor is zero in the initial model."""
+"""Unions and random masks, drop and regrow, and weights whose tensor is zero in the initial model.
+
+Random masks have given densities per tensor, such as Erdos-Renyi-Kernel (RigL, Evci et al. 2020; DisPFL).
+"""
 
 import math
 import operator
 from collections.abc import Iterable
 from functools import partial, reduce
 
+import torch
 from torch import Tensor
 
-from ...core.mask import Mask, top_k
+from ...core.mask import Mask, floor_fraction, top_k
 from ...core.params import MASKABLE, Layout
 
 
@@ -48,3 +52,57 @@ def find_zero_weights(layout: Layout, weights: Tensor, preset: str) -> tuple[str
     maskable = (spec for spec in layout.tensors if spec.role in MASKABLE[preset])
     # A bias at zero blocks no gradient: it is pruned as the papers do.
     return tuple(s.name for s in maskable if s.role in ("weight", "other") and not tensors[s.name].any())
+
+
+def compute_erk_densities(layout: Layout, pool: Mask, density: float) -> dict[str, float]:
+    """Return the density of each tensor, by name, such that the pool as a whole has ``density``.
+
+    Densities are proportional to ``sum(shape) / prod(shape)``.
+
+    Args:
+        layout: layout of the model.
+        pool: entries to distribute over; tensors without an entry in it are not listed.
+        density: share of live entries of the pool, 0 to 1.
+    """
+    bits_by_tensor = layout.unflatten(pool.bits)
+    sizes = {spec.name: spec.size for spec in layout.tensors if spec.size and bool(bits_by_tensor[spec.name].any())}
+    raw = {s.name: (sum(s.shape) / s.size if s.shape else 1.0) for s in layout.tensors if s.name in sizes}
+    dense: set[str] = set()
+    # A density cannot exceed 1: such tensors become dense, and the scale of the others is solved again for the rest of
+    # the budget. At least one tensor becomes dense in each pass, so the loop ends.
+    while True:
+        free = [name for name in sizes if name not in dense]
+        budget = density * sum(sizes.values()) - sum(sizes[name] for name in dense)
+        scale = budget / sum(raw[name] * sizes[name] for name in free) if free else 0.0
+        saturated = {name for name in free if scale * raw[name] > 1}
+        if not saturated:
+            return {name: 1.0 if name in dense else max(scale * raw[name], 0.0) for name in sizes}
+        dense |= saturated
+
+
+def draw_random_mask(layout: Layout, pool: Mask, densities: dict[str, float], generator: torch.Generator) -> Mask:
+    """Draw a random mask nested in ``pool`` with ``floor(density * size)`` live entries of each tensor."""
+    candidates = layout.unflatten(pool.bits)
+    counts = {name: floor_fraction(density, int(candidates[name].sum())) for name, density in densities.items()}
+    return _draw_entries(layout, pool, counts, generator)
+
+
+def shuffle_mask(layout: Layout, pool: Mask, mask: Mask, generator: torch.Generator) -> Mask:
+    """Draw a random mask nested in ``pool`` with as many live entries of each tensor as ``mask`` has there.
+
+    It separates the densities of the layers from the choice within them: Frankle et al. 2021, "Pruning Neural Networks
+    at Initialization: Why Are We Missing the Mark?", section 5.
+    """
+    counts = {name: int(bits.sum()) for name, bits in layout.unflatten((mask & pool).bits).items()}
+    return _draw_entries(layout, pool, counts, generator)
+
+
+def _draw_entries(layout: Layout, pool: Mask, counts: dict[str, int], generator: torch.Generator) -> Mask:
+    """Draw a number of entries of each tensor, by name, from the pool."""
+    noise: Tensor = torch.rand(layout.size, generator=generator)
+    mask = Mask.empty(layout.size)
+    for spec in layout.tensors:
+        if counts.get(spec.name):
+            candidates = Mask.from_tensors(layout, lambda s, spec=spec: s is spec) & pool  # type: ignore[misc]
+            mask = mask | top_k(noise, counts[spec.name], candidates)
+    return mask
