@@ -1,6 +1,6 @@
 """Split of a site's examples into training, validation and test: a function of seed and identifiers alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal, Self
@@ -76,6 +76,20 @@ class SplitConfig(Settings):
         if self.validation and len(remaining) > 1:
             count = min(max(round(self.validation * len(ordered)), 1), len(remaining) - 1)
         return Split(tuple(remaining[count:]), tuple(remaining[:count]), tuple(ordered[start:end]))
+
+    def assign_subjects(self, subject_of: Mapping[str, str], seed: int) -> Split:
+        """Split examples by their subjects, so that all of a subject are in one part.
+
+        Args:
+            subject_of: subject of each example.
+            seed: as in :meth:`assign`.
+        """
+        examples: dict[str, list[str]] = {}
+        for name, subject in subject_of.items():
+            examples.setdefault(subject, []).append(name)
+        found = self.assign(examples, seed)
+        parts = (found.train, found.validation, found.test)
+        return Split(*(tuple(name for subject in part for name in examples[subject]) for part in parts))
 
     def _assign_each(self, ids: Iterable[str], seed: int) -> Split:
         """Split by each identifier's hash alone, as a number from 0 to 1 in place of its rank."""

@@ -12,7 +12,6 @@ import numpy as np
 from ..core.errors import ConfigError, DataError, list_first
 from ..tasks.data import bids
 from ..tasks.data.cases import CaseFiles, find_cases
-from ..tasks.data.cases import read_cohort as read_case_cohort
 from ..tasks.data.nifti import format_shape, read_nifti
 from ..tasks.data.phantom import write_phantoms
 from ..tasks.data.tables import Spelling, Table, read_table
@@ -191,7 +190,7 @@ def describe_images(kind: str, path: Path) -> tuple[str, list[str]]:
 
 def _look_at_brains(path: Path) -> tuple[Cohort, dict[str, Any], list[str]]:
     cohort = bids.read_cohort(path)
-    files = [subject.image for subject in bids.read_subjects(path).values() if subject.image is not None]
+    files = [file for subject in bids.read_subjects(path).values() for file in subject.images]
     volumes = [read_nifti(file, None) for file in _spread(files)]
     if not volumes:
         raise DataError(f"{path}: no subject has an image sub-*/anat/*_T1w.nii.gz")
@@ -240,7 +239,7 @@ def _look_at_cases(path: Path) -> tuple[Cohort, dict[str, Any], list[str]]:
     ]
     if spacings > 1:
         notes.append(f"{spacings} voxel sizes: all are resampled to the commonest, {format_shape(spacing)} mm")
-    return read_case_cohort(cases), task, notes
+    return bids.index_cases(cases), task, notes
 
 
 def _spread(items: Sequence[Any]) -> list[Any]:

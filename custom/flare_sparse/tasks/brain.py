@@ -1,24 +1,102 @@
 """Brain age and sex from T1-weighted volumes in BIDS data sets."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..core.errors import list_first
+from ..core.errors import DataError, list_first
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .classes import compute_binary_metrics
 from .data import bids
 from .data.augmentation import Augmentation
-from .data.cases import CaseSettings, load_cases
-from .data.volumes import Normalization, build_preprocessing, read_voxels
+from .data.cases import CaseFiles, CaseSettings, load_cases
+from .data.nifti import check_voxels, format_shape, read_nifti, read_values
 from .models import ModelConfig, require_input
 from .models.shapes import Volume
 from .task import Cohort, Examples, Metric, SiteData
+
+Normalization = Literal["volume", "brain", "brain_first"]
+_IQR_OF_NORMAL = 1.349
+"""Interquartile range of a normal distribution in units of its standard deviation."""
+
+
+def build_preprocessing(downsample: int, normalization: Normalization = "volume") -> Callable[[np.ndarray], Tensor]:
+    """Return a transform from voxels ``(D, H, W)`` to a float32 tensor ``(1, d, h, w)``.
+
+    The transform averages cubes of ``downsample`` voxels per side and drops the remainder at the end of each axis.
+
+    Args:
+        downsample: voxels per side of a cube.
+        normalization: ``volume`` z-scores each volume by its own mean and standard deviation (FedSparsify, section 4);
+            ``brain`` is :func:`normalize_brain` after the averaging; ``brain_first`` before it, so that a cube at the
+            edge of the brain does not depend on how much background it contains.
+    """
+    pool = nn.AvgPool3d(downsample)
+    steps: dict[Normalization, tuple[Callable[[Tensor], Tensor], ...]] = {
+        "volume": (pool, standardize),
+        "brain": (pool, normalize_brain),
+        "brain_first": (normalize_brain, pool),
+    }
+
+    def preprocess(voxels: np.ndarray) -> Tensor:
+        return reduce(lambda volume, step: step(volume), steps[normalization], torch.from_numpy(voxels)[None])
+
+    return preprocess
+
+
+def standardize(volume: Tensor) -> Tensor:
+    """Return a volume with mean 0 and standard deviation 1; one whose values are all equal becomes 0."""
+    return (volume - volume.mean().item()) / (volume.std(correction=0).item() or 1.0)
+
+
+def normalize_brain(volume: Tensor) -> Tensor:
+    """Return a volume with median 0 and robust standard deviation 1 inside the brain, and 0 outside.
+
+    The brain is where a volume, from which everything else was removed, is not 0. Neither background nor a few bright
+    vessels change the scale, as they do that of a z-score of the whole volume.
+
+    Args:
+        volume: float32, any shape; a volume without values other than 0 stays as it is.
+    """
+    brain = volume != 0
+    values = volume[brain].double()
+    if not values.numel():
+        return volume
+    lower, median, upper = np.quantile(values.numpy(), [0.25, 0.5, 0.75])
+    # A quantised volume may have equal quartiles.
+    scale = (upper - lower) / _IQR_OF_NORMAL or float(values.std(correction=0)) or 1.0
+    return torch.where(brain, (volume - float(median)) / scale, 0.0)
+
+
+def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | None = None) -> np.ndarray:
+    """Read the voxels of a NIfTI file: float32 ``shape``, in RAS+ orientation.
+
+    Args:
+        file: ``.nii`` or ``.nii.gz``.
+        shape: expected shape of the voxels.
+        spacing: expected size of the voxels in mm; None: any size from 0.1 to 20.
+
+    Raises:
+        DataError: the file is missing, damaged, or of another shape or spacing; its affine is unusable; or its voxels
+            are not finite, too large or all equal.
+    """
+    image = read_nifti(file, shape, spacing)
+    voxels = read_values(file, image).reshape(image.shape[:3])
+    if voxels.shape != tuple(shape):
+        raise DataError(
+            f"wrong shape {format_shape(voxels.shape)} of {file.name} in RAS orientation; expected "
+            f"{format_shape(shape)}: set task.shape, or reorient this one"
+        )
+    check_voxels(file, voxels)
+    return voxels
 
 
 class BrainConfig(CaseSettings, AdaptedTaskConfig):
@@ -63,7 +141,7 @@ class BrainTask(AdaptableTask, ABC):
 
     @staticmethod
     @abstractmethod
-    def get_target(subject: bids.Subject) -> float:
+    def get_target(subject: CaseFiles) -> float:
         """Return the value to predict for a subject."""
 
     def build_network(self) -> nn.Module:
@@ -79,24 +157,22 @@ class BrainTask(AdaptableTask, ABC):
         config, subjects = self.config, bids.read_subjects(data.path, self.config.derivative)
         preprocess = build_preprocessing(config.downsample, config.normalization)
 
-        def read_example(subject: bids.Subject) -> tuple[Tensor, Tensor]:
+        def read_example(subject: CaseFiles) -> tuple[Tensor, Tensor]:
             target = torch.tensor([self.get_target(subject)])
-            return preprocess(read_voxels(subject.get_image(), config.shape, config.spacing)), target
+            return preprocess(read_voxels(subject.require_images()[0], config.shape, config.spacing)), target
 
-        loaded = load_cases(config, data, seed, subjects, read_example)
-        warnings = []
+        used, warnings = set(data.select(subjects, lambda name: subjects[name].subject)), []
         # Those of a simulated site are chosen from the rows.
-        unused = subjects.keys() - set(data.select(subjects, lambda name: subjects[name].subject))
-        if unlisted := sorted(subjects[name].subject for name in unused if subjects[name].row is None):
+        if unlisted := sorted(s.subject for name, s in subjects.items() if name not in used and not s.is_listed):
             warnings.append(f"{len(unlisted)} {bids.NO_ROW}: {list_first(unlisted, 3)}")
-        if others := [file.name for subject in loaded.files.values() for file in subject.others]:
+        if others := [file.name for name, s in subjects.items() if name in used for file in s.others]:
             warnings.append(f"{len(others)} further runs of T1w images are left out: {list_first(others, 3)}")
-        return loaded.build_examples(warnings=warnings)
+        return load_cases(config, data, seed, subjects, read_example, warnings=warnings)
 
     def augment(self, batch: Any, generator: torch.Generator) -> Any:
         """Return the minibatch with changed volumes; the first axis of a volume in RAS is left to right."""
         volumes, targets = batch
-        return self.config.augmentation.apply(volumes, generator, mirrored_axis=0), targets
+        return self.config.augmentation.apply(volumes, generator, mirrored_axis=0)[0], targets
 
 
 class BrainAgeConfig(BrainConfig):
@@ -119,7 +195,7 @@ class BrainAge(BrainTask):
     kind = "regression"
 
     @staticmethod
-    def get_target(subject: bids.Subject) -> float:
+    def get_target(subject: CaseFiles) -> float:
         """Return the age in years."""
         return subject.parse_age()
 
@@ -153,7 +229,7 @@ class SexClassification(BrainTask):
     kind = "binary"
 
     @staticmethod
-    def get_target(subject: bids.Subject) -> float:
+    def get_target(subject: CaseFiles) -> float:
         """Return 1 for male, 0 for female."""
         return subject.parse_sex()
 

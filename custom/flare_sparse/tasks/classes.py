@@ -1,13 +1,16 @@
 """Losses and metrics of classifiers."""
 
 from collections.abc import Sequence
+from typing import Annotated, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
 from ..core.needs import Need, Needs
 from ..core.ranking import BINS, compute_auc, compute_average_precision, find_bins
+from .task import TaskConfig
 
 
 def compute_cross_entropy(logits: Tensor, classes: Tensor, class_weights: Sequence[float] = ()) -> Tensor:
@@ -41,6 +44,23 @@ def check_class_weights(class_weights: Sequence[float], classes: int) -> None:
     """
     if class_weights and len(class_weights) != classes:
         raise ValueError(f"class_weights has {len(class_weights)} numbers for {classes} classes; give one for each")
+
+
+class ClassesConfig(TaskConfig):
+    """Classes from 0, and their weights."""
+
+    classes: int = Field(2, ge=2, le=10_000)
+    """number of classes"""
+    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """weight of an example in the loss, by class; empty: 1. Constants of the job, as [1, 4]"""
+
+    @model_validator(mode="after")
+    def _check_class_weights(self) -> Self:
+        check_class_weights(self.class_weights, self.classes)
+        return self
+
+    def needs(self) -> Needs:
+        return list_weight_needs(self.class_weights)
 
 
 def compute_binary_metrics(probabilities: Tensor, classes: Tensor) -> dict[str, float]:

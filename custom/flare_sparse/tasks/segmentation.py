@@ -19,26 +19,25 @@ from torch.utils.data import Dataset
 from ..core.errors import ConfigError, DataError
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .data.augmentation import Augmentation
+from .data.bids import index_cases
 from .data.cases import (
     CaseFiles,
     CaseSettings,
     Derivative,
+    Pairs,
     Suffixes,
     describe_left_out,
     find_cases,
     find_images,
     load_cases,
-    read_cohort,
     select_cases,
 )
 from .data.nifti import read_nifti
-from .data.pairs import Pairs
 from .data.segmentation import (
     Item,
     Normalization,
     Preparation,
-    Volumes,
-    read_volumes,
+    read_item,
     sample_patch,
     take_central_patch,
     write_labels,
@@ -178,14 +177,15 @@ class Segmentation(AdaptableTask):
 
     def cohort(self, path: Path) -> Cohort:
         """Return the cases with the columns of ``participants.tsv``, if the data has one."""
-        return read_cohort(self._find_cases(path))
+        return index_cases(self._find_cases(path))
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        """Read and check every case once; the cases of a subject are in the same part of the split."""
-        cases, read = self._find_cases(data.path), partial(read_volumes, preparation=self.config.preparation)
-        loaded = load_cases(self.config, data, seed, cases, read)
+        """Read and check every case; the cases of a subject are in the same part of the split."""
+        cases, read = self._find_cases(data.path), partial(read_item, preparation=self.config.preparation)
+        # Without resampling both grids are the same.
+        evaluated = None if self.config.spacing is None else partial(read, on_grid=False)
         warnings = describe_left_out(cases, data.path)
-        return loaded.build_examples(Volumes.build_item, Volumes.build_evaluated, warnings=warnings)
+        return load_cases(self.config, data, seed, cases, read, read_evaluated=evaluated, warnings=warnings)
 
     def _find_cases(self, path: Path) -> dict[str, CaseFiles]:
         if self.config.hd95 and find_spec("scipy") is None:
@@ -210,7 +210,7 @@ class Segmentation(AdaptableTask):
         pairs = zip(images, labels, strict=True)
         patches = [sample_patch(*pair, self.config.patch, self.config.foreground, generator) for pair in pairs]
         image, label = (torch.stack(part) for part in zip(*patches, strict=True))
-        return *self.config.augmentation.apply_to_pair(image, label, generator, mirrored_axis=0), spacings
+        return *self.config.augmentation.apply(image, generator, mirrored_axis=0, labels=label), spacings
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the sum of the Dice loss and the cross-entropy, a scalar, of whole patches.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from ..cohorts.conditions import Term
-from ..cohorts.split import Split
 from ..core.errors import DataError
 from ..inputs.scaling import TargetScaler
 from .data.absence import find_absent_rows
@@ -153,7 +152,8 @@ class TableTask(Task):
         rows, skipped = screen_subjects(
             self._select(data, table, row_of), find_row, skip_bad_subjects=config.skip_bad_subjects, source=data.path
         )
-        split = self._split(table, rows, seed)
+        subject_of = self._get_subjects(table, rows) if config.group else {name: name for name in rows}
+        split = config.split.assign_subjects(subject_of, seed)
         # With federated scaling the network itself scales and imputes: the statistics are not known here.
         is_federated = config.scales_in_network
         scaled = features if is_federated else self._scale(features, [rows[name] for name in split.train]).impute()
@@ -166,7 +166,6 @@ class TableTask(Task):
             x, y = inputs[chosen].astype(np.float32), targets[chosen].astype(np.float32)
             return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
-        subject_of = self._get_subjects(table, rows) if config.group else None
         examples = build_examples(split, build_dataset, skipped, features.names, subject_of)
         if config.scaling == "site" and features.numbers.any():
             examples = replace(examples, notes=(_describe_scale(len(split.train)),))
@@ -190,15 +189,6 @@ class TableTask(Task):
         absent = find_absent_rows(data, table)
         names = tuple(row_of) if data.subset is None else data.subset
         return tuple(name for name in names if row_of.get(name) not in absent) if absent else names
-
-    def _split(self, table: Table, rows: Mapping[str, int], seed: int) -> Split:
-        """Return the split of the rows, with all rows of a subject in one part."""
-        if self.config.group is None:
-            return self.config.split.assign(rows, seed)
-        subject_of = self._get_subjects(table, rows)
-        by_subject = self.config.split.assign(set(subject_of.values()), seed)
-        parts = ({*by_subject.train}, {*by_subject.validation}, {*by_subject.test})
-        return Split(*(tuple(name for name in rows if subject_of[name] in part) for part in parts))
 
     def _get_subjects(self, table: Table, rows: Mapping[str, int]) -> dict[str, str]:
         """Return the subject of each row, by the row's identifier."""

@@ -1,38 +1,45 @@
-"""Classification of short texts, such as the 77 intents of BANKING77, with a pre-trained encoder."""
+"""Classification of short texts, such as the 77 intents of BANKING77: a transformers encoder, the mean over its token
+states, one linear layer.
+"""
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from ..core.errors import ConfigError, DataError
-from ..core.needs import Needs
 from ..core.seeds import seed_torch
 from .adaptation import AdaptableTask, AdaptedTaskConfig
-from .classes import check_class_weights, compute_cross_entropy, list_weight_needs
+from .classes import ClassesConfig, compute_cross_entropy
 from .data.absence import find_absent_rows
 from .data.tables import read_table
 from .models.base import Base, find_base_folder
-from .models.text import Architecture, build_text_classifier, tokenize
 from .task import Cohort, Examples, Metric, SiteData, build_examples
 
+Architecture = Literal["minilm-l6", "roberta-base"]
 
-class TextConfig(AdaptedTaskConfig):
+_BERT = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "minilm-l6": ("bert", {**_BERT, "hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}),
+    "roberta-base": ("roberta", {**_BERT, "vocab_size": 50265, "max_position_embeddings": 514}),
+}
+assert set(_SHAPES) == set(get_args(Architecture))
+
+
+class TextConfig(AdaptedTaskConfig, ClassesConfig):
     """Columns of the table, and the encoder; the defaults fit BANKING77."""
 
     architecture: Architecture = "minilm-l6"
     """architecture if base is null; for estimates only, because it has no tokenizer"""
     classes: int = Field(77, ge=2, le=10_000)
     """number of classes"""
-    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
-    """weight of an example in the loss, by class; empty: 1. Constants of the job, as [1, 4]"""
     max_length: int = Field(32, ge=4, le=512)
     """most tokens of a text; longer texts are truncated"""
     text: str = "text"
@@ -48,14 +55,6 @@ class TextConfig(AdaptedTaskConfig):
         if base is not None and not base.has_only_name:
             raise ValueError("texts need a tokenizer; give the name of a folder of transformers")
         return base
-
-    @model_validator(mode="after")
-    def _check_class_weights(self) -> Self:
-        check_class_weights(self.class_weights, self.classes)
-        return self
-
-    def needs(self) -> Needs:
-        return list_weight_needs(self.class_weights)
 
 
 class TextClassification(AdaptableTask):
@@ -147,3 +146,79 @@ def _compute_logits(model: nn.Module, batch: Any) -> Tensor:
     max_tokens = int(attention_mask.sum(1).max())
     logits: Tensor = model(token_ids[:, :max_tokens], attention_mask[:, :max_tokens])
     return logits
+
+
+class TextClassifier(nn.Module):
+    """A classifier from tokens (B, L) to logits (B, classes)."""
+
+    def __init__(self, encoder: nn.Module, hidden: int, classes: int):
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, tokens: Tensor, attended: Tensor) -> Tensor:
+        """Return the logits; the attention mask ``attended`` (B, L) is 1 for tokens and 0 for padding."""
+        states = self.encoder(input_ids=tokens, attention_mask=attended).last_hidden_state
+        weights = attended.unsqueeze(-1).to(states.dtype)
+        mean: Tensor = (states * weights).sum(1) / weights.sum(1).clamp_min(1)
+        logits: Tensor = self.head(mean)
+        return logits
+
+
+def build_text_classifier(folder: Path | None, architecture: Architecture, classes: int) -> TextClassifier:
+    """Build a classifier with an encoder that is loaded from a folder, or drawn at random.
+
+    The encoder's pooler is removed; the mean over token states replaces it.
+
+    Args:
+        folder: folder of the encoder in the format of transformers; None to draw the encoder at random.
+        architecture: architecture of a random encoder.
+        classes: number of classes.
+
+    Raises:
+        ConfigError: the folder holds no encoder, or transformers is not installed.
+    """
+    transformers = _import_transformers()
+    if folder is None:
+        kind, sizes = _SHAPES[architecture]
+        encoder = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **sizes))
+    else:
+        encoder = _load_pretrained(folder, transformers.AutoModel, use_safetensors=True, dtype=torch.float32)
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None
+    return TextClassifier(encoder, encoder.config.hidden_size, classes)
+
+
+def tokenize(folder: Path, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
+    """Tokenize texts with the tokenizer in an encoder's folder.
+
+    Returns:
+        Tokens and attention mask, int64 ``(n, length)`` each.
+
+    Raises:
+        ConfigError: the folder holds no tokenizer, or transformers is not installed.
+    """
+    tokenizer = _load_pretrained(folder, _import_transformers().AutoTokenizer)
+    if not texts:
+        return torch.zeros(0, length, dtype=torch.int64), torch.zeros(0, length, dtype=torch.int64)
+    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    return encoded["input_ids"], encoded["attention_mask"]
+
+
+def _load_pretrained(folder: Path, kind: Any, **settings: Any) -> Any:
+    try:
+        return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **settings)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"task.base: {folder} cannot be read by transformers: {error}. Expected config.json, model.safetensors and "
+            "the tokenizer's files; hf download writes such folders"
+        ) from error
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError("text tasks need transformers; pip install 'flare-sparse[lora]'") from error
+    transformers.utils.logging.disable_progress_bar()
+    return transformers

@@ -12,7 +12,7 @@ from flare_sparse.tasks.data.augmentation import Augmentation, _shift
 
 def apply(inputs: torch.Tensor, seed: int = 0, **settings: Any) -> torch.Tensor:
     augmentation = Augmentation.model_validate(settings)
-    return augmentation.apply(inputs, torch.Generator().manual_seed(seed), mirrored_axis=0)
+    return augmentation.apply(inputs, torch.Generator().manual_seed(seed), mirrored_axis=0)[0]
 
 
 @pytest.fixture
@@ -70,9 +70,9 @@ def test_changes_depend_on_the_generator_alone(volumes: torch.Tensor) -> None:
 def test_labels_are_moved_with_their_volume_and_keep_their_values(volumes: torch.Tensor) -> None:
     augmentation = Augmentation(mirror=True, shift=2, intensity=0.1)
     labels = (volumes[:, 0] > 0).to(torch.uint8)
-    changed, moved = augmentation.apply_to_pair(volumes, labels, torch.Generator().manual_seed(3), mirrored_axis=0)
-    alone = augmentation.apply(volumes, torch.Generator().manual_seed(3), mirrored_axis=0)
+    changed, moved = augmentation.apply(volumes, torch.Generator().manual_seed(3), mirrored_axis=0, labels=labels)
+    alone, _ = augmentation.apply(volumes, torch.Generator().manual_seed(3), mirrored_axis=0)
     assert torch.equal(changed, alone)
     only_moved = Augmentation(mirror=True, shift=2)
-    positions = only_moved.apply(volumes, torch.Generator().manual_seed(3), mirrored_axis=0)
+    positions, _ = only_moved.apply(volumes, torch.Generator().manual_seed(3), mirrored_axis=0)
     assert torch.equal(moved, (positions[:, 0] > 0).to(torch.uint8))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.tasks.data.bids import Subject, read_cohort, read_subjects
+from flare_sparse.tasks.data.bids import CaseFiles, read_cohort, read_subjects
 from flare_sparse.tasks.task import SiteData
 
 
@@ -23,6 +23,10 @@ def dataset(folder: Path, table: str, images: tuple[str, ...] = ()) -> Path:
     return folder
 
 
+def build(row: dict[str, str] | None = None) -> CaseFiles:
+    return CaseFiles((), row={} if row is None else {"participant_id": "sub-01", **row})
+
+
 TABLE = "participant_id\tage\tsex\tsite\nsub-02\t30.5\tF\tA\nsub-01\tn/a\tM\tB\n"
 
 
@@ -31,8 +35,8 @@ def test_subjects_are_sorted_with_row_and_first_image(tmp_path: Path) -> None:
     path = dataset(tmp_path, TABLE, (*images, "sub-02/anat/sub-02_run-1_T1w.nii.gz", "sub-03/anat/sub-03_T2w.nii.gz"))
     subjects = read_subjects(path)
     assert list(subjects) == ["sub-01", "sub-02", "sub-03"]
-    assert subjects["sub-01"].get_image() == path / images[0]
-    assert subjects["sub-02"].get_image().name == "sub-02_run-1_T1w.nii.gz"
+    assert subjects["sub-01"].require_images()[0] == path / images[0]
+    assert subjects["sub-02"].require_images()[0].name == "sub-02_run-1_T1w.nii.gz"
     assert (subjects["sub-02"].parse_age(), subjects["sub-02"].parse_sex(), subjects["sub-01"].parse_sex()) == (
         30.5,
         0.0,
@@ -42,7 +46,7 @@ def test_subjects_are_sorted_with_row_and_first_image(tmp_path: Path) -> None:
 
 def test_files_that_macos_writes_beside_images_are_no_images(tmp_path: Path) -> None:
     path = dataset(tmp_path, TABLE, ("sub-01/anat/sub-01_T1w.nii.gz", "sub-01/anat/._sub-01_T1w.nii.gz"))
-    assert read_subjects(path)["sub-01"].get_image().name == "sub-01_T1w.nii.gz"
+    assert read_subjects(path)["sub-01"].require_images()[0].name == "sub-01_T1w.nii.gz"
 
 
 def test_cohort_has_all_columns_and_numeric_ages(tmp_path: Path) -> None:
@@ -64,15 +68,15 @@ def test_bids_folders_become_natural_sites(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("subject", "message"),
     [
-        (Subject(), "unknown participant: it has no row in participants.tsv"),
-        (Subject({"sex": "M"}), "participants.tsv has no column 'age'"),
-        (Subject({"age": "n/a"}), "age is missing in participants.tsv"),
-        (Subject({"age": ""}), "age is missing in participants.tsv"),
-        (Subject({"age": "old"}), "age 'old' in participants.tsv; expected years, 0 to 120"),
-        (Subject({"age": "250"}), "age '250' in participants.tsv; expected years, 0 to 120"),
+        (build(), "unknown participant: it has no row in participants.tsv"),
+        (build({"sex": "M"}), "participants.tsv has no column 'age'"),
+        (build({"age": "n/a"}), "age is missing in participants.tsv"),
+        (build({"age": ""}), "age is missing in participants.tsv"),
+        (build({"age": "old"}), "age 'old' in participants.tsv; expected years, 0 to 120"),
+        (build({"age": "250"}), "age '250' in participants.tsv; expected years, 0 to 120"),
     ],
 )
-def test_unusable_age_is_explained(subject: Subject, message: str) -> None:
+def test_unusable_age_is_explained(subject: CaseFiles, message: str) -> None:
     with pytest.raises(DataError) as caught:
         subject.parse_age()
     assert str(caught.value).startswith(message)
@@ -80,12 +84,12 @@ def test_unusable_age_is_explained(subject: Subject, message: str) -> None:
 
 def test_unusable_sex_is_explained() -> None:
     with pytest.raises(DataError, match=r"sex 'O' in participants.tsv; expected F or 0 \(female\), M or 1 \(male\)"):
-        Subject({"sex": "O"}).parse_sex()
+        build({"sex": "O"}).parse_sex()
 
 
-def test_missing_image_is_explained() -> None:
+def test_missing_image_is_explained(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"missing file: no anat/\*_T1w.nii.gz"):
-        Subject({"age": "3"}).get_image()
+        read_subjects(dataset(tmp_path, TABLE))["sub-01"].require_images()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,10 @@ def test_sessions_are_examples_of_their_subject_with_the_age_at_the_session(tmp_
         "sub-02": "sub-02",
         "sub-02_ses-a": "sub-02",
     }
-    assert [subject.get_image().relative_to(path).as_posix() for subject in subjects.values()] == [*images, *more]
+    assert [subject.require_images()[0].relative_to(path).as_posix() for subject in subjects.values()] == [
+        *images,
+        *more,
+    ]
     assert [file.name for file in subjects["sub-02_ses-a"].others] == ["sub-02_ses-a_run-2_T1w.nii"]
     assert (subjects["sub-01_ses-a"].parse_age(), subjects["sub-02_ses-a"].parse_age()) == (40.0, 30.5)
     with pytest.raises(DataError, match="age is missing"):

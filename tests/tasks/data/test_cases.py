@@ -10,17 +10,17 @@ import pytest
 from pydantic import ValidationError
 
 from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.data.bids import index_cases
 from flare_sparse.tasks.data.cases import (
     CaseFiles,
     CaseSettings,
+    Pairs,
     describe_left_out,
     find_cases,
     find_classes,
     find_images,
     load_cases,
-    read_cohort,
 )
-from flare_sparse.tasks.data.pairs import Pairs
 from flare_sparse.tasks.task import SiteData
 
 
@@ -56,7 +56,7 @@ def test_bids_cases_are_sessions_with_the_row_of_their_subject(bids: Path) -> No
     labels = [case.labels and case.labels.name for case in cases.values()]
     assert labels == ["sub-1_ses-a_dseg.nii.gz", None, "sub-2_dseg.nii.gz"]
     assert [case.problem for case in cases.values()] == [""] * 3
-    cohort = read_cohort(cases)
+    cohort = index_cases(cases)
     assert cohort.columns["site"].tolist() == ["A", "A", "B"]
     assert cohort.subjects == ("sub-1", "sub-1", "sub-2")
     # nnU-Net's file for the task nnunet lists no cases.
@@ -105,7 +105,7 @@ def test_decathlon_folder_has_the_training_cases_of_its_index(tmp_path: Path) ->
     assert list(cases) == ["h_1", "h_3"]
     assert cases["h_1"].images == (tmp_path / "imagesTr/h_1.nii.gz",)
     assert cases["h_1"].labels == tmp_path / "labelsTr/h_1.nii.gz"
-    assert read_cohort(cases).columns == {}
+    assert index_cases(cases).columns == {}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_folders_of_several_data_sets_are_sites(tmp_path: Path) -> None:
     cases = find_cases(tmp_path)
     assert list(cases) == ["north/sub-1", "south/sub-1"]
     assert [case.subject for case in cases.values()] == ["north/sub-1", "south/sub-1"]
-    assert read_cohort(cases).columns["site"].tolist() == ["north", "south"]
+    assert index_cases(cases).columns["site"].tolist() == ["north", "south"]
 
 
 def test_folder_without_cases_says_what_was_expected(tmp_path: Path) -> None:
@@ -227,7 +227,10 @@ def test_images_in_folders_that_are_no_class_and_of_other_formats_are_counted(tm
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_cases_are_read_once_and_at_each_access_only_without_cache(tmp_path: Path, cache: bool) -> None:
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_cases_are_read_once_for_their_part_and_at_each_access_only_without_cache(
+    tmp_path: Path, cache: bool, evaluated: bool
+) -> None:
     files = {name: CaseFiles((tmp_path / name,), None, subject=name) for name in "abcdefghij"}
     screened: list[str] = []
     read: list[str] = []
@@ -240,28 +243,26 @@ def test_cases_are_read_once_and_at_each_access_only_without_cache(tmp_path: Pat
         screened.append(case.subject)
         return case.subject.upper()
 
-    data = SiteData("a", tmp_path)
-    loaded = load_cases(CaseSettings(cache=cache), data, 1, files, read_case, screen=screen)
-    examples = loaded.build_examples(build_evaluated=lambda text: text + "!")
-    assert (screened, read) == (list(files), [])
+    def read_again(case: CaseFiles) -> str:
+        read.append(case.subject)
+        return f"{case.subject.upper()}!"
+
+    own = read_again if evaluated else None
+    data, settings = SiteData("a", tmp_path), CaseSettings(cache=cache)
+    examples = load_cases(settings, data, 1, files, read_case, screen=screen, read_evaluated=own)
+    assert (screened, read) == (list(files), list(examples.test_ids) if cache and evaluated else [])
     parts: list[Any] = [examples.train, examples.test]
     items = [[part[index] for index in range(len(part))] for part in parts]
-    assert items == [[name.upper() for name in examples.train_ids], [f"{name.upper()}!" for name in examples.test_ids]]
-    assert sorted(read) == ([] if cache else list(files))
-
-
-def test_cases_that_do_not_train_are_read_in_their_own_way(tmp_path: Path) -> None:
-    files = {name: CaseFiles((tmp_path / name,), None, subject=name) for name in "abcdefghij"}
-    loaded = load_cases(CaseSettings(), SiteData("a", tmp_path), 1, files, lambda case: case.subject)
-    examples = loaded.build_examples(read_evaluated=lambda case: case.subject * 2)
-    parts: list[Any] = [examples.train, examples.test]
-    assert [part[0] for part in parts] == [examples.train_ids[0], examples.test_ids[0] * 2]
+    end = "!" if evaluated else ""
+    assert items == [
+        [name.upper() for name in examples.train_ids], [f"{name.upper()}{end}" for name in examples.test_ids]
+    ]  # fmt: skip
+    assert sorted(read) == (sorted(examples.test_ids if evaluated else ()) if cache else list(files))
 
 
 def test_sessions_of_a_subject_are_in_one_part_and_count_once(tmp_path: Path) -> None:
     files = {f"{name}{visit}": CaseFiles((tmp_path,), None, subject=name) for name in "abcde" for visit in "12"}
-    loaded = load_cases(CaseSettings(), SiteData("a", tmp_path), 1, files, lambda case: case.subject)
-    examples = loaded.build_examples()
+    examples = load_cases(CaseSettings(), SiteData("a", tmp_path), 1, files, lambda case: case.subject)
     assert (examples.n_train, examples.count_train_subjects(), examples.n_test) == (8, 4, 2)
     assert [name[0] for name in examples.train_ids] == list(examples.train_subjects)
     assert not set(examples.train_subjects) & set(examples.test_subjects)

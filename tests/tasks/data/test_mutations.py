@@ -27,10 +27,9 @@ from pydantic import ValidationError
 from flare_sparse.config.loading import load_config
 from flare_sparse.core.errors import ConfigError, DataError
 from flare_sparse.core.names import find_number
-from flare_sparse.tasks.data.cases import describe_left_out, find_cases
-from flare_sparse.tasks.data.pairs import Pairs
+from flare_sparse.tasks.data.cases import Pairs, describe_left_out, find_cases
 from flare_sparse.tasks.data.partition import partition_by_site
-from flare_sparse.tasks.data.segmentation import Preparation, read_volumes
+from flare_sparse.tasks.data.segmentation import Preparation, read_item
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.table_config import TableConfig
 from flare_sparse.tasks.task import SiteData
@@ -181,14 +180,14 @@ def test_each_file_of_a_mutated_folder_is_read_refused_or_named(tmp_path: Path, 
             assert file.name in left
         for case in cases.values():
             try:
-                volumes = read_volumes(case, PREPARATION)
+                _, labels, _ = read_item(case, PREPARATION)
             except DataError as error:
                 outcomes["refused"] += 1
                 texts.append(str(error))
                 continue
             outcomes["read"] += 1
-            assert (volumes.labels.numpy()[1:3, 1:3, 1:3] == 1).all()
-            assert int(volumes.labels.sum()) == 8
+            assert (labels.numpy()[1:3, 1:3, 1:3] == 1).all()
+            assert int(labels.sum()) == 8
     assert outcomes["read"] > 5
     assert outcomes["refused"] > 5
     assert all(texts)

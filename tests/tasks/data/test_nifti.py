@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.brain import build_preprocessing, read_voxels
 from flare_sparse.tasks.data.nifti import read_nifti
-from flare_sparse.tasks.data.volumes import build_preprocessing, read_voxels
 
 SHAPE = (24, 26, 22)
 AFFINE = np.diag([3.0, 3.0, 3.0, 1.0])

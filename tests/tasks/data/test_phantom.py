@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.brain import build_preprocessing, read_voxels
 from flare_sparse.tasks.data.bids import read_cohort, read_subjects
 from flare_sparse.tasks.data.phantom import CSF, TISSUES, Person, render_volume, write_phantoms
-from flare_sparse.tasks.data.volumes import build_preprocessing, read_voxels
 
 
 def compute_digest(folder: Path, pattern: str = "**/*") -> dict[str, str]:
@@ -28,7 +28,7 @@ def test_phantoms_form_a_bids_data_set(tmp_path: Path) -> None:
     assert index.ids == ("sub-01001", "sub-01002", "sub-01003", "sub-02001", "sub-02002", "sub-02003")
     assert index.columns["site"].tolist() == ["site-1"] * 3 + ["site-2"] * 3
     assert list(index.columns) == ["participant_id", "age", "sex", "site"]
-    image = nib.load(read_subjects(out)["sub-01001"].get_image())
+    image = nib.load(read_subjects(out)["sub-01001"].require_images()[0])
     assert (image.shape, image.get_data_dtype(), nib.aff2axcodes(image.affine)) == (
         (52, 64, 52),
         "uint8",
@@ -74,7 +74,7 @@ def test_age_and_sex_are_learnable_but_not_trivial(tmp_path: Path) -> None:
     """Ridge regression on voxels of 12 mm: clearly better than the mean, far from exact."""
     subjects = read_subjects(write_phantoms(tmp_path / "p", sites=4, subjects=30, seed=0)).values()
     prepare = build_preprocessing(4)
-    x = np.stack([prepare(read_voxels(s.get_image(), (52, 64, 52))).numpy().ravel() for s in subjects])
+    x = np.stack([prepare(read_voxels(s.require_images()[0], (52, 64, 52))).numpy().ravel() for s in subjects])
     train = np.arange(len(x)) % 4 != 0
 
     def predicted(y: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import torch
 
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.data.cases import CaseFiles
-from flare_sparse.tasks.data.segmentation import Preparation, read_volumes
+from flare_sparse.tasks.data.segmentation import Preparation, read_item
 
 PLAIN: dict[str, Any] = {
     "channels": 1, "spacing": None, "window": None, "normalization": "none", "values": {1: 1, 5: 2},
@@ -28,8 +28,7 @@ def write(file: Path, values: np.ndarray, affine: Sequence[float] | np.ndarray =
 
 
 def read(files: CaseFiles, **settings: Any) -> Any:
-    volumes = read_volumes(files, Preparation(**{**PLAIN, **settings}))
-    return volumes.image, volumes.labels, volumes.spacing
+    return read_item(files, Preparation(**{**PLAIN, **settings}), on_grid=False)
 
 
 @pytest.fixture
@@ -72,12 +71,11 @@ def test_image_and_labels_are_turned_to_ras_together(tmp_path: Path, values: np.
 
 def test_image_is_resampled_and_its_label_map_kept_for_evaluation(files: CaseFiles, labels: np.ndarray) -> None:
     preparation = Preparation(**{**PLAIN, "spacing": (2.0, 1.0, 0.5)})
-    volumes = read_volumes(files, preparation)
-    image, classes, spacing = volumes.build_evaluated()
+    image, classes, spacing = read_item(files, preparation, on_grid=False)
     assert (image.shape, classes.shape, spacing.tolist()) == ((1, 2, 5, 12), (4, 5, 6), [1, 1, 1])
     # The mean of two voxels along the first axis; the last one is refined.
     assert image[0, 0, 0, 0] == (0 + 30) / 2
-    _, trained, _ = volumes.build_item()
+    _, trained, _ = read_item(files, preparation)
     assert trained.shape == (2, 5, 12)
     assert trained[0, 2, 6:8].tolist() == [2, 2]
 

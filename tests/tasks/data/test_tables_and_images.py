@@ -16,7 +16,7 @@ import pytest
 from openpyxl import Workbook
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.tasks.data import images
+from flare_sparse.tasks import images
 from flare_sparse.tasks.data.partition import Cohort, partition_by_site
 from flare_sparse.tasks.data.table_files import read_header
 from flare_sparse.tasks.data.tables import Spelling, Table, read_table

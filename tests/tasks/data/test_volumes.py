@@ -16,7 +16,7 @@ from thoroughness import count_cases
 from torch import nn
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.tasks.data.volumes import (
+from flare_sparse.tasks.brain import (
     build_preprocessing,
     normalize_brain,
     read_voxels,

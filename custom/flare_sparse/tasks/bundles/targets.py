@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from ...core.errors import DataError, MetricsError
 from ...core.ranking import compute_auc
-from ..data.cases import CLASS, PHOTOGRAPHS, CaseFiles, find_cases, find_classes
-from ..data.pairs import Pairs
+from ..data.cases import CLASS, PHOTOGRAPHS, CaseFiles, Pairs, find_cases, find_classes
 from ..data.segmentation import check_volumes
 from ..task import Kind
 from .cases import Item, check_label_map, describe_cause, strip_metadata
@@ -273,8 +272,7 @@ class Classes(Target):
         return find_classes(path, suffixes)
 
     def check_files(self, files: CaseFiles) -> None:
-        if files.problem:
-            raise DataError(files.problem)
+        files.require_images()
         # Photographs are read by the transforms alone.
         if not all(file.name.lower().endswith(PHOTOGRAPHS) for file in files.images):
             check_volumes(files.images, self._axes)

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
-from ..data.cases import CaseFiles, CaseSettings, Derivative, Suffixes, describe_left_out, load_cases, read_cohort
-from ..data.pairs import Pairs
+from ..data.bids import index_cases
+from ..data.cases import CaseFiles, CaseSettings, Derivative, Pairs, Suffixes, describe_left_out, load_cases
 from ..task import Cohort, Examples, Metric, SiteData
 from .cases import Item, describe_cause, strip_metadata
 from .components import DTYPES, build_all, iterate_components
@@ -106,7 +106,7 @@ class BundleTask(AdaptableTask):
 
     def cohort(self, path: Path) -> Cohort:
         """Return the cases with the columns of ``participants.tsv``, if the data has one."""
-        return read_cohort(self._find_cases(path))
+        return index_cases(self._find_cases(path))
 
     def _find_cases(self, path: Path) -> dict[str, CaseFiles]:
         return self._target.find_cases(path, self.config.suffixes, self.config.derivative, self.config.pairs)
@@ -124,10 +124,12 @@ class BundleTask(AdaptableTask):
             self._evaluation_transforms,
         )
         reads = [partial(self._target.read_case, transforms=transforms) for transforms in (training, evaluation)]
-        loaded = load_cases(self.config, data, seed, files, reads[0], screen=self._read_checked_case)
         # What was read with the transforms of training is not read again for the same ones.
-        own = None if evaluation is training else reads[1]
-        return loaded.build_examples(read_evaluated=own, warnings=describe_left_out(files, data.path))
+        own, warnings = None if evaluation is training else reads[1], describe_left_out(files, data.path)
+        screen = self._read_checked_case
+        return load_cases(
+            self.config, data, seed, files, reads[0], screen=screen, read_evaluated=own, warnings=warnings
+        )
 
     def _read_checked_case(self, files: CaseFiles) -> Item:
         self._target.check_files(files)

@@ -17,30 +17,19 @@ class Augmentation(Settings):
     intensity: float = Field(0.0, ge=0, le=0.5)
     """largest relative change of the values' scale, and of their offset in units of 1"""
 
-    def apply(self, inputs: Tensor, generator: torch.Generator, *, mirrored_axis: int) -> Tensor:
-        """Return changed inputs of the same shape; the given ones stay as they are.
+    def apply(
+        self, inputs: Tensor, generator: torch.Generator, *, mirrored_axis: int, labels: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return changed inputs, and label maps that are mirrored and shifted with them; the given ones stay.
+
+        Labels of the left and of the right side stay as they are where a mirror image is taken.
 
         Args:
             inputs: ``(B, channels, ...)``, float unless ``intensity`` is 0.
             generator: source of the random numbers.
             mirrored_axis: the axis from left to right, counted after the channels.
+            labels: label maps ``(B, ...)``; None: there are none.
         """
-        return self._change(inputs, None, generator, mirrored_axis)[0]
-
-    def apply_to_pair(
-        self, inputs: Tensor, labels: Tensor, generator: torch.Generator, *, mirrored_axis: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return changed inputs, and label maps ``(B, ...)`` that are mirrored and shifted with them.
-
-        Labels of the left and of the right side stay as they are where a mirror image is taken.
-        """
-        changed, moved = self._change(inputs, labels[:, None], generator, mirrored_axis)
-        assert moved is not None, "labels come with the inputs"
-        return changed, moved[:, 0]
-
-    def _change(
-        self, inputs: Tensor, labels: Tensor | None, generator: torch.Generator, mirrored_axis: int
-    ) -> tuple[Tensor, Tensor | None]:
         size, axes = len(inputs), inputs.dim() - 2
         # All numbers are drawn before any is used, so that one kind of change does not alter another one's draws.
         mirrored = torch.rand(size, generator=generator) < 0.5
@@ -50,7 +39,7 @@ class Augmentation(Settings):
         if self.intensity:
             shape = (-1, *[1] * (axes + 1))
             inputs = inputs * (1 + scales.view(shape)) + offsets.view(shape)
-        return inputs, None if labels is None else self._move(labels, mirrored, shifts, mirrored_axis)
+        return inputs, None if labels is None else self._move(labels[:, None], mirrored, shifts, mirrored_axis)[:, 0]
 
     def _move(self, volumes: Tensor, mirrored: Tensor, shifts: Tensor, mirrored_axis: int) -> Tensor:
         """Return volumes ``(B, channels, ...)`` mirrored and shifted."""

@@ -1,4 +1,4 @@
-"""BIDS data sets: ``participants.tsv`` and ``sub-*/[ses-*/]anat/*_T1w.nii.gz`` (Gorgolewski et al. 2016).
+"""Files of a case, and BIDS data sets: ``participants.tsv`` and ``sub-*/[ses-*/]anat/*_T1w.nii.gz``.
 
 A session is an example of its subject, ``sub-x_ses-y``; cells of ``sub-x/sub-x_sessions.tsv`` replace those of the
 subject, such as the age at the session. A path names one BIDS folder, or a folder of several. In the second case
@@ -9,7 +9,7 @@ import csv
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -21,34 +21,66 @@ from pydantic import Field
 from ...core.errors import DataError, list_first, suggest
 from ...core.names import clean_name, decode_text, find_number
 from ..task import Cohort
-from .screening import SEX_VALUES, parse_sex
 
-TABLE = "participants.tsv"
+TABLE, PARTICIPANT = "participants.tsv", "participant_id"
 MISSING = ("", "n/a", "na", "nan")
 NO_ROW = f"folders have no row in {TABLE}"
 DERIVATIVES = "derivatives"
 DerivativeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9*_-][A-Za-z0-9*_.-]*$")]
 """Name of a folder in ``derivatives/``; it comes with a job, and must not lead out of the data."""
+SEX_VALUES = "F or 0 (female), M or 1 (male)"
+_SEX = {"f": 0.0, "female": 0.0, "0": 0.0, "m": 1.0, "male": 1.0, "1": 1.0}
 _LABEL, _SESSION = re.compile(r"sub-[A-Za-z0-9]+"), re.compile(r"ses-[A-Za-z0-9]+")
 
 
 @dataclass(frozen=True)
-class Subject:
-    """One subject, or one of its sessions: its row in ``participants.tsv`` and its image; either may be missing.
+class CaseFiles:
+    """Files of one case: of a subject, or of one of its sessions.
 
     Attributes:
-        row: text by column; None when the subject has a folder but no row.
-        image: first T1-weighted image in name order; None when there is none.
-        others: further runs, which are not used.
-        subject: identifier of the subject.
-        elsewhere: folders in ``derivatives/`` that have an image, where there is none.
+        images: one image for each channel, or one image with all of them.
+        labels: label map; None: there is none.
+        row: the case's row in ``participants.tsv`` and its ``site``, if the data has them.
+        subject: identifier of the subject; cases of one subject are in the same part of a split.
+        problem: why the images are no case; empty if they are.
+        label_problem: why there is not one label map; empty if there is, or none.
+        others: further runs of the image, which are not used.
     """
 
-    row: Mapping[str, str] | None = field(default=None)
-    image: Path | None = field(default=None)
-    others: tuple[Path, ...] = ()
+    images: tuple[Path, ...]
+    labels: Path | None = None
+    row: Mapping[str, str] = field(default_factory=dict)
     subject: str = ""
-    elsewhere: tuple[str, ...] = ()
+    problem: str = ""
+    label_problem: str = ""
+    others: tuple[Path, ...] = ()
+
+    def require_images(self) -> tuple[Path, ...]:
+        """Return the images.
+
+        Raises:
+            DataError: they are no case.
+        """
+        if self.problem:
+            raise DataError(self.problem)
+        return self.images
+
+    def require_labels(self) -> Path:
+        """Return the label map.
+
+        Raises:
+            DataError: there is not one file of each kind.
+        """
+        if problem := self.problem or self.label_problem:
+            raise DataError(problem)
+        if self.labels is None:
+            raise DataError("missing file: there is no label map")
+        return self.labels
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the subject has a row."""
+        return PARTICIPANT in self.row
 
     def get_text(self, column: str) -> str:
         """Return the text of a column.
@@ -56,7 +88,7 @@ class Subject:
         Raises:
             DataError: the subject has no row, or the column is absent or empty.
         """
-        if self.row is None:
+        if not self.is_listed:
             raise DataError(f"unknown participant: it has no row in {TABLE}")
         if column not in self.row:
             hint = suggest(column, self.row)
@@ -85,23 +117,12 @@ class Subject:
             DataError: the sex is missing or none of ``SEX_VALUES``.
         """
         text = self.get_text("sex")
-        if math.isnan(sex := parse_sex(text)):
+        if (sex := _SEX.get(text.strip().lower())) is None:
             raise DataError(f"sex {text!r} in {TABLE}; expected {SEX_VALUES}")
         return sex
 
-    def get_image(self) -> Path:
-        """Return the path of the T1-weighted image.
 
-        Raises:
-            DataError: there is no image.
-        """
-        if self.image is None:
-            hint = f"; {DERIVATIVES}/{self.elsewhere[0]} has one: set task.derivative" if self.elsewhere else ""
-            raise DataError(f"missing file: no anat/*_T1w.nii.gz, and none in a folder ses-*{hint}")
-        return self.image
-
-
-def read_subjects(path: Path, derivative: str | None = None) -> dict[str, Subject]:
+def read_subjects(path: Path, derivative: str | None = None) -> dict[str, CaseFiles]:
     """Read all subjects of one BIDS folder, or of all BIDS folders inside ``path``.
 
     Args:
@@ -114,20 +135,42 @@ def read_subjects(path: Path, derivative: str | None = None) -> dict[str, Subjec
     Raises:
         DataError: there is no BIDS data set, or a ``participants.tsv`` is malformed.
     """
-    if (path / TABLE).is_file():
-        return _read_dataset(path, derivative)
-    folders = [folder for folder in sorted(path.glob("*/")) if (folder / TABLE).is_file()] if path.is_dir() else []
-    if not folders:
-        raise DataError(
-            f"{path}: no BIDS data set; expected {TABLE} and sub-*/anat/*_T1w.nii.gz in this folder or its subfolders"
-        )
-    return {
+
+    def find(folder: Path) -> dict[str, CaseFiles]:
+        return _read_dataset(folder, derivative) if (folder / TABLE).is_file() else {}
+
+    expected = f"expected {TABLE} and sub-*/anat/*_T1w.nii.gz in this folder or its subfolders"
+    return find_everywhere(path, find, f"{path}: no BIDS data set; {expected}")
+
+
+def find_everywhere(path: Path, find: Callable[[Path], dict[str, CaseFiles]], message: str) -> dict[str, CaseFiles]:
+    """Return what ``find`` finds in a folder, or else in the folders in it, which are sites then.
+
+    Raises:
+        DataError: there is nothing.
+    """
+    if cases := find(path):
+        return cases
+    folders = sorted(folder for folder in path.glob("*/") if not folder.name.startswith(".")) if path.is_dir() else []
+    found = {folder: find(folder) for folder in folders}
+    several = {
         f"{folder.name}/{name}": replace(
-            s, row=None if s.row is None else {**s.row, "site": folder.name}, subject=f"{folder.name}/{s.subject}"
+            case, row={**case.row, "site": folder.name}, subject=f"{folder.name}/{case.subject}"
         )
-        for folder in folders
-        for name, s in _read_dataset(folder, derivative).items()
+        for folder, cases in found.items()
+        for name, case in cases.items()
     }
+    if not several:
+        raise DataError(message)
+    return several
+
+
+def index_cases(cases: Mapping[str, CaseFiles]) -> Cohort:
+    """Return the index of cases, with the columns of ``participants.tsv``, all as text, if there is one."""
+    names = dict.fromkeys(column for case in cases.values() for column in case.row)
+    columns = {name: np.array([case.row.get(name, "") for case in cases.values()]) for name in names}
+    subjects = tuple(case.subject for case in cases.values())
+    return Cohort(tuple(cases), columns, () if subjects == tuple(cases) else subjects)
 
 
 def read_cohort(path: Path, derivative: str | None = None) -> Cohort:
@@ -138,18 +181,15 @@ def read_cohort(path: Path, derivative: str | None = None) -> Cohort:
     Raises:
         DataError: as :func:`read_subjects`.
     """
-    subjects = {name: subject for name, subject in read_subjects(path, derivative).items() if subject.row is not None}
-    rows = {name: subject.row or {} for name, subject in subjects.items()}
-    names = dict.fromkeys(column for row in rows.values() for column in row)
-    columns = {name: np.array([row.get(name, "") for row in rows.values()]) for name in names}
-    if "age" in columns:
-        ages = [find_number(text) for text in columns["age"].tolist()]
-        columns["age"] = np.array([math.nan if age is None else age for age in ages])
-    owners = tuple(subject.subject for subject in subjects.values())
-    return Cohort(tuple(rows), columns, () if owners == tuple(rows) else owners)
+    subjects = read_subjects(path, derivative)
+    cohort = index_cases({name: files for name, files in subjects.items() if files.is_listed})
+    if (texts := cohort.columns.get("age")) is not None:
+        ages = [find_number(text) for text in texts.tolist()]
+        cohort.columns["age"] = np.array([math.nan if age is None else age for age in ages])
+    return cohort
 
 
-def _read_dataset(folder: Path, derivative: str | None) -> dict[str, Subject]:
+def _read_dataset(folder: Path, derivative: str | None) -> dict[str, CaseFiles]:
     rows, root = read_rows(folder / TABLE), folder if derivative is None else _find_derivative(folder, derivative)
     on_disk = {entry.name for entry in root.glob("sub-*/")}
     subjects = {}
@@ -158,11 +198,11 @@ def _read_dataset(folder: Path, derivative: str | None) -> dict[str, Subject]:
         found = {"": list_images(root / name)} | {session: list_images(root / name / session) for session in sessions}
         used = {session: images for session, images in found.items() if images} or {"": []}
         for session, images in used.items():
-            row = rows.get(name)
-            row = row if row is None else {**row, **sessions.get(session, {})}
-            first, others = next(iter(images), None), tuple(images[1:])
-            elsewhere = () if images else _find_elsewhere(folder, name)
-            subjects[f"{name}_{session}".removesuffix("_")] = Subject(row, first, others, name, elsewhere)
+            row = {**rows[name], **sessions.get(session, {})} if name in rows else {}
+            problem = "" if images else _describe_missing(folder, name)
+            subjects[f"{name}_{session}".removesuffix("_")] = CaseFiles(
+                tuple(images[:1]), None, row, name, problem, others=tuple(images[1:])
+            )
     return subjects
 
 
@@ -177,12 +217,16 @@ def _find_derivative(folder: Path, name: str) -> Path:
     return found[0]
 
 
-def _find_elsewhere(folder: Path, subject: str) -> tuple[str, ...]:
-    return tuple(
+def _describe_missing(folder: Path, subject: str) -> str:
+    """Return that a subject has no image, and which folder in ``derivatives/`` has one."""
+    places = (
         place.name
         for place in sorted(folder.glob(f"{DERIVATIVES}/*/"))
         if any(list_images(inner) for inner in (place / subject, *place.glob(f"{subject}/ses-*/")))
     )
+    elsewhere = next(places, None)
+    hint = f"; {DERIVATIVES}/{elsewhere} has one: set task.derivative" if elsewhere else ""
+    return f"missing file: no anat/*_T1w.nii.gz, and none in a folder ses-*{hint}"
 
 
 def _read_sessions(folder: Path, images: Path) -> dict[str, dict[str, str]]:
@@ -213,9 +257,7 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
     return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
 
 
-def read_rows(
-    table: Path, column: str = "participant_id", pattern: re.Pattern[str] = _LABEL
-) -> dict[str, dict[str, str]]:
+def read_rows(table: Path, column: str = PARTICIPANT, pattern: re.Pattern[str] = _LABEL) -> dict[str, dict[str, str]]:
     """Return the rows of ``participants.tsv`` by participant, with empty texts for ``n/a``.
 
     Labels become folder names below the data set, so ``../x`` must not pass: ids that are not plain BIDS labels are

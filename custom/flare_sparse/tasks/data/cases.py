@@ -11,29 +11,20 @@ folder that it is in.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Generic, Protocol, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
-import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch.utils.data import Dataset
 
-from ...cohorts.split import Split
 from ...core.errors import DataError, list_first
-from ..task import Cohort, Examples, SiteData, TaskConfig, build_examples
-from .bids import NO_ROW, TABLE, DerivativeName, list_volumes, read_rows
-from .pairs import CASE, Pairs, match_files
+from ...core.names import clean_name
+from ...core.settings import Settings
+from ..task import Examples, SiteData, TaskConfig, build_examples
+from .bids import NO_ROW, TABLE, CaseFiles, DerivativeName, find_everywhere, list_volumes, read_rows
 from .screening import screen_subjects
-
-
-class HasSubject(Protocol):
-    """Files of a case that say whose they are."""
-
-    @property
-    def subject(self) -> str:
-        """Identifier of the subject; cases of one subject are in the same part of a split."""
 
 
 class CaseSettings(TaskConfig):
@@ -44,9 +35,6 @@ class CaseSettings(TaskConfig):
     skip_bad_subjects: bool = False
     """skip and count unusable cases; false: refuse to train if there are any"""
 
-
-FilesT = TypeVar("FilesT", bound=HasSubject)
-T = TypeVar("T")
 
 Suffixes = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9]+$")], ...],
@@ -70,41 +58,33 @@ VOLUMES = r"\.(nii|nrrd|mha|mhd|mgz|img)(\.gz)?$"
 """Ends of the names of files of volumes, also of formats that other tools read."""
 IMAGES = rf"{VOLUMES}|\.(png|jpe?g|bmp|gif|tiff?|webp|dcm)$"
 """Ends of the names of files of volumes and of plane images, likewise."""
+CASE = "{case}"
+"""Part of a pattern that stands for the identifier of a case."""
+_LETTER = r"(?:[^\W_]|-)"
+_CASE_NAME = r"[^/.][^/]*?"
 PHOTOGRAPHS = (".png", ".jpg", ".jpeg")
 """Extensions of plane images besides NIfTI."""
 
 
-@dataclass(frozen=True)
-class CaseFiles:
-    """Files of one case.
+class Pairs(Settings):
+    """Patterns of the files of a case, relative to the site's data; ``{case}`` is its identifier, ``*`` is any text."""
 
-    Attributes:
-        images: one image for each channel, or one image with all of them.
-        labels: label map; None: there is none.
-        row: the case's row in ``participants.tsv`` and its ``site``, if the data has them.
-        subject: identifier of the subject; cases of one subject are in the same part of a split.
-        problem: why the images are no case; empty if they are.
-        label_problem: why there is not one label map; empty if there is, or none.
-    """
+    images: tuple[str, ...] = Field(min_length=1)
+    """image of each channel, such as imagesTr/{case}_0000.nii.gz"""
+    labels: str
+    """label map, such as labelsTr/{case}.nii.gz"""
 
-    images: tuple[Path, ...]
-    labels: Path | None
-    row: Mapping[str, str] = field(default_factory=dict)
-    subject: str = ""
-    problem: str = ""
-    label_problem: str = ""
-
-    def require_labels(self) -> Path:
-        """Return the label map.
-
-        Raises:
-            DataError: there is not one file of each kind.
-        """
-        if problem := self.problem or self.label_problem:
-            raise DataError(problem)
-        if self.labels is None:
-            raise DataError("missing file: there is no label map")
-        return self.labels
+    @field_validator("images", "labels")
+    @classmethod
+    def _check_patterns(cls, value: Any) -> Any:
+        for pattern in [value] if isinstance(value, str) else value:
+            path = PurePosixPath(pattern)
+            # The pattern comes with a job, and the files that it may name are those of the site's data folder.
+            if path.is_absolute() or ".." in path.parts or "**" in pattern:
+                raise ValueError(f"{pattern!r}: expected a path inside the data folder, without .. and **")
+            if CASE not in pattern:
+                raise ValueError(f"{pattern!r}: expected {CASE} where the identifier of a case stands")
+        return value
 
 
 def find_cases(
@@ -126,7 +106,7 @@ def find_cases(
     """
     expected = f"expected files {', '.join([*pairs.images, pairs.labels])}" if pairs else EXPECTED
     message = f"{path}: no cases to segment; {expected}"
-    return _find_everywhere(
+    return find_everywhere(
         path, partial(_find_in_folder, suffixes=suffixes, derivative=derivative, pairs=pairs), message
     )
 
@@ -189,29 +169,7 @@ def find_classes(path: Path, suffixes: Sequence[str] = ("T1w",)) -> dict[str, Ca
             return _read_classes(index)
         return find_bids_cases(folder, suffixes) or _find_class_folders(folder)
 
-    return _find_everywhere(path, find, f"{path}: no images to classify; {EXPECTED_CLASSES}")
-
-
-def _find_everywhere(path: Path, find: Callable[[Path], dict[str, CaseFiles]], message: str) -> dict[str, CaseFiles]:
-    """Return what ``find`` finds in a folder, or else in the folders in it, which are sites then.
-
-    Raises:
-        DataError: there is nothing.
-    """
-    if cases := find(path):
-        return cases
-    folders = sorted(folder for folder in path.glob("*/") if not folder.name.startswith(".")) if path.is_dir() else []
-    found = {folder: find(folder) for folder in folders}
-    several = {
-        f"{folder.name}/{name}": replace(
-            case, row={**case.row, "site": folder.name}, subject=f"{folder.name}/{case.subject}"
-        )
-        for folder, cases in found.items()
-        for name, case in cases.items()
-    }
-    if not several:
-        raise DataError(message)
-    return several
+    return find_everywhere(path, find, f"{path}: no images to classify; {EXPECTED_CLASSES}")
 
 
 def find_images(path: Path, suffixes: Sequence[str], derivative: str, pairs: Pairs | None) -> dict[str, CaseFiles]:
@@ -257,32 +215,17 @@ def select_cases(data: SiteData, cases: Mapping[str, CaseFiles]) -> dict[str, Ca
     return {name: cases[name] for name in names}
 
 
-def read_cohort(cases: Mapping[str, CaseFiles]) -> Cohort:
-    """Return the index of cases, with the columns of ``participants.tsv``, all as text, if there is one."""
-    names = dict.fromkeys(column for case in cases.values() for column in case.row)
-    columns = {name: np.array([case.row.get(name, "") for case in cases.values()]) for name in names}
-    subjects = tuple(case.subject for case in cases.values())
-    return Cohort(tuple(cases), columns, () if subjects == tuple(cases) else subjects)
-
-
 class CaseDataset(Dataset[Any]):
     """Some cases as items.
 
     Args:
         files: the files of each case.
-        contents: what was read of each; None: it is read at each access.
+        items: what was read of each; None: it is read at each access.
         read: reads the files of a case.
-        build_item: returns the item of what was read.
     """
 
-    def __init__(
-        self,
-        files: Sequence[FilesT],
-        contents: Sequence[T | None],
-        read: Callable[[FilesT], T],
-        build_item: Callable[[T], Any],
-    ):
-        self._files, self._contents, self._read, self._build_item = files, contents, read, build_item
+    def __init__(self, files: Sequence[CaseFiles], items: Sequence[Any], read: Callable[[CaseFiles], Any]):
+        self._files, self._items, self._read = files, items, read
 
     def __len__(self) -> int:
         return len(self._files)
@@ -293,100 +236,56 @@ class CaseDataset(Dataset[Any]):
         Raises:
             DataError: a file has become unreadable.
         """
-        content = self._contents[index]
-        return self._build_item(self._read(self._files[index]) if content is None else content)
-
-
-@dataclass(frozen=True)
-class LoadedCases(Generic[FilesT, T]):
-    """The usable cases of a site, of which each was read once.
-
-    Attributes:
-        files: the files of each case, by its name.
-        contents: what was read of them, likewise; None: it is not kept in memory.
-        skipped: for each unusable case why it is.
-        split: names of the cases of each part.
-        read: reads the files of a case.
-    """
-
-    files: Mapping[str, FilesT]
-    contents: Mapping[str, T | None]
-    skipped: Sequence[str]
-    split: Split
-    read: Callable[[FilesT], T]
-
-    def build_examples(
-        self,
-        build_item: Callable[[T], Any] = lambda content: content,
-        build_evaluated: Callable[[T], Any] | None = None,
-        *,
-        read_evaluated: Callable[[FilesT], T] | None = None,
-        warnings: Sequence[str] = (),
-    ) -> Examples:
-        """Return the cases as examples.
-
-        Args:
-            build_item: returns the item of what was read of a case that trains.
-            build_evaluated: likewise of all other cases; None: as of those that train.
-            read_evaluated: reads the cases that do not train; None: as those that do.
-            warnings: what else may spoil the result.
-        """
-
-        def build_dataset(names: Sequence[str]) -> CaseDataset:
-            files, contents = [self.files[name] for name in names], [self.contents[name] for name in names]
-            if names is self.split.train:
-                return CaseDataset(files, contents, self.read, build_item)
-            if read_evaluated is not None:
-                pairs = zip(files, contents, strict=True)
-                contents = [content if content is None else read_evaluated(own) for own, content in pairs]
-            return CaseDataset(files, contents, read_evaluated or self.read, build_evaluated or build_item)
-
-        subject_of = {name: files.subject for name, files in self.files.items()}
-        found = build_examples(self.split, build_dataset, self.skipped, subject_of=subject_of)
-        return replace(found, warnings=(*found.warnings, *warnings))
+        item = self._items[index]
+        return self._read(self._files[index]) if item is None else item
 
 
 def load_cases(
     config: CaseSettings,
     data: SiteData,
     seed: int,
-    cases: Mapping[str, FilesT],
-    read: Callable[[FilesT], T],
+    cases: Mapping[str, CaseFiles],
+    read: Callable[[CaseFiles], Any],
     *,
-    screen: Callable[[FilesT], T] | None = None,
-) -> LoadedCases[FilesT, T]:
-    """Read every case of a site once and split them, so that the cases of a subject are in the same part.
+    screen: Callable[[CaseFiles], Any] | None = None,
+    read_evaluated: Callable[[CaseFiles], Any] | None = None,
+    warnings: Sequence[str] = (),
+) -> Examples:
+    """Read every case of a site and split them, so that the cases of a subject are in the same part.
 
     Args:
         config: the task's settings.
         data: the site's data.
         seed: seed of the split.
         cases: files of all cases of the data, by name.
-        read: reads the files of a case; raises a DataError if it is unusable.
+        read: returns the item of a case; raises a DataError if it is unusable.
         screen: likewise, for the first time, with checks that no later access repeats; None: ``read``.
+        read_evaluated: returns the item of a case that does not train; None: as of those that do.
+        warnings: what else may spoil the result.
 
     Raises:
         DataError: a case is missing or unusable and may not be skipped, or no usable case remains.
     """
 
-    def read_case(name: str) -> T | None:
+    def read_case(name: str) -> Any:
         if name not in cases:
             raise DataError("there is no such case")
-        content = (screen or read)(cases[name])
-        return content if config.cache else None
+        item = (screen or read)(cases[name])
+        return item if config.cache else None
 
     names = data.select(cases, lambda name: cases[name].subject)
-    contents, skipped = screen_subjects(names, read_case, skip_bad_subjects=config.skip_bad_subjects, source=data.path)
-    files = {name: cases[name] for name in contents}
-    by_subject: dict[str, list[str]] = {}
-    for name, own in files.items():
-        by_subject.setdefault(own.subject, []).append(name)
-    parts = config.split.assign(by_subject, seed)
-    train, validation, test = (
-        tuple(name for subject in part for name in by_subject[subject])
-        for part in (parts.train, parts.validation, parts.test)
-    )
-    return LoadedCases(files, contents, skipped, Split(train, validation, test), read)
+    items, skipped = screen_subjects(names, read_case, skip_bad_subjects=config.skip_bad_subjects, source=data.path)
+    subject_of = {name: cases[name].subject for name in items}
+    split = config.split.assign_subjects(subject_of, seed)
+
+    def build_dataset(names: Sequence[str]) -> CaseDataset:
+        files = [cases[name] for name in names]
+        if read_evaluated is None or names is split.train:
+            return CaseDataset(files, [items[name] for name in names], read)
+        return CaseDataset(files, [read_evaluated(f) if config.cache else None for f in files], read_evaluated)
+
+    found = build_examples(split, build_dataset, skipped, subject_of=subject_of)
+    return replace(found, warnings=(*found.warnings, *warnings))
 
 
 def _find_in_folder(
@@ -524,6 +423,30 @@ def _find_pairs(folder: Path, pairs: Pairs) -> dict[str, CaseFiles]:
         files = tuple(image[0] for image in images if image) or tuple(first)
         cases[name] = CaseFiles(files, next(iter(found), None), {}, name, "; ".join(problems), label_problem)
     return dict(sorted(cases.items()))
+
+
+def match_files(folder: Path, pattern: str) -> dict[str, list[Path]]:
+    """Return the files of a folder that match a pattern, by identifier of the case.
+
+    Beside a ``*``, an identifier ends where letters, digits and ``-`` end: ``c{case}*`` finds 10 in ``c10_t1.nii.gz``.
+    """
+    parts = [part for part in re.split(r"(\{case\}|\*)", pattern) if part]
+    # A second {case} must repeat the first one.
+    text, is_first = "", True
+    for before, part, after in zip(["", *parts], parts, [*parts[1:], ""], strict=False):
+        if part == CASE:
+            identifier = f"(?P<case>{_CASE_NAME})" if is_first else "(?P=case)"
+            start, end = (rf"(?<!{_LETTER})" if before == "*" else ""), (rf"(?!{_LETTER})" if after == "*" else "")
+            text, is_first = f"{text}{start}{identifier}{end}", False
+        else:
+            text += "[^/]*" if part == "*" else re.escape(part)
+    found: dict[str, list[Path]] = {}
+    # "{case}*" would become "**", which pathlib refuses.
+    for file in sorted(folder.glob(re.sub(r"\*+", "*", pattern.replace(CASE, "*")))):
+        # macOS writes a ._NAME without voxels beside each file that it copies.
+        if not file.name.startswith(".") and (match := re.fullmatch(text, file.relative_to(folder).as_posix())):
+            found.setdefault(clean_name(match["case"]), []).append(file)
+    return found
 
 
 def _leave_out(images: dict[str, list[Path]], maps: Set[Path]) -> dict[str, list[Path]]:

@@ -1,6 +1,5 @@
 """Screening of subjects: all unusable ones are found before training starts, and named only at their own site."""
 
-import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -9,18 +8,6 @@ from ...core.errors import DataError, list_first_lines
 T = TypeVar("T")
 MOST_LISTED = 30
 """Most unusable subjects that an error lists: a table may have thousands of rows with the same problem."""
-
-SEX_VALUES = "F or 0 (female), M or 1 (male)"
-_SEX = {"f": 0.0, "female": 0.0, "0": 0.0, "m": 1.0, "male": 1.0, "1": 1.0}
-
-
-def parse_sex(text: str) -> float:
-    """Return 0 for female, 1 for male, NaN for any text that is none of ``SEX_VALUES`` in upper or lower case.
-
-    >>> parse_sex("F"), parse_sex("male"), parse_sex("2")
-    (0.0, 1.0, nan)
-    """
-    return _SEX.get(text.strip().lower(), math.nan)
 
 
 def screen_subjects(

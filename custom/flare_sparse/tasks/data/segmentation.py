@@ -221,33 +221,8 @@ def write_labels(file: Path, labels: Tensor, original: Any) -> None:
     nib.save(image, file)
 
 
-@dataclass(frozen=True)
-class Volumes:
-    """What the files of a case contain.
-
-    Attributes:
-        image: the network's input, float32 ``(channels, d, h, w)``.
-        grid_labels: label map on the network's grid, uint8 ``(d, h, w)``.
-        labels: label map on the image's own grid.
-        spacing: size of the voxels of that grid in mm, ``(3,)``.
-    """
-
-    image: Tensor
-    grid_labels: Tensor
-    labels: Tensor
-    spacing: Tensor
-
-    def build_item(self) -> Item:
-        """Return the case with the label map on the network's grid, for training."""
-        return self.image, self.grid_labels, self.spacing
-
-    def build_evaluated(self) -> Item:
-        """Return the case with the label map on the image's own grid, for evaluation."""
-        return self.image, self.labels, self.spacing
-
-
-def read_volumes(files: CaseFiles, preparation: Preparation) -> Volumes:
-    """Read the files of a case.
+def read_item(files: CaseFiles, preparation: Preparation, *, on_grid: bool = True) -> Item:
+    """Read a case: with the label map on the network's grid, for training, or on the image's own, for evaluation.
 
     Raises:
         DataError: a file is missing or damaged, or the files do not fit each other.
@@ -256,7 +231,7 @@ def read_volumes(files: CaseFiles, preparation: Preparation) -> Volumes:
     image, first = preparation.read_image(files.images)
     labels = preparation.read_labels(labels_file, files.images[0], first)
     spacing = torch.from_numpy(voxel_sizes(first.affine)).float()
-    return Volumes(image, preparation.resample_labels(labels, image.shape[1:]), labels, spacing)
+    return image, preparation.resample_labels(labels, image.shape[1:]) if on_grid else labels, spacing
 
 
 _DRAWS = 6

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ...core.needs import Need, Needs
+from ..data.bids import index_cases
 from ..data.cases import (
     CaseFiles,
     CaseSettings,
@@ -21,7 +22,6 @@ from ..data.cases import (
     describe_left_out,
     find_bids_cases,
     load_cases,
-    read_cohort,
     select_cases,
 )
 from ..task import Cohort, Column, Examples, Metric, SiteData, Task, is_metric_name
@@ -117,14 +117,14 @@ class Nnunet(Task):
 
     def cohort(self, path: Path) -> Cohort:
         """Return the training cases, with the columns of ``participants.tsv`` if the data is BIDS and has one."""
-        return read_cohort(find_raw_cases(path, self.config.derivative))
+        return index_cases(find_raw_cases(path, self.config.derivative))
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Prepare every case once and keep it in memory; the cases of a subject are in the same part of the split."""
         self._check_dataset(data.path)
         files = find_raw_cases(data.path, self.config.derivative)
-        loaded = load_cases(self.config, data, seed, files, self._pipeline.prepare)
-        return loaded.build_examples(warnings=describe_left_out(files, data.path))
+        warnings = describe_left_out(files, data.path)
+        return load_cases(self.config, data, seed, files, self._pipeline.prepare, warnings=warnings)
 
     def describe_columns(self, data: SiteData) -> list[Column]:
         """Return the orientations that a site's images are stored in, where nnU-Net reads voxels as they are stored."""
