@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 import flare_sparse
 from flare_sparse.cli import COMMANDS, app, load_command
 from flare_sparse.config.loading import load_config, serialize_job
-from flare_sparse.config.schema import list_partitions
 from flare_sparse.core.version import VERSION
+from flare_sparse.tasks.data.partition import PARTITIONS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(next(iter(flare_sparse.__path__)))
@@ -542,7 +542,7 @@ def test_partitions_on_a_page_are_accepted(page: Path) -> None:
     text = re.sub(r"\s+", " ", page.read_text())
     for section in re.findall(r"(?<!schedule: )(?<!average: )\{kind: \w+[^{}]*(?:\{[^{}]*\}[^{}]*)?\}", text):
         settings = yaml.safe_load(section)
-        list_partitions()[settings.pop("kind")].model_validate(settings)
+        PARTITIONS[settings.pop("kind")].model_validate(settings)
 
 
 def test_citation_and_changelog_have_the_version_of_the_package() -> None:

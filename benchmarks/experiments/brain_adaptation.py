@@ -25,7 +25,7 @@ import torch
 from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.local.run import Transport, run_locally
-from flare_sparse.tasks.data.partition import partition_iid
+from flare_sparse.tasks.data.partition import IidPartition
 from flare_sparse.tasks.models.base import MODELS_VARIABLE
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import SiteData, Task
@@ -64,7 +64,7 @@ def run(task: Task, name: str, settings: dict[str, Any], folder: Path, sites: in
     layout = network.drop(personal)
     weights = layout.flatten(tensors)
     method = METHODS[name](config, layout, seed)
-    parts = partition_iid(task.cohort(folder), sites, seed=seed)
+    parts = IidPartition(seed=seed).divide(task.cohort(folder), sites)
     site_by_name = {
         site: build_site(
             LocalTask.open(site, task, task.load(SiteData(site, folder, ids), seed), layout, seed), personal=personal

@@ -46,7 +46,7 @@ from flare_sparse.methods.support.adaptation import ADAPT
 from flare_sparse.results.runs.model_files import read_model, save_model
 from flare_sparse.rounds.federation import Evaluation
 from flare_sparse.rounds.local.run import run_locally
-from flare_sparse.tasks.data.partition import partition_by_site, partition_few_classes
+from flare_sparse.tasks.data.partition import FewClassesPartition, NaturalPartition
 from flare_sparse.tasks.data.tables import read_table
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
@@ -235,7 +235,7 @@ def load_image_sites(task: Task, sizes: dict[str, int], path: Path, seed: int) -
     """
     targets = sizes.pop("targets")
     cohort = task.cohort(path)
-    parts = partition_few_classes(cohort, sizes.pop("sites") + targets, **sizes, seed=seed)
+    parts = FewClassesPartition(**sizes, seed=seed).divide(cohort, sizes.pop("sites") + targets)
     chosen = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()[:targets]
     held_out = sorted(sorted(parts)[i] for i in chosen)
     label = dict(zip(cohort.ids, cohort.columns["label"].tolist(), strict=True))
@@ -257,7 +257,7 @@ def load_brain_sites(task: Task, sizes: dict[str, int], data: Path, seed: int) -
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "destrieux.npz"
         join_tables(sorted(folder.glob("destrieux_*.csv.gz")), path)
-        parts = partition_by_site(task.cohort(path))
+        parts = NaturalPartition().divide(task.cohort(path))
         examples = {name: task.load(SiteData(name, path, ids), seed) for name, ids in parts.items()}
     large = [name for name, ids in sorted(parts.items()) if len(ids) >= sizes["smallest_target"]]
     drawn = torch.randperm(len(large), generator=torch.Generator().manual_seed(seed))[: sizes["targets"]]

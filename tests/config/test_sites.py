@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import yaml
 from line import call
 from torch import nn
 
-from flare_sparse.config.schema import RunConfig, build_task, list_partitions
+from flare_sparse.config.schema import RunConfig, build_task
 from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.observer import Observer
 from flare_sparse.results.runs.progress import Printer
 from flare_sparse.tasks.data import bids
-from flare_sparse.tasks.data.partition import PARTITIONERS
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import Cohort, Examples, Metric, SiteData, Task
 
@@ -160,19 +158,6 @@ def test_missing_simulator_section_is_refused(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"name": "n", "method": {"name": "fedavg"}, "task": {"name": "indexed"}})
     with pytest.raises(ConfigError, match="simulator: missing"):
         prepare_site_data(config, build_task(config), tmp_path)
-
-
-@pytest.mark.parametrize("kind", sorted(PARTITIONERS))
-def test_settings_of_a_partition_match_its_functions_parameters(kind: str) -> None:
-    parameters = inspect.signature(PARTITIONERS[kind]).parameters
-    settings = list_partitions()[kind].model_fields
-    assert set(settings) == set(parameters) - {"cohort", "sites"}
-    plain = {name: parameters[name].default for name in settings if name != "split"}
-    assert plain == {name: settings[name].default for name in plain}
-
-
-def test_every_partitioner_can_be_configured() -> None:
-    assert set(list_partitions()) == {*PARTITIONERS, "shared"}
 
 
 def test_folder_without_examples_is_named_by_check_and_run(

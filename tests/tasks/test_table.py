@@ -20,7 +20,7 @@ from flare_sparse.config.study import prepare_site_data
 from flare_sparse.config.yaml_files import parse_yaml
 from flare_sparse.core.errors import ConfigError, DataError
 from flare_sparse.tasks.data.features import ATLASES, format_labels
-from flare_sparse.tasks.data.partition import partition_by_site
+from flare_sparse.tasks.data.partition import NaturalPartition
 from flare_sparse.tasks.table import TableTask
 from flare_sparse.tasks.task import Examples, SiteData
 from flare_sparse.training.local_task import iterate_pass
@@ -596,7 +596,7 @@ def test_arrays_of_codes_are_columns_and_rows_are_chosen_by_their_values(tmp_pat
     assert examples.skipped == 1
     cohort = task.cohort(data.path)
     assert cohort.ids == ("100", "102", "103", "104")
-    parts = partition_by_site(cohort, column="region", missing="unknown")
+    parts = NaturalPartition(column="region", missing="unknown").divide(cohort)
     assert parts == {"South": ("103", "104"), "West": ("100",), "unknown": ("102",)}
     with pytest.raises(DataError, match=r"101: it has no row in stays.npz among those with has_codes 1"):
         task.load(SiteData("clinic", data.path, ("101",)), seed=0)

@@ -21,6 +21,7 @@ from ..core.params import Layout
 from ..methods.method import Method
 from ..methods.pooled_statistics import pool_statistics
 from ..methods.registry import METHODS
+from ..tasks.data.partition import PARTITIONS
 from ..tasks.registry import TASKS
 from ..tasks.script import ScriptTask
 from ..tasks.task import Task, TaskConfig
@@ -28,7 +29,7 @@ from ..wire.formats import FORMATS, is_quantized, uncompress
 from .bundles import insert_bundle
 from .choice import Registries, find_name, get_settings
 from .problems import describe_problem
-from .schema import JobConfig, RunConfig, list_partitions
+from .schema import JobConfig, RunConfig
 from .user_classes import import_method_class, import_task_class
 from .yaml_files import apply_overrides, find_non_finite_settings, format_yaml, read_yaml
 
@@ -264,7 +265,7 @@ def _build_registries(
         if entry is not None and key != "name" and isinstance(name, str):
             # Alone: a name of the package is no class, nor the other way round.
             registries[section] = {name: entry}
-    return {**registries, "partition": list_partitions()}
+    return {**registries, "partition": PARTITIONS}
 
 
 def _validate(model: type[J], data: Mapping[str, Any], registries: Registries, source: str) -> J:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..core.errors import ConfigError
 from ..core.settings import Settings
@@ -16,6 +16,7 @@ from ..privacy.dp.config import PrivacyConfig
 from ..privacy.secure_aggregation.limits import SumRules
 from ..privacy.secure_aggregation.rings import MAX_BOUND
 from ..rounds.federation.rules import RoundRules
+from ..tasks.data.partition import PARTITIONS
 from ..tasks.registry import TASKS
 from ..tasks.task import Task, TaskConfig
 from ..wire.formats import FORMATS, ValueType, load_format
@@ -107,81 +108,6 @@ class FederationConfig(RoundRules):
         )
 
 
-class NaturalPartition(Section):
-    """Use the sites that the data names."""
-
-    column: str = "site"
-    """column that names the site of an example"""
-    missing: str | None = None
-    """site of the examples whose column is empty, such as unknown; null: they are an error"""
-    split: dict[str, int] = Field(default_factory=dict)
-    """split a site at random into this many parts: {IXI-HH: 4}"""
-    seed: int = Field(0, ge=0)
-    """seed of the random split"""
-
-
-class IidPartition(Section):
-    """Give every site a random sample of the whole population."""
-
-    sizes: Literal["uniform", "skewed"] = "uniform"
-    """equal or geometrically decreasing sizes"""
-    seed: int = Field(0, ge=0)
-    """seed of the shuffle"""
-
-
-class AgePartition(Section):
-    """Give every site its own age range (the non-IID setting of FedSparsify)."""
-
-    column: str = "age"
-    """numeric column to sort by"""
-    sizes: Literal["uniform", "skewed"] = "uniform"
-    """equal or geometrically decreasing sizes"""
-
-
-class DirichletPartition(Section):
-    """Draw the class proportions of every site from a Dirichlet distribution."""
-
-    column: str = "label"
-    """column of the classes"""
-    alpha: float = Field(0.5, gt=0)
-    """concentration; a small value gives each site few classes"""
-    min_examples: int = Field(5, ge=1)
-    """fewest examples per site"""
-    seed: int = Field(0, ge=0)
-    """seed of the draws"""
-
-
-class FewClassesPartition(Section):
-    """Give every site a few classes only, and sites different sizes (MetaGater)."""
-
-    column: str = "label"
-    """column of the classes"""
-    classes: int = Field(2, ge=1)
-    """number of classes per site"""
-    min_examples: int = Field(30, ge=1)
-    """fewest examples per site"""
-    max_examples: int = Field(100, ge=1)
-    """most examples per site; sizes are drawn log-uniformly"""
-    seed: int = Field(0, ge=0)
-    """seed of the draws"""
-
-
-class SharedPartition(Section):
-    """Give every site the location of the whole data set; a training script divides it."""
-
-
-def list_partitions() -> dict[str, type[BaseModel]]:
-    """Return the settings class of every partitioner by kind."""
-    return {
-        "natural": NaturalPartition,
-        "iid": IidPartition,
-        "age": AgePartition,
-        "dirichlet": DirichletPartition,
-        "few_classes": FewClassesPartition,
-        "shared": SharedPartition,
-    }
-
-
 class PhantomConfig(Section):
     """Brain phantoms as the data of simulated sites."""
 
@@ -200,7 +126,7 @@ class SimulatorData(Section):
     """generate brain phantoms"""
     path: Path | None = None
     """one data set to partition; or, with {site} in the path, one folder or file per site"""
-    partition: Annotated[Choice[Section], build_choice_validator(list_partitions), ChoiceSerializer] | None = None
+    partition: Annotated[Choice[Section], build_choice_validator(lambda: PARTITIONS), ChoiceSerializer] | None = None
     """how the data set at path is partitioned into sites"""
 
     @property

@@ -19,7 +19,7 @@ from ..core.errors import ConfigError, DataError, list_first, suggest
 from ..core.findings import Finding
 from ..core.names import list_similar
 from ..core.observer import SILENT, Observer
-from ..tasks.data.partition import list_folders_without_examples, list_renamed_sites, partition_cohort
+from ..tasks.data.partition import NaturalPartition, list_folders_without_examples, list_renamed_sites, partition_cohort
 from ..tasks.data.phantom import write_phantoms
 from ..tasks.task import SiteData, Task
 from .assemble import Assembly, assemble, open_checkpoints
@@ -76,9 +76,9 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
     if data.path is not None and data.partition is not None and data.partition.name == "shared":
         return {name: SiteData(name, data.path) for name in sorted(f"site-{i}" for i in range(1, (count or 0) + 1))}
     if data.path is None or data.partition is None:
-        path, kind, settings = _prepare_phantoms(simulator, folder / "phantoms"), "natural", {}
+        path, partition = _prepare_phantoms(simulator, folder / "phantoms"), NaturalPartition()
     else:
-        path, kind, settings = data.path, data.partition.name, data.partition.config.model_dump()
+        path, partition = data.path, data.partition.config
     cohort = task.cohort(path)
     if not cohort.ids:
         raise DataError(f"{path}: there are no examples to partition into sites; expected at least one")
@@ -88,9 +88,9 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
             "fill the folder, or remove it"
         )
     try:
-        ids = partition_cohort(kind, cohort, count, **settings)
-        naming = {key: settings[key] for key in ("column", "missing") if key in settings}
-        renamed = list_renamed_sites(cohort, **naming) if kind == "natural" else {}
+        ids = partition_cohort(partition, cohort, count)
+        is_natural = isinstance(partition, NaturalPartition)
+        renamed = list_renamed_sites(cohort, partition.column, partition.missing) if is_natural else {}
     # The partitioners know columns and counts, but not the file that they came from.
     except DataError as error:
         raise DataError(f"{path}: {error}") from error

@@ -28,7 +28,7 @@ from flare_sparse.config.loading import load_config
 from flare_sparse.core.errors import ConfigError, DataError
 from flare_sparse.core.names import find_number
 from flare_sparse.tasks.data.cases import Pairs, describe_left_out, find_cases
-from flare_sparse.tasks.data.partition import partition_by_site
+from flare_sparse.tasks.data.partition import NaturalPartition
 from flare_sparse.tasks.data.segmentation import Preparation, read_item
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.table_config import TableConfig
@@ -108,7 +108,7 @@ def test_mutated_tables_are_read_as_they_are_or_refused_in_words(tmp_path: Path,
         task = TASKS["table"](TABLE)
         try:
             cohort = task.cohort(file)
-            sites = partition_by_site(cohort, column="hospital")
+            sites = NaturalPartition(column="hospital").divide(cohort)
             examples = task.load(SiteData("a", file), seed=0)
         except DataError as error:
             texts.append(str(error))

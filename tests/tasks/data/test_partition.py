@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.data.partition import (
-    PARTITIONERS,
+    PARTITIONS,
+    AgePartition,
+    DirichletPartition,
+    FewClassesPartition,
+    IidPartition,
+    NaturalPartition,
     Partition,
     compute_sizes,
     list_renamed_sites,
-    partition_by_range,
-    partition_by_site,
     partition_cohort,
-    partition_dirichlet,
-    partition_few_classes,
-    partition_iid,
 )
 from flare_sparse.tasks.task import Cohort
 
@@ -43,7 +43,7 @@ def complete(partition: Partition, cohort: Cohort) -> bool:
 
 
 # few_classes drops the examples that no site takes.
-COMPLETE = set(PARTITIONERS) - {"few_classes"}
+COMPLETE = set(PARTITIONS) - {"few_classes", "shared"}
 LABELS = st.lists(st.integers(0, 3), min_size=40, max_size=120)
 
 
@@ -53,7 +53,7 @@ def test_partition_is_disjoint_complete_and_reproducible(labels: list[int], kind
     cohort = examples(labels)
     chosen = {} if kind == "age" else {"seed": seed}
     count = None if kind == "natural" else sites
-    first, second = (PARTITIONERS[kind](cohort, count, **chosen) for _ in range(2))
+    first, second = (PARTITIONS[kind](**chosen).divide(cohort, count) for _ in range(2))
     assert first == second
     assert complete(first, cohort)
     assert min(sizes(first)) >= 1
@@ -70,7 +70,7 @@ def test_dirichlet_is_balanced_and_ends_even_with_one_hot_proportions(
     labels: list[int], alpha: float, sites: int, seed: int
 ) -> None:
     cohort = examples(labels)
-    partition = partition_dirichlet(cohort, sites, alpha=alpha, seed=seed)
+    partition = DirichletPartition(alpha=alpha, seed=seed).divide(cohort, sites)
     assert complete(partition, cohort)
     assert max(sizes(partition)) - min(sizes(partition)) <= 1
     assert min(sizes(partition)) >= 5
@@ -81,7 +81,7 @@ def test_smaller_dirichlet_alpha_mixes_classes_less() -> None:
     labels = dict(zip(cohort.ids, cohort.columns["label"], strict=True))
 
     def largest_share(alpha: float) -> float:
-        parts = partition_dirichlet(cohort, 4, alpha=alpha, seed=1).values()
+        parts = DirichletPartition(alpha=alpha, seed=1).divide(cohort, 4).values()
         return float(np.mean([np.bincount([labels[i] for i in ids]).max() / len(ids) for ids in parts]))
 
     assert largest_share(1e6) < 0.35
@@ -90,7 +90,7 @@ def test_smaller_dirichlet_alpha_mixes_classes_less() -> None:
 
 def test_dirichlet_refuses_too_few_examples_per_site() -> None:
     with pytest.raises(DataError, match="19 examples are too few for 4 sites with 5 each; request fewer sites"):
-        partition_dirichlet(examples([0] * 19), 4)
+        DirichletPartition().divide(examples([0] * 19), 4)
 
 
 @given(total=st.integers(1, 500), sites=st.integers(1, 30), kind=st.sampled_from(["uniform", "skewed"]))
@@ -114,34 +114,34 @@ def test_uniform_sizes_are_equal_and_skewed_sizes_fall_geometrically() -> None:
 def test_age_ranges_of_sites_do_not_overlap(kind: str) -> None:
     ages = np.random.default_rng(0).permutation(100) / 2
     cohort = examples([0] * 100, ages.tolist())
-    partition = partition_by_range(cohort, 5, sizes=kind)  # type: ignore[arg-type]
+    partition = AgePartition(sizes=kind).divide(cohort, 5)  # type: ignore[arg-type]
     ranges = [[cohort.columns["age"][int(i[1:])] for i in ids] for ids in partition.values()]
     assert all(max(a) < min(b) for a, b in pairwise(ranges))
     assert sizes(partition) == compute_sizes(100, 5, kind)  # type: ignore[arg-type]
 
 
 def test_every_iid_site_covers_the_whole_population() -> None:
-    partition = partition_iid(examples([0] * 200), 4, seed=3)
+    partition = IidPartition(seed=3).divide(examples([0] * 200), 4)
     numbers = [[int(i[1:]) for i in ids] for ids in partition.values()]
     assert max(min(n) for n in numbers) < 20
     assert min(max(n) for n in numbers) > 180
-    assert partition_iid(examples([0] * 200), 4, seed=4) != partition
+    assert IidPartition(seed=4).divide(examples([0] * 200), 4) != partition
 
 
 def test_natural_partition_uses_sanitized_site_names() -> None:
-    partition = partition_by_site(examples(["B", "A", "B", "C d"]))
+    partition = NaturalPartition().divide(examples(["B", "A", "B", "C d"]))
     assert partition == {"A": ("e1",), "B": ("e0", "e2"), "C-d": ("e3",)}
 
 
 def test_natural_partition_keeps_the_largest_sites() -> None:
-    assert list(partition_by_site(examples(["B", "A", "B", "C", "C"]), 2)) == ["B", "C"]
+    assert list(NaturalPartition().divide(examples(["B", "A", "B", "C", "C"]), 2)) == ["B", "C"]
     with pytest.raises(DataError, match="4 sites were requested, but column 'site' has 3"):
-        partition_by_site(examples(["B", "A", "B", "C"]), 4)
+        NaturalPartition().divide(examples(["B", "A", "B", "C"]), 4)
 
 
 def test_natural_site_is_split_further_at_random() -> None:
     cohort = examples(["IXI-HH"] * 10 + ["NSK"] * 3)
-    partition = partition_by_site(cohort, split={"IXI-HH": 4}, seed=1)
+    partition = NaturalPartition(split={"IXI-HH": 4}, seed=1).divide(cohort)
     assert {name: len(ids) for name, ids in partition.items()} == {
         "IXI-HH-1": 3,
         "IXI-HH-2": 3,
@@ -150,7 +150,7 @@ def test_natural_site_is_split_further_at_random() -> None:
         "NSK": 3,
     }
     assert complete(partition, cohort)
-    assert partition_by_site(cohort, split={"IXI-HH": 4}, seed=2) != partition
+    assert NaturalPartition(split={"IXI-HH": 4}, seed=2).divide(cohort) != partition
 
 
 @pytest.mark.parametrize(
@@ -174,12 +174,12 @@ def test_natural_partition_explains_unusable_settings(
     labels: list[str], settings_: dict[str, object], message: str
 ) -> None:
     with pytest.raises(DataError) as caught:
-        partition_by_site(examples(labels), **settings_)  # type: ignore[arg-type]
+        NaturalPartition(**settings_).divide(examples(labels))  # type: ignore[arg-type]
     assert message in str(caught.value)
 
 
 def test_site_names_reserved_by_flare_are_prefixed() -> None:
-    assert list(partition_by_site(examples(["server", "1.0"]))) == ["1-0", "site-server"]
+    assert list(NaturalPartition().divide(examples(["server", "1.0"]))) == ["1-0", "site-server"]
 
 
 @pytest.mark.parametrize(
@@ -188,21 +188,21 @@ def test_site_names_reserved_by_flare_are_prefixed() -> None:
 )
 def test_accents_are_dropped_from_site_names_and_listed(name: str, flare_name: str) -> None:
     cohort = examples([name, "B"])
-    assert list(partition_by_site(cohort)) == sorted([flare_name, "B"])
+    assert list(NaturalPartition().divide(cohort)) == sorted([flare_name, "B"])
     assert list_renamed_sites(cohort) == ({} if name == flare_name else {name: flare_name})
 
 
 def test_partition_by_range_refuses_text() -> None:
     with pytest.raises(DataError, match=r"column 'site': 'A' \(row 1\) is no number"):
-        partition_by_range(examples(["A", "B"]), 2, column="site")
+        AgePartition(column="site").divide(examples(["A", "B"]), 2)
 
 
 @given(st.integers(2, 12), st.integers(1, 3), st.integers(0, 5))
 def test_few_classes_partition_keeps_classes_and_size_limits(sites: int, classes: int, seed: int) -> None:
     members = Cohort(tuple(f"e{i}" for i in range(800)), {"label": np.arange(800) % 8})
     wanted = {"classes": classes, "min_examples": 8, "max_examples": 40, "seed": seed}
-    parts = partition_few_classes(members, sites, **wanted)
-    assert parts == partition_few_classes(members, sites, **wanted)
+    parts = FewClassesPartition(**wanted).divide(members, sites)
+    assert parts == FewClassesPartition(**wanted).divide(members, sites)
     taken = [i for part in parts.values() for i in part]
     assert len(set(taken)) == len(taken)
     for part in parts.values():
@@ -215,7 +215,9 @@ def test_few_classes_partition_keeps_classes_and_size_limits(sites: int, classes
 def test_few_classes_partition_reproduces_metagater_cifar10_sizes() -> None:
     """50 sites of 221 to 2792 examples out of 60,000."""
     members = Cohort(tuple(map(str, range(60_000))), {"label": np.arange(60_000) % 10})
-    sizes = [len(part) for part in partition_few_classes(members, 50, min_examples=221, max_examples=2792).values()]
+    sizes = [
+        len(part) for part in FewClassesPartition(min_examples=221, max_examples=2792).divide(members, 50).values()
+    ]
     assert 221 <= min(sizes) < 400
     assert 2000 < max(sizes) <= 2792
 
@@ -231,7 +233,7 @@ def test_few_classes_partition_reproduces_metagater_cifar10_sizes() -> None:
 def test_few_classes_partition_explains_unusable_settings(sites: int, wanted: dict[str, int], message: str) -> None:
     members = Cohort(tuple(map(str, range(800))), {"label": np.arange(800) % 8})
     with pytest.raises(DataError, match=message):
-        partition_few_classes(members, sites, **wanted)
+        FewClassesPartition(**wanted).divide(members, sites)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_examples_of_a_subject_are_at_one_site(kind: str, options: dict[str, Any
     names = [f"sub-{subject}_ses-{session}" for subject in range(20) for session in (1, 2)]
     labels = np.array([str((subject + session) % 2) for subject in range(20) for session in (0, 1)])
     cohort = Cohort(tuple(names), {"label": labels}, tuple(name.partition("_")[0] for name in names))
-    parts = partition_cohort(kind, cohort, 3, **options)
+    parts = partition_cohort(PARTITIONS[kind](**options), cohort, 3)
     owners = [{name.partition("_")[0] for name in part} for part in parts.values()]
     assert len(owners) == 3
     assert sum(map(len, owners)) == len(set().union(*owners))
@@ -258,4 +260,4 @@ def test_examples_of_a_subject_are_at_one_site(kind: str, options: dict[str, Any
 
 def test_subject_may_have_been_at_two_sites_that_the_data_names() -> None:
     cohort = Cohort(("a_1", "a_2", "b_1"), {"site": np.array(["x", "y", "y"])}, ("a", "a", "b"))
-    assert partition_cohort("natural", cohort, None) == {"x": ("a_1",), "y": ("a_2", "b_1")}
+    assert partition_cohort(NaturalPartition(), cohort, None) == {"x": ("a_1",), "y": ("a_2", "b_1")}

@@ -17,7 +17,7 @@ from openpyxl import Workbook
 
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks import images
-from flare_sparse.tasks.data.partition import Cohort, partition_by_site
+from flare_sparse.tasks.data.partition import Cohort, NaturalPartition
 from flare_sparse.tasks.data.table_files import read_header
 from flare_sparse.tasks.data.tables import Spelling, Table, read_table
 
@@ -50,7 +50,7 @@ def test_every_table_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
     assert table.get_names("site") == ["A", "B"]
     np.testing.assert_array_equal(table.get_numbers("age"), [30.5, np.nan])
     np.testing.assert_array_equal(table.get_numbers("icv"), [1.5, 2.0])
-    assert partition_by_site(Cohort(table.get_ids("subject"), table.columns)) == {"A": ("007",), "B": ("8",)}
+    assert NaturalPartition().divide(Cohort(table.get_ids("subject"), table.columns)) == {"A": ("007",), "B": ("8",)}
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,17 @@ Folders of a data set whose sites are its folders, and those that hold no data.
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from ...core.errors import DataError, suggest
 from ...core.names import clean_name, describe_unknown, format_names, parse_numbers
+from ...core.settings import Settings
 from ..task import Cohort
 
 Partition = dict[str, tuple[str, ...]]
@@ -30,193 +33,217 @@ _LETTERS = str.maketrans(
 """Latin letters that Unicode does not decompose into a letter and an accent."""
 
 
-def partition_by_site(
-    cohort: Cohort,
-    sites: int | None = None,
-    *,
-    column: str = "site",
-    split: Mapping[str, int] | None = None,
-    missing: str | None = None,
-    seed: int = 0,
-) -> Partition:
-    """Use the sites that the data names; optionally split some of them further at random.
+class Partitioner(Settings, ABC):
+    """How a data set is partitioned into simulated sites."""
 
-    Args:
-        cohort: the examples.
-        sites: keep only this many sites, the largest; None: keep all.
-        column: column that names the site of each example.
-        missing: site of the examples without a value in the column; None: an error.
-        split: number of parts by site, such as ``{"IXI-HH": 4}``; they are named ``IXI-HH-1`` to ``IXI-HH-4``.
-        seed: seed of the random split.
+    @abstractmethod
+    def divide(self, cohort: Cohort, sites: Any) -> Partition:
+        """Return the identifiers of the examples of each site.
 
-    Raises:
-        DataError: there is no such column or site, an example has no site, there are fewer sites than requested, or
-            two sites have the same name.
-    """
-    labels = _get_labels(cohort, column, missing)
-    members = {str(name): np.flatnonzero(labels == name) for name in np.unique(labels)}
-    parts: list[tuple[str, np.ndarray]] = []
-    for name in [*members, *(set(split or {}) - set(members))]:
-        if name not in members:
-            raise DataError(f"split: {describe_unknown(name, members, f'column {column!r}')}")
-        pieces = (split or {}).get(name, 1)
-        order = np.random.default_rng([seed, len(parts)]).permutation(members[name]) if pieces > 1 else members[name]
-        chunks = np.split(order, np.cumsum(compute_sizes(len(order), pieces))[:-1])
-        parts += [(f"{name}-{i}" if pieces > 1 else name, np.sort(part)) for i, part in enumerate(chunks, start=1)]
-    if sites is not None and sites > len(parts):
-        raise DataError(f"{sites} sites were requested, but column {column!r} has {len(parts)}; request fewer")
-    largest = sorted(parts, key=lambda part: -len(part[1]))[:sites]
-    return _build_partition(cohort, [name for name, _ in largest], [part for _, part in largest])
+        Args:
+            cohort: the examples.
+            sites: number of sites.
+        """
 
 
-def partition_iid(cohort: Cohort, sites: int, *, sizes: Sizes = "uniform", seed: int = 0) -> Partition:
-    """Give every site a random sample of the whole population (the IID setting of FedSparsify).
+class NaturalPartition(Partitioner):
+    """Use the sites that the data names; optionally split some of them further at random."""
 
-    Args:
-        cohort: the examples.
-        sites: number of sites; ``site-1`` is the largest.
-        sizes: see :func:`compute_sizes`.
-        seed: seed of the shuffle.
+    column: str = "site"
+    """column that names the site of an example"""
+    missing: str | None = None
+    """site of the examples whose column is empty, such as unknown; null: they are an error"""
+    split: dict[str, int] = Field(default_factory=dict)
+    """split a site at random into this many parts: {IXI-HH: 4}"""
+    seed: int = Field(0, ge=0)
+    """seed of the random split"""
 
-    Raises:
-        DataError: there are fewer examples than sites.
-    """
-    return _split_in_order(cohort, np.random.default_rng(seed).permutation(len(cohort.ids)), sites, sizes)
+    def divide(self, cohort: Cohort, sites: int | None = None) -> Partition:
+        """Return the partition.
+
+        Raises:
+            DataError: there is no such column or site, an example has no site, there are fewer sites than requested,
+                or two sites have the same name.
+        """
+        labels = _get_labels(cohort, self.column, self.missing)
+        members = {str(name): np.flatnonzero(labels == name) for name in np.unique(labels)}
+        parts: list[tuple[str, np.ndarray]] = []
+        for name in [*members, *(set(self.split) - set(members))]:
+            if name not in members:
+                raise DataError(f"split: {describe_unknown(name, members, f'column {self.column!r}')}")
+            pieces = self.split.get(name, 1)
+            order = (
+                np.random.default_rng([self.seed, len(parts)]).permutation(members[name])
+                if pieces > 1
+                else members[name]
+            )
+            chunks = np.split(order, np.cumsum(compute_sizes(len(order), pieces))[:-1])
+            parts += [(f"{name}-{i}" if pieces > 1 else name, np.sort(part)) for i, part in enumerate(chunks, start=1)]
+        if sites is not None and sites > len(parts):
+            raise DataError(f"{sites} sites were requested, but column {self.column!r} has {len(parts)}; request fewer")
+        largest = sorted(parts, key=lambda part: -len(part[1]))[:sites]
+        return _build_partition(cohort, [name for name, _ in largest], [part for _, part in largest])
 
 
-def partition_by_range(cohort: Cohort, sites: int, *, column: str = "age", sizes: Sizes = "uniform") -> Partition:
-    """Give every site its own range of a column (FedSparsify's non-IID setting, by age); ties keep their order.
+class IidPartition(Partitioner):
+    """Give every site a random sample of the whole population (the IID setting of FedSparsify)."""
 
-    Args:
-        cohort: the examples.
-        sites: number of sites; ``site-1`` has the smallest values.
-        column: numeric column to sort by.
-        sizes: see :func:`compute_sizes`.
+    sizes: Sizes = "uniform"
+    """equal or geometrically decreasing sizes"""
+    seed: int = Field(0, ge=0)
+    """seed of the shuffle"""
 
-    Raises:
-        DataError: there is no such numeric column, or there are fewer examples than sites.
-    """
-    try:
-        values = parse_numbers(_get_column(cohort, column))
-    except ValueError as error:
-        raise DataError(f"column {column!r}: {error}; sorting by range needs numbers") from error
-    return _split_in_order(cohort, np.argsort(values, kind="stable"), sites, sizes)
+    def divide(self, cohort: Cohort, sites: int) -> Partition:
+        """Return the partition.
+
+        Raises:
+            DataError: there are fewer examples than sites.
+        """
+        return _split_in_order(cohort, np.random.default_rng(self.seed).permutation(len(cohort.ids)), sites, self.sizes)
 
 
-def partition_dirichlet(
-    cohort: Cohort, sites: int, *, column: str = "label", alpha: float = 0.5, seed: int = 0, min_examples: int = 5
-) -> Partition:
+class AgePartition(Partitioner):
+    """Give every site its own range of a column (FedSparsify's non-IID setting, by age); ties keep their order."""
+
+    column: str = "age"
+    """numeric column to sort by"""
+    sizes: Sizes = "uniform"
+    """equal or geometrically decreasing sizes"""
+
+    def divide(self, cohort: Cohort, sites: int) -> Partition:
+        """Return the partition.
+
+        Raises:
+            DataError: there is no such numeric column, or there are fewer examples than sites.
+        """
+        try:
+            values = parse_numbers(_get_column(cohort, self.column))
+        except ValueError as error:
+            raise DataError(f"column {self.column!r}: {error}; sorting by range needs numbers") from error
+        return _split_in_order(cohort, np.argsort(values, kind="stable"), sites, self.sizes)
+
+
+class DirichletPartition(Partitioner):
     """Give sites equal sizes and class proportions drawn from Dir(alpha) (NeuroSFL, section 4.2).
 
     Examples are assigned one at a time to a random site that is not full. The class is drawn from the site's
     proportions over the classes not yet used up; if these proportions are all zero, it is drawn from the remaining
     examples. The procedure therefore terminates even for one-hot proportions.
-
-    Args:
-        cohort: the examples.
-        sites: number of sites.
-        column: column of the classes.
-        alpha: concentration; a small value gives each site few classes.
-        seed: seed of all draws.
-        min_examples: fewest examples per site.
-
-    Raises:
-        DataError: there is no such column, or there are fewer than ``min_examples`` examples per site.
     """
-    if len(cohort.ids) < min_examples * sites:
-        raise DataError(
-            f"{len(cohort.ids)} examples are too few for {sites} sites with {min_examples} each; request fewer sites"
-        )
-    rng = np.random.default_rng(seed)
-    classes, labels = np.unique(_get_labels(cohort, column), return_inverse=True)
-    pools = [rng.permutation(np.flatnonzero(labels == c)).tolist() for c in range(len(classes))]
-    remaining = np.array([len(pool) for pool in pools], dtype=np.float64)
-    # A tiny alpha underflows to 0/0: NaN becomes 0, and the draw below falls back to the remaining examples.
-    proportions = np.nan_to_num(rng.dirichlet(np.full(len(classes), alpha), size=sites))
-    turns = rng.permutation(np.repeat(np.arange(sites), compute_sizes(len(labels), sites)))
-    parts: list[list[int]] = [[] for _ in range(sites)]
-    for site, u in zip(turns, rng.random(len(turns)), strict=True):
-        mass = np.where(remaining > 0, proportions[site], 0.0)
-        cumulative = np.cumsum(mass if mass.sum() > 0 else remaining)
-        drawn_class = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-        remaining[drawn_class] -= 1
-        parts[site].append(pools[drawn_class].pop())
-    return _build_partition(cohort, _number_sites(sites), [np.sort(part) for part in parts])
+
+    column: str = "label"
+    """column of the classes"""
+    alpha: float = Field(0.5, gt=0)
+    """concentration; a small value gives each site few classes"""
+    min_examples: int = Field(5, ge=1)
+    """fewest examples per site"""
+    seed: int = Field(0, ge=0)
+    """seed of the draws"""
+
+    def divide(self, cohort: Cohort, sites: int) -> Partition:
+        """Return the partition.
+
+        Raises:
+            DataError: there is no such column, or there are fewer than ``min_examples`` examples per site.
+        """
+        if len(cohort.ids) < self.min_examples * sites:
+            raise DataError(
+                f"{len(cohort.ids)} examples are too few for {sites} sites with {self.min_examples} each; request "
+                "fewer sites"
+            )
+        rng = np.random.default_rng(self.seed)
+        classes, labels = np.unique(_get_labels(cohort, self.column), return_inverse=True)
+        pools = [rng.permutation(np.flatnonzero(labels == c)).tolist() for c in range(len(classes))]
+        remaining = np.array([len(pool) for pool in pools], dtype=np.float64)
+        # A tiny alpha underflows to 0/0: NaN becomes 0, and the draw below falls back to the remaining examples.
+        proportions = np.nan_to_num(rng.dirichlet(np.full(len(classes), self.alpha), size=sites))
+        turns = rng.permutation(np.repeat(np.arange(sites), compute_sizes(len(labels), sites)))
+        parts: list[list[int]] = [[] for _ in range(sites)]
+        for site, u in zip(turns, rng.random(len(turns)), strict=True):
+            mass = np.where(remaining > 0, proportions[site], 0.0)
+            cumulative = np.cumsum(mass if mass.sum() > 0 else remaining)
+            drawn_class = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+            remaining[drawn_class] -= 1
+            parts[site].append(pools[drawn_class].pop())
+        return _build_partition(cohort, _number_sites(sites), [np.sort(part) for part in parts])
 
 
-def partition_few_classes(
-    cohort: Cohort,
-    sites: int,
-    *,
-    column: str = "label",
-    classes: int = 2,
-    min_examples: int = 30,
-    max_examples: int = 100,
-    seed: int = 0,
-) -> Partition:
+class FewClassesPartition(Partitioner):
     """Give every site examples of a few classes only, and sites different sizes (MetaGater, section 5.1).
 
     Sizes are drawn log-uniformly within the limits. In decreasing order of size, each site takes equal parts of the
     classes with the most remaining examples. Examples that no site takes are dropped.
-
-    Args:
-        cohort: the examples.
-        sites: number of sites.
-        column: column of the classes.
-        classes: number of classes per site.
-        min_examples: fewest examples per site.
-        max_examples: most examples per site.
-        seed: seed of all draws.
-
-    Raises:
-        DataError: there is no such column, there are too few classes or examples, or the limits are reversed.
     """
-    rng = np.random.default_rng(seed)
-    names, labels = np.unique(_get_labels(cohort, column), return_inverse=True)
-    if not classes <= min_examples <= max_examples or classes > len(names):
-        raise DataError(
-            f"{classes} of {len(names)} classes with {min_examples} to {max_examples} examples per site is impossible; "
-            "set classes <= min_examples <= max_examples, and at most as many classes as the data has"
-        )
-    sizes = np.exp(rng.uniform(np.log(min_examples), np.log(max_examples + 1), sites)).astype(int)
-    sizes = sizes.clip(min_examples, max_examples)
-    pools = [rng.permutation(np.flatnonzero(labels == c)).tolist() for c in range(len(names))]
-    parts: dict[int, np.ndarray] = {}
-    for site in np.argsort(-sizes, kind="stable"):
-        tie_breaks = rng.random(len(pools))
-        fullest = sorted(range(len(pools)), key=lambda c: (-len(pools[c]), tie_breaks[c]))[:classes]
-        counts = compute_sizes(int(sizes[site]), classes)
-        if any(len(pools[c]) < count for c, count in zip(fullest, counts, strict=True)):
+
+    column: str = "label"
+    """column of the classes"""
+    classes: int = Field(2, ge=1)
+    """number of classes per site"""
+    min_examples: int = Field(30, ge=1)
+    """fewest examples per site"""
+    max_examples: int = Field(100, ge=1)
+    """most examples per site; sizes are drawn log-uniformly"""
+    seed: int = Field(0, ge=0)
+    """seed of the draws"""
+
+    def divide(self, cohort: Cohort, sites: int) -> Partition:
+        """Return the partition.
+
+        Raises:
+            DataError: there is no such column, there are too few classes or examples, or the limits are reversed.
+        """
+        rng = np.random.default_rng(self.seed)
+        names, labels = np.unique(_get_labels(cohort, self.column), return_inverse=True)
+        if not self.classes <= self.min_examples <= self.max_examples or self.classes > len(names):
             raise DataError(
-                f"{len(labels)} examples are too few for {sites} sites of {min_examples} to {max_examples}; request "
-                "fewer or smaller sites"
+                f"{self.classes} of {len(names)} classes with {self.min_examples} to {self.max_examples} examples per "
+                "site is impossible; set classes <= min_examples <= max_examples, and at most as many classes as the "
+                "data has"
             )
-        rows = [pools[c].pop() for c, count in zip(fullest, counts, strict=True) for _ in range(count)]
-        parts[int(site)] = np.sort(np.array(rows))
-    return _build_partition(cohort, _number_sites(sites), [parts[site] for site in range(sites)])
+        sizes = np.exp(rng.uniform(np.log(self.min_examples), np.log(self.max_examples + 1), sites)).astype(int)
+        sizes = sizes.clip(self.min_examples, self.max_examples)
+        pools = [rng.permutation(np.flatnonzero(labels == c)).tolist() for c in range(len(names))]
+        parts: dict[int, np.ndarray] = {}
+        for site in np.argsort(-sizes, kind="stable"):
+            tie_breaks = rng.random(len(pools))
+            fullest = sorted(range(len(pools)), key=lambda c: (-len(pools[c]), tie_breaks[c]))[: self.classes]
+            counts = compute_sizes(int(sizes[site]), self.classes)
+            if any(len(pools[c]) < count for c, count in zip(fullest, counts, strict=True)):
+                raise DataError(
+                    f"{len(labels)} examples are too few for {sites} sites of {self.min_examples} to {self.max_examples}"
+                    "; request fewer or smaller sites"
+                )
+            rows = [pools[c].pop() for c, count in zip(fullest, counts, strict=True) for _ in range(count)]
+            parts[int(site)] = np.sort(np.array(rows))
+        return _build_partition(cohort, _number_sites(sites), [parts[site] for site in range(sites)])
 
 
-PARTITIONERS: dict[str, Callable[..., Partition]] = {
-    "natural": partition_by_site,
-    "iid": partition_iid,
-    "age": partition_by_range,
-    "dirichlet": partition_dirichlet,
-    "few_classes": partition_few_classes,
+class SharedPartition(Settings):
+    """Give every site the location of the whole data set; a training script divides it."""
+
+
+PARTITIONS: dict[str, type[Settings]] = {
+    "natural": NaturalPartition,
+    "iid": IidPartition,
+    "age": AgePartition,
+    "dirichlet": DirichletPartition,
+    "few_classes": FewClassesPartition,
+    "shared": SharedPartition,
 }
-"""Partitioners by the setting ``kind``; each takes the cohort, the number of sites, and its own settings."""
+"""Partitions by the setting ``kind``."""
 
 
-def partition_cohort(kind: str, cohort: Cohort, sites: int | None, **settings: Any) -> Partition:
-    """Return a partition by a kind in which all examples of a subject are at one site, that of its first example.
+def partition_cohort(partition: Partitioner, cohort: Cohort, sites: int | None) -> Partition:
+    """Return a partition in which all examples of a subject are at one site, that of its first example.
 
     Where the data names the sites and none of them is split, a subject may have been at several.
     """
-    if not cohort.subjects or (kind == "natural" and not settings.get("split")):
-        return PARTITIONERS[kind](cohort, sites, **settings)
+    if not cohort.subjects or (isinstance(partition, NaturalPartition) and not partition.split):
+        return partition.divide(cohort, sites)
     first = {subject: row for row, subject in reversed(list(enumerate(cohort.subjects)))}
     rows = sorted(first.values())
     columns = {name: np.asarray(values)[rows] for name, values in cohort.columns.items()}
-    parts = PARTITIONERS[kind](Cohort(tuple(cohort.subjects[row] for row in rows), columns), sites, **settings)
+    parts = partition.divide(Cohort(tuple(cohort.subjects[row] for row in rows), columns), sites)
     site_of = {subject: site for site, subjects in parts.items() for subject in subjects}
     owners = list(zip(cohort.ids, cohort.subjects, strict=True))
     return {site: tuple(name for name, subject in owners if site_of.get(subject) == site) for site in parts}
