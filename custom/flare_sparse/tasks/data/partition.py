@@ -210,8 +210,8 @@ class FewClassesPartition(Partitioner):
             counts = compute_sizes(int(sizes[site]), self.classes)
             if any(len(pools[c]) < count for c, count in zip(fullest, counts, strict=True)):
                 raise DataError(
-                    f"{len(labels)} examples are too few for {sites} sites of {self.min_examples} to {self.max_examples}"
-                    "; request fewer or smaller sites"
+                    f"{len(labels)} examples are too few for {sites} sites of {self.min_examples} to "
+                    f"{self.max_examples}; request fewer or smaller sites"
                 )
             rows = [pools[c].pop() for c, count in zip(fullest, counts, strict=True) for _ in range(count)]
             parts[int(site)] = np.sort(np.array(rows))
