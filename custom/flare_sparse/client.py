@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from .core.errors import ConfigError
+from .core.errors import ConfigError, require_extra
 from .core.mask import Mask
 from .core.params import Layout, match_state_dict
 from .privacy.dp.scripts import ScriptBudget
@@ -91,10 +91,8 @@ def make_private(
     """
     check_private_network(model)
     budget = ScriptBudget.read()
-    try:
+    with require_extra("make_private", "privacy"):
         from .privacy.dp import engine
-    except ImportError as error:
-        raise ConfigError("make_private needs Opacus: pip install 'flare-sparse[privacy]'") from error
     private, charged = engine.make_private(budget, model, optimizer, loader, epochs)
     return model, private, charged
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.study import Study, prepare_site_data
 from ..config.yaml_files import read_yaml
 from ..core.checkpoint.writing import write_json
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, require_extra
 from ..core.observer import SILENT, Observer
 from ..results.runs.description import find_warnings
 from ..tasks.data.source import write_site_files
@@ -46,12 +46,8 @@ def describe_study(
             "describe reads data by a task of this package (table, brain_age, ...); with a task or a script of your "
             "own, name the table's columns in a configuration with task: {name: table, ...}"
         )
-    try:
+    with require_extra("describe", "report"):
         from ..results.report.describe import write_description
-    except ImportError as error:
-        raise ConfigError(
-            f"describe needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"
-        ) from error
     from ..flare.questions import DescriptionController, QuestionRecipe, StatisticsExecutor
 
     recipe = QuestionRecipe(study.config.job, StatisticsExecutor(least), DescriptionController)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checkpoint.writing import write_json
-from ..core.errors import ConfigError, FlareSparseError, UntrustedCode
+from ..core.errors import FlareSparseError, UntrustedCode, require_extra
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
 from ..results.runs.comparison import describe_runs
@@ -55,13 +55,9 @@ def write_reports(
     if pictures:
         for run in results:
             ensure_pictures(run, observer)
-    try:
+    with require_extra("report", "report"):
         from ..results.report.card import write_card
         from ..results.report.page import write_report
-    except ImportError as error:
-        raise ConfigError(
-            f"report needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"
-        ) from error
     for label, note in notes.items():
         observer.say(f"{label}: no baselines: {note}")
     folder = out or runs[0] / "report"

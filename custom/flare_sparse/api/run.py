@@ -19,7 +19,7 @@ from ..config.study import Study
 from ..config.user_code import trust_code as trust
 from ..config.withdrawals import open_data
 from ..core.checkpoint.writing import write_json
-from ..core.errors import ConfigError, UntrustedCode
+from ..core.errors import ConfigError, UntrustedCode, require_extra
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
 from ..results.audit.attacks import REFERENCES, audit_run
@@ -217,10 +217,8 @@ class Run:
         Raises:
             ConfigError: scikit-learn or the data of a site is not on this machine, or the run has no common model.
         """
-        try:
+        with require_extra("audit", "audit"):
             import sklearn  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(f"audit needs scikit-learn: pip install 'flare-sparse[audit]' ({error.name})") from error
         if self.study.config.simulator is None:
             raise ConfigError(
                 f"{self.path}: an audit needs the data of all sites, but config.yaml has no simulator section"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, require_extra
 from .console import out as console
 from .options import ModelName
 from .screen import Screen
@@ -83,12 +83,8 @@ def _save_onnx(study: Study, network: nn.Module, folder: Path, data: Path | None
     """
     from ..compute.structure.compact import compact_model
 
-    try:
+    with require_extra("--format onnx", "onnx"):
         from ..results.runs.onnx_export import export_onnx
-    except ImportError as error:
-        raise ConfigError(
-            f"--format onnx needs onnx and onnxruntime: pip install 'flare-sparse[onnx]' ({error.name})"
-        ) from error
     # Most networks have no such unit, or cannot be traced.
     with suppress(ConfigError):
         network = compact_model(network)

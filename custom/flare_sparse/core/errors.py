@@ -5,7 +5,8 @@ from __future__ import annotations
 import linecache
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -216,6 +217,21 @@ def suggest(name: str, valid: Iterable[str]) -> str:
     """
     matches = get_close_matches(str(name), list(valid), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+@contextmanager
+def require_extra(user: str, extra: str, kind: type[FlareSparseError] = ConfigError) -> Iterator[None]:
+    """Raise an error that names the extra to install, if an import in the block fails.
+
+    Args:
+        user: what needs it, such as ``"task.adapter"``.
+        extra: the extra of this package.
+        kind: class of the error.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise kind(f"{user} needs {error.name or 'a package'}: pip install 'flare-sparse[{extra}]'") from error
 
 
 def list_first(names: Iterable[str], most: int = 12) -> str:

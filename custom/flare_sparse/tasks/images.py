@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ..core.errors import DataError
+from ..core.errors import DataError, require_extra
 from .classes import ClassesConfig, compute_binary_metrics, compute_cross_entropy
 from .data.augmentation import Augmentation
 from .models import ModelConfig, require_input
@@ -184,10 +184,8 @@ def _read_split(arrays: Mapping[str, np.ndarray], split: str, numbers: Sequence[
 
 
 def _decode(data: bytes) -> np.ndarray:
-    try:
+    with require_extra("an encoded image", "images", DataError):
         from PIL import Image
-    except ImportError as error:
-        raise DataError("encoded images need pillow; pip install 'flare-sparse[images]'") from error
     with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
         return np.atleast_3d(np.asarray(image))
 

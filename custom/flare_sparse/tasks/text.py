@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from ..core.errors import ConfigError, DataError
+from ..core.errors import ConfigError, DataError, require_extra
 from ..core.seeds import seed_torch
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .classes import ClassesConfig, compute_cross_entropy
@@ -216,9 +216,7 @@ def _load_pretrained(folder: Path, kind: Any, **settings: Any) -> Any:
 
 
 def _import_transformers() -> Any:
-    try:
+    with require_extra("a text task", "lora"):
         import transformers
-    except ImportError as error:
-        raise ConfigError("text tasks need transformers; pip install 'flare-sparse[lora]'") from error
     transformers.utils.logging.disable_progress_bar()
     return transformers

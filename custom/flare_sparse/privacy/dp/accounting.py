@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, require_extra
 
 MIN_EPSILON = 0.05
 """Smallest budget that noise is computed for: the PRV accountant's own error is 0.01."""
@@ -196,10 +196,8 @@ def _solve_by(accountant: str, epsilon: float, delta: float, unit: Charge) -> fl
 @lru_cache(maxsize=1)
 def _import_accountants() -> Any:
     # Opacus takes seconds to import.
-    try:
+    with require_extra("privacy", "privacy"):
         from opacus import accountants
-    except ImportError as error:
-        raise ConfigError("privacy needs Opacus: pip install 'flare-sparse[privacy]'") from error
 
     class BoundedAccountant(accountants.PRVAccountant):  # type: ignore[misc]
         """The PRV accountant where it applies, else the Renyi accountant, whose bound is looser and valid everywhere.

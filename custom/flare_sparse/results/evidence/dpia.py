@@ -8,7 +8,7 @@ from typing import Any
 from ...config.policy.policy import Policy
 from ...config.withdrawals import WITHDRAWN, Withdrawals
 from ...core.checkpoint.store import compute_file_digest
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, require_extra
 from ..report.attacks import KNOWLEDGE, describe_attacks
 from ..report.tables import build_subgroups, describe_gap, format_markdown
 from ..runs.load import load_study
@@ -98,10 +98,8 @@ def write_dpia(run: RunResult, facts: dict[str, Any], file: Path) -> None:
     if file.suffix == ".md":
         file.write_text(format_dpia(title, sections), encoding="utf-8")
     elif file.suffix == ".docx":
-        try:
+        with require_extra("an annex as .docx", "evidence"):
             _write_docx(title, sections, file)
-        except ImportError as error:
-            raise ConfigError(f"an annex as .docx needs pip install 'flare-sparse[evidence]' ({error.name})") from error
     else:
         raise ConfigError(f"{file}: an annex is a file that ends with .md or .docx")
 

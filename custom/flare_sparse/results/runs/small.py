@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import nn
 
 from ...config.study import Study
-from ...core.errors import ConfigError
+from ...core.errors import require_extra
 from ...core.params import Layout
 from ...wire.formats import ValueType
 from .folder import RunFolder
@@ -46,10 +46,8 @@ def save_csr(network: nn.Module, folder: Path) -> None:
     Raises:
         ConfigError: scipy is not installed.
     """
-    try:
+    with require_extra("--format csr", "segmentation"):
         from scipy.sparse import csr_array, save_npz
-    except ImportError as error:
-        raise ConfigError("--format csr needs scipy: pip install 'flare-sparse[segmentation]'") from error
     folder.mkdir(parents=True, exist_ok=True)
     state = network.state_dict()
     for spec in Layout.from_module(network).tensors:

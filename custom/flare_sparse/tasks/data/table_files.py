@@ -14,7 +14,7 @@ from zipfile import is_zipfile
 
 import numpy as np
 
-from ...core.errors import DataError, list_first, suggest
+from ...core.errors import DataError, list_first, require_extra, suggest
 from ...core.names import clean_name, decode_text, format_names
 
 DELIMITERS = ",;\t|"
@@ -185,23 +185,15 @@ def _read_parquet(path: Path, columns: Collection[str] = ()) -> Columns:
 
 
 def _import_parquet(path: Path) -> Any:
-    try:
+    with require_extra(f"{path}, unless you convert it to CSV,", "parquet", DataError):
         from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(
-            f"{path}: Parquet needs pyarrow; pip install 'flare-sparse[parquet]', or convert the file to CSV"
-        ) from error
     return parquet
 
 
 def _read_excel(path: Path) -> Columns:
     """Read the only sheet of a workbook: numbers as Excel stores them, with the leading zeros that a format shows."""
-    try:
+    with require_extra(f"{path}, unless you save it as CSV UTF-8,", "excel", DataError):
         from openpyxl import load_workbook
-    except ImportError as error:
-        raise DataError(
-            f"{path}: xlsx needs openpyxl; pip install 'flare-sparse[excel]', or save the sheet as CSV UTF-8"
-        ) from error
     if not is_zipfile(path):
         raise ValueError("it is no xlsx workbook, or has a password; save it as xlsx without one, or as CSV UTF-8")
     sheets: dict[bool, list[list[Any]]] = {}

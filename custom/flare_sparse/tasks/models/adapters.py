@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 from torch import nn
 
-from ...core.errors import ConfigError, list_first, suggest
+from ...core.errors import ConfigError, list_first, require_extra, suggest
 from ...core.settings import Settings
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def add_adapters(network: nn.Module, config: AdapterConfig, new: Sequence[str] =
     Raises:
         ConfigError: no module matches the targets, a new tensor cannot be trained alone, or peft is not installed.
     """
-    peft = _import_peft()
+    with require_extra("task.adapter", "lora"):
+        import peft
     *body, head = list_adaptable_modules(network) or [""]
     saved = {name.rpartition(".")[0] for name in new} | ({head} if config.head == "trained" else set())
     body = [name for name in body if name not in saved]
@@ -108,11 +109,3 @@ def _select_modules(body: list[str], targets: tuple[str, ...]) -> list[str]:
             hint = suggest(target, ends) or f" Available are, among others: {', '.join(ends[:8])}"
             raise ConfigError(f"task.adapter.targets: no module to adapt ends with {target!r}.{hint}")
     return [name for name in body if any(f".{name}".endswith(f".{target}") for target in targets)]
-
-
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("task.adapter needs peft; pip install 'flare-sparse[lora]'") from error
-    return peft

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import nn
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, require_extra
 from .shapes import Count, Share, Volume, compute_feature_map_shape
 
 Depth = Literal[10, 18, 34, 50]
@@ -84,11 +84,9 @@ def vit3d(
     compute_feature_map_shape("vit3d", volume, lambda size: size // patch)
     if width % heads:
         raise ConfigError(f"model 'vit3d': width {width} is no multiple of heads, {heads}")
-    from monai.utils import OptionalImportError
-
     from .transformer import VolumeTransformer
 
-    try:
+    with require_extra("model 'vit3d'", "segmentation"):
         network: nn.Module = VolumeTransformer(
             in_channels=1,
             img_size=volume,
@@ -103,6 +101,4 @@ def vit3d(
             # No activation: the outputs are logits or a standardised number.
             post_activation="",
         )
-    except OptionalImportError as error:
-        raise ConfigError("model 'vit3d' needs einops: pip install 'flare-sparse[segmentation]'") from error
     return network
