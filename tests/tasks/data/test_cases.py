@@ -112,7 +112,7 @@ def test_decathlon_folder_has_the_training_cases_of_its_index(tmp_path: Path) ->
     ("text", "message"),
     [
         ("{", "JSONDecodeError"),
-        ('{"labels": {}}', "KeyError.*for the names of nnU-Net set task.pairs"),
+        ('{"labels": {}}', "for the names of nnU-Net set task.pairs.*KeyError"),
         ('{"training": [{"image": "a", "label": "b"}, {"image": "c", "label": "b"}]}', "b occurs twice"),
     ],
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, field_validator
 from torch.utils.data import Dataset
@@ -165,9 +165,8 @@ def find_classes(path: Path, suffixes: Sequence[str] = ("T1w",)) -> dict[str, Ca
     """
 
     def find(folder: Path) -> dict[str, CaseFiles]:
-        if index := _find_index(folder):
-            return _read_classes(index)
-        return find_bids_cases(folder, suffixes) or _find_class_folders(folder)
+        listed = _read_classes(folder)
+        return (find_bids_cases(folder, suffixes) or _find_class_folders(folder)) if listed is None else listed
 
     return find_everywhere(path, find, f"{path}: no images to classify; {EXPECTED_CLASSES}")
 
@@ -293,12 +292,9 @@ def _find_in_folder(
 ) -> dict[str, CaseFiles]:
     """Return the cases of one data set; empty if the folder is none."""
     if pairs is not None:
-        cases = _find_pairs(folder, pairs)
-    elif _find_index(folder):
-        cases = _read_decathlon(folder)
-    else:
-        cases = find_bids_cases(folder, suffixes, derivative)
-    return cases
+        return _find_pairs(folder, pairs)
+    listed = _read_decathlon(folder)
+    return find_bids_cases(folder, suffixes, derivative) if listed is None else listed
 
 
 def find_bids_cases(folder: Path, suffixes: Sequence[str], derivative: str = "*") -> dict[str, CaseFiles]:
@@ -315,81 +311,65 @@ def find_bids_cases(folder: Path, suffixes: Sequence[str], derivative: str = "*"
             file for pipeline in sorted(folder.glob(f"derivatives/{derivative}/"))
             for file in list_volumes(pipeline / inner, "*_dseg")
         ]  # fmt: skip
-        problem = next(
-            (
-                f"{len(files)} images anat/*_{suffix}.nii.gz; expected one"
-                for suffix, files in zip(suffixes, found, strict=True)
-                if len(files) != 1
-            ),
-            "",
-        )
-        label_problem = (
-            ""
-            if len(labels) <= 1
-            else (
-                f"{len(labels)} label maps {', '.join(str(file.relative_to(folder)) for file in labels[:2])}, ...; set "
-                "task.derivative or task.pairs"
-            )
-        )
+        pairs = zip(suffixes, found, strict=True)
+        problems = [f"{len(own)} images anat/*_{suffix}.nii.gz; expected one" for suffix, own in pairs if len(own) != 1]
+        label_problem = ""
+        if len(labels) > 1:
+            names = ", ".join(str(file.relative_to(folder)) for file in labels[:2])
+            label_problem = f"{len(labels)} label maps {names}, ...; set task.derivative or task.pairs"
         subject = inner.parts[0]
         images = tuple(file for files in found for file in files[:1])
-        label = labels[0] if labels else None
         cases["_".join(inner.parts[:-1])] = CaseFiles(
-            images, label, rows.get(subject, {}), subject, problem, label_problem
+            images, next(iter(labels), None), rows.get(subject, {}), subject, next(iter(problems), ""), label_problem
         )
     return cases
 
 
-def _find_index(folder: Path) -> Path | None:
-    """Return the file that lists the cases of a folder; in BIDS a ``dataset.json`` may be nnU-Net's, without a list."""
+Entry = TypeVar("Entry")
+
+
+def _read_index(folder: Path, read: Callable[[Any], Entry], expected: str) -> list[Entry] | None:
+    """Return the entries of the file that lists the cases of a folder; None: there is no list."""
     file = folder / DECATHLON
     if not file.is_file():
         return None
-    if not any(folder.glob("sub-*/")):
-        return file
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return file
-    return file if not isinstance(content, dict) or "training" in content else None
+        # In BIDS it may be nnU-Net's, which has none.
+        if isinstance(content, dict) and "training" not in content and any(folder.glob("sub-*/")):
+            return None
+        return [read(entry) for entry in (content["training"] if isinstance(content, dict) else content)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file}: expected {expected}, found {error!r}") from error
 
 
-def _read_decathlon(folder: Path) -> dict[str, CaseFiles]:
+def _read_decathlon(folder: Path) -> dict[str, CaseFiles] | None:
     """Return the training cases of a Decathlon folder; those for testing have no label maps."""
-    file = folder / DECATHLON
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8"))["training"]
-        pairs = [(folder / str(entry["image"]), folder / str(entry["label"])) for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f'{file}: expected {{"training": [{{"image": FILE, "label": FILE}}, ...]}}, found {error!r}; for the names '
-            "of nnU-Net set task.pairs"
-        ) from error
+    expected = '{"training": [{"image": FILE, "label": FILE}, ...]} (for the names of nnU-Net set task.pairs)'
+    pairs = _read_index(folder, lambda entry: (folder / str(entry["image"]), folder / str(entry["label"])), expected)
+    if pairs is None:
+        return None
     cases = {}
     for image, labels in pairs:
         name = labels.name.removesuffix(".gz").removesuffix(".nii")
         if name in cases:
-            raise DataError(f"{file}: {name} occurs twice; remove one entry")
+            raise DataError(f"{folder / DECATHLON}: {name} occurs twice; remove one entry")
         cases[name] = CaseFiles((image,), labels, subject=name)
     return dict(sorted(cases.items()))
 
 
-def _read_classes(file: Path) -> dict[str, CaseFiles]:
+def _read_classes(folder: Path) -> dict[str, CaseFiles] | None:
     """Return the images of a list ``[{"image": ..., "label": ...}, ...]``, or of a Decathlon folder's."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        entries = content["training"] if isinstance(content, dict) else content
-        found = [(entry["image"], str(entry[CLASS]), entry.get("subject")) for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f'{file}: expected [{{"image": FILE, "{CLASS}": NUMBER}}, ...], alone or as "training", found {error!r}'
-        ) from error
+    expected = f'[{{"image": FILE, "{CLASS}": NUMBER}}, ...], alone or as "training"'
+    found = _read_index(folder, lambda entry: (entry["image"], str(entry[CLASS]), entry.get("subject")), expected)
+    if found is None:
+        return None
     cases = {}
     for image, label, subject in found:
         names = [str(name) for name in image] if isinstance(image, list) else [str(image)]
         if names[0] in cases:
-            raise DataError(f"{file}: {names[0]} occurs twice; remove one entry")
-        files = tuple(file.parent / name for name in names)
+            raise DataError(f"{folder / DECATHLON}: {names[0]} occurs twice; remove one entry")
+        files = tuple(folder / name for name in names)
         cases[names[0]] = CaseFiles(files, None, {CLASS: label}, str(subject or names[0]))
     return dict(sorted(cases.items()))
 
