@@ -41,8 +41,8 @@ def evaluate(result: Any, metric: Metric | None = None) -> dict[str, float]:
         (("mae", "", "minimise"), "mode is 'minimise'; expected 'min'"),
         (("mae", "", "MAX"), "mode is 'MAX'; expected 'min'"),
         (("", "", "min"), "name is ''; expected the key of the main metric"),
-        (("test_examples", "", "min"), "is reserved"),
-        (("validation_mae", "", "min"), "marks metrics on validation examples"),
+        (("test_examples", "", "min"), "are reserved"),
+        (("validation_mae", "", "min"), "are reserved"),
     ],
 )
 def test_unusable_metric_is_refused_where_it_is_written(arguments: tuple[Any, ...], message: str) -> None:

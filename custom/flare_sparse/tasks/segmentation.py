@@ -6,7 +6,6 @@ Dice and the 95 % Hausdorff distance are defined for every case, so that their m
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from ..core.errors import ConfigError, DataError
+from ..core.errors import DataError, require_extra
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .data.augmentation import Augmentation
 from .data.bids import index_cases
@@ -188,10 +187,9 @@ class Segmentation(AdaptableTask):
         return load_cases(self.config, data, seed, cases, read, read_evaluated=evaluated, warnings=warnings)
 
     def _find_cases(self, path: Path) -> dict[str, CaseFiles]:
-        if self.config.hd95 and find_spec("scipy") is None:
-            raise ConfigError(
-                "task.hd95 needs scipy: pip install 'flare-sparse[segmentation]', or set task.hd95: false"
-            )
+        if self.config.hd95:
+            with require_extra("task.hd95, unless you set it to false,", "segmentation"):
+                import scipy  # noqa: F401
         config = self.config
         return find_cases(path, config.suffixes, config.derivative, config.pairs)
 

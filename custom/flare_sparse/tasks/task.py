@@ -135,15 +135,11 @@ class Metric:
     may_be_undefined: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name or self.name == TEST_EXAMPLES:
+        is_text = isinstance(self.name, str) and bool(self.name)
+        if not is_text or self.name == TEST_EXAMPLES or self.name.startswith(VALIDATION):
             raise ConfigError(
                 f"Metric: name is {self.name!r}; expected the key of the main metric in the result of metrics(), such "
-                "as 'mae' ('test_examples' is reserved)"
-            )
-        if self.name.startswith(VALIDATION):
-            raise ConfigError(
-                f"Metric: name {self.name!r} starts with {VALIDATION!r}, which marks metrics on validation examples; "
-                "choose another name"
+                f"as 'mae' ({TEST_EXAMPLES!r} and names that start with {VALIDATION!r} are reserved)"
             )
         if self.mode not in ("min", "max"):
             raise ConfigError(
@@ -716,21 +712,19 @@ def _check_withdrawn(source: str, examples: Examples, data: SiteData, people: Co
         DataError: there are such examples.
     """
     withdrawn = data.withdrawn
-    counts = (examples.n_train, examples.n_test, examples.n_validation)
-    named = (examples.train_ids, examples.test_ids, examples.validation_ids)
-    if any(len(ids) != count for ids, count in zip(named, counts, strict=True)):
+    parts = (
+        (examples.n_train, examples.train_ids, examples.train_subjects),
+        (examples.n_test, examples.test_ids, examples.test_subjects),
+        (examples.n_validation, examples.validation_ids, examples.validation_subjects),
+    )
+    if any(len(ids) != count for count, ids, _ in parts):
         raise DataError(
             f"{source} returned examples without identifiers: it cannot be shown that it leaves out {len(withdrawn)} "
             "withdrawn subjects; select the examples with data.select(ids) and return build_examples(...), or remove "
             "the data"
         )
-    used = {*examples.train_ids, *examples.test_ids, *examples.validation_ids}
-    used |= {*examples.train_subjects, *examples.test_subjects, *examples.validation_subjects}
-    subjects = (
-        *(examples.train_subjects or examples.train_ids),
-        *(examples.test_subjects or examples.test_ids),
-        *(examples.validation_subjects or examples.validation_ids),
-    )
+    used = {name for _, ids, own in parts for name in (*ids, *own)}
+    subjects = [name for _, ids, own in parts for name in (own or ids)]
     if people is not None and (other := [name for name in subjects if name.rpartition("/")[2] not in people]):
         raise DataError(
             f"{source} names {len(other)} examples or their subjects (first: {other[0]!r}) otherwise than the site's "

@@ -195,7 +195,7 @@ def _read_dataset(folder: Path, derivative: str | None) -> dict[str, CaseFiles]:
     subjects = {}
     for name in sorted(on_disk | set(rows)):
         sessions = _read_sessions(folder / name, root / name)
-        found = {"": list_images(root / name)} | {session: list_images(root / name / session) for session in sessions}
+        found = {"": list_volumes(root / name)} | {session: list_volumes(root / name / session) for session in sessions}
         used = {session: images for session, images in found.items() if images} or {"": []}
         for session, images in used.items():
             row = {**rows[name], **sessions.get(session, {})} if name in rows else {}
@@ -222,7 +222,7 @@ def _describe_missing(folder: Path, subject: str) -> str:
     places = (
         place.name
         for place in sorted(folder.glob(f"{DERIVATIVES}/*/"))
-        if any(list_images(inner) for inner in (place / subject, *place.glob(f"{subject}/ses-*/")))
+        if any(list_volumes(inner) for inner in (place / subject, *place.glob(f"{subject}/ses-*/")))
     )
     elsewhere = next(places, None)
     hint = f"; {DERIVATIVES}/{elsewhere} has one: set task.derivative" if elsewhere else ""
@@ -239,22 +239,13 @@ def _read_sessions(folder: Path, images: Path) -> dict[str, dict[str, str]]:
     return {place.name: cells.get(place.name, {}) for place in sorted(images.glob("ses-*/"))}
 
 
-def list_images(folder: Path) -> list[Path]:
-    """Return the T1-weighted images in ``anat`` of a folder of a subject or of a session."""
-    return list_volumes(folder, "anat/*_T1w")
-
-
-def list_volumes(folder: Path, pattern: str) -> list[Path]:
-    """Return the NIfTI files of a folder whose names match a pattern up to their end, the compressed ones first."""
-    return [*list_files(folder, f"{pattern}.nii.gz"), *list_files(folder, f"{pattern}.nii")]
-
-
-def list_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files of a folder that match a pattern, sorted.
+def list_volumes(folder: Path, pattern: str = "anat/*_T1w") -> list[Path]:
+    """Return the NIfTI files of a folder whose names match a pattern up to their end, the compressed ones first.
 
     Hidden ones are left out: macOS writes a ``._NAME`` without voxels beside each file that it copies.
     """
-    return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
+    ends = (".nii.gz", ".nii")
+    return [file for end in ends for file in sorted(folder.glob(f"{pattern}{end}")) if not file.name.startswith(".")]
 
 
 def read_rows(table: Path, column: str = PARTICIPANT, pattern: re.Pattern[str] = _LABEL) -> dict[str, dict[str, str]]:
