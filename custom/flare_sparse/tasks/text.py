@@ -52,7 +52,7 @@ class TextConfig(AdaptedTaskConfig, ClassesConfig):
     @field_validator("base")
     @classmethod
     def _check_base(cls, base: Base | None) -> Base | None:
-        if base is not None and not base.has_only_name:
+        if base is not None and (base.file or base.new):
             raise ValueError("texts need a tokenizer; give the name of a folder of transformers")
         return base
 

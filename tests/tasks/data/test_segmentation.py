@@ -98,7 +98,7 @@ def test_channels_are_files_or_the_fourth_axis(tmp_path: Path, files: CaseFiles,
     two = CaseFiles((*files.images, write(tmp_path / "b.nii.gz", 2 * values)), files.labels)
     one = CaseFiles((write(tmp_path / "c.nii.gz", np.stack([values, 2 * values], -1)),), files.labels)
     assert torch.equal(read(two, channels=2)[0], read(one, channels=2)[0])
-    with pytest.raises(DataError, match=r"a.nii.gz: 2 channels; expected 1: set task.channels"):
+    with pytest.raises(DataError, match=r"a.nii.gz: channels: 2; expected 1: set task.channels"):
         read(two)
 
 

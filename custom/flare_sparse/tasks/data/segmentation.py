@@ -57,9 +57,7 @@ class Preparation:
             channel for file, image in zip(files, images, strict=True) for channel in _list_channels(file, image)
         ]
         if len(channels) != self.channels:
-            raise DataError(
-                f"{files[0].name}: {_count_channels(len(channels))}; expected {self.channels}: set task.channels"
-            )
+            raise DataError(f"{files[0].name}: channels: {len(channels)}; expected {self.channels}: set task.channels")
         for file, image in zip(files[1:], images[1:], strict=True):
             check_grid(file, image, files[0], images[0])
         volume = torch.from_numpy(np.stack(channels))
@@ -115,10 +113,6 @@ class Preparation:
                 scale = float(values.std(correction=0)) or 1.0
                 channel[inside] = ((values - values.mean()) / scale).float()
         return volume
-
-
-def _count_channels(count: int) -> str:
-    return "1 channel" if count == 1 else f"{count} channels"
 
 
 def _list_channels(file: Path, image: Any) -> list[np.ndarray]:

@@ -52,11 +52,6 @@ class Base(Settings):
     def _expand_name(cls, value: Any) -> Any:
         return {"folder": value} if isinstance(value, str) else value
 
-    @property
-    def has_only_name(self) -> bool:
-        """Whether only the folder is given."""
-        return self.file is None and not self.new
-
     def list_new(self, names: Iterable[str]) -> list[str]:
         """Return the names of tensors that start anew, in order."""
         return [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.new)]
@@ -99,7 +94,8 @@ def load_base(network: nn.Module, folder: Path, base: Base) -> str:
     file = next((folder / name for name in files if (folder / name).is_file()), None)
     if file is None:
         raise ConfigError(f"task.base: {folder} has no {' or '.join(files)}; name the file as task.base.file")
-    tensors, expected = _read_tensors(file), _list_shapes(network)
+    tensors, own = _read_tensors(file), network.state_dict()
+    expected = {name: tuple(value.shape) for name, value in own.items() if value.is_floating_point()}
     for pattern in base.new:
         if not any(fnmatchcase(name, pattern) for name in expected):
             raise ConfigError(f"task.base.new: {pattern!r} matches no tensor of the network: {list_first(expected, 5)}")
@@ -124,10 +120,6 @@ def load_base(network: nn.Module, folder: Path, base: Base) -> str:
     report = f"{len(sources)} of {len(expected)} tensors are from {folder.name}/{file.relative_to(folder)}"
     report += f"; new: {list_first((n for n in expected if n not in sources), 5)}" if new else ""
     return report + (f"; not used: {list_first(unused, 5)}" if unused else "")
-
-
-def _list_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in network.state_dict().items() if value.is_floating_point()}
 
 
 def _match_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

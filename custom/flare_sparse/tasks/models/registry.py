@@ -135,7 +135,7 @@ class ModelConfig(Settings):
         # The number of features has no default and comes with the data; any value passes the check of the others.
         placeholder = {"features": 1} if name in MODELS and get_input_kind(name) == "features" else {}
         complete = validate_settings(name, {**placeholder, **network_settings})
-        settings = {key: _to_json(v) for key, v in complete.items() if key not in FROM_TASK}
+        settings = {key: list(v) if isinstance(v, tuple) else v for key, v in complete.items() if key not in FROM_TASK}
         return {"name": name, **settings, **{key: value[key] for key in OWN[1:] if key in value}}
 
     def build(self, **task_settings: Any) -> nn.Module:
@@ -174,7 +174,3 @@ def require_input(kind: str) -> AfterValidator:
         return model
 
     return AfterValidator(validate_kind)
-
-
-def _to_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
