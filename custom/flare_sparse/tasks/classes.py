@@ -96,12 +96,8 @@ def compute_risk_metrics(risk: Tensor, classes: Tensor) -> dict[str, float]:
     """
     metrics, risk, classes = compute_binary_metrics(risk, classes), risk.double(), classes.double()
     metrics["brier"] = (risk - classes).square().mean().item()
-    metrics["calibration_error"] = _compute_calibration_error(risk, classes)
+    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, find_bins(risk), risk - classes)
+    metrics["calibration_error"] = float(gaps.abs().sum() / len(risk))
     if "auc" in metrics:
         metrics["auc_pr"] = compute_average_precision(risk, classes)
     return metrics
-
-
-def _compute_calibration_error(risk: Tensor, classes: Tensor) -> float:
-    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, find_bins(risk), risk - classes)
-    return float(gaps.abs().sum() / len(risk))

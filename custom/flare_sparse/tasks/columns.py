@@ -133,18 +133,14 @@ def compute_quantile(values: np.ndarray, share: float, least: int) -> float | No
     return float(np.sort(values)[start : start + least].mean())
 
 
-def compute_range(values: np.ndarray, least: int) -> tuple[float, float]:
-    """Return the means of the ``least`` smallest and of the ``least`` largest values; both exclude the extremes."""
-    ordered = np.sort(values)
-    return float(ordered[:least].mean()), float(ordered[-least:].mean())
-
-
 def compute_figures(values: np.ndarray, least: int) -> Figures:
     """Return the figures of a column ``(n,)``, none of which is computed from fewer than ``least`` rows.
 
     The cells of the histogram lie in the site's own range: no edge comes from elsewhere.
     """
-    low, high = compute_range(values, least)
+    ordered = np.sort(values)
+    # Means of several rows, so that neither end is the value of a single one.
+    low, high = float(ordered[:least].mean()), float(ordered[-least:].mean())
     # A constant column has a range of no width.
     edges = np.linspace(low, max(high, float(np.nextafter(low, np.inf))), BINS + 1)
     found = {str(percent): compute_quantile(values, percent / 100, least) for percent in QUANTILES}

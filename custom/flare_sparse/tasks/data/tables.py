@@ -7,7 +7,7 @@ npz) keep them, since they have no characters.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -213,19 +213,14 @@ class Table:
             found = [read_cell(text, self.spelling) for text in texts]
             values = np.array([np.nan if number is None else number for number in found], dtype=np.float64)
             is_code = np.isin(column, list(codes)) if codes else np.zeros(len(texts), dtype=bool)
-            is_bad = np.array([number is None for number in found], dtype=bool) | self._find_mixed_marks(texts)
-            wrong = (is_bad | np.isinf(values)) & ~is_code
+            # In a column with decimal commas, a point may be a mark of thousands.
+            has_commas = self.spelling.decimal == "," and any("," in text for text in texts)
+            is_bad = [n is None or (has_commas and "." in text) for n, text in zip(found, texts, strict=True)]
+            wrong = (np.array(is_bad, dtype=bool) | np.isinf(values)) & ~is_code
         if numeric:
             is_code = np.isin(values, numeric)
             values, wrong = np.where(is_code, np.nan, values), wrong & ~is_code
         return values, np.flatnonzero(wrong)
-
-    def _find_mixed_marks(self, texts: Sequence[str]) -> np.ndarray:
-        """Return which cells have a decimal point where others of the column have a decimal comma."""
-        marks = np.zeros(len(texts), dtype=bool)
-        if self.spelling.decimal == "," and any("," in text for text in texts):
-            marks = np.array(["." in text for text in texts])
-        return marks
 
     def _describe_cells(self, name: str, rows: np.ndarray) -> str:
         """Return the problem of cells that are no numbers: the first of them, its row, their number and the remedy."""
