@@ -14,7 +14,7 @@ from ..core.errors import ConfigError, FlareSparseError
 from ..privacy.dp.forecast import Forecast
 from ..results.runs.record import sum_traffic
 from ..rounds.local.dry_run import DryTrainer, dry_run
-from ..tasks.data.partition import SharedPartition, partition_cohort
+from ..tasks.data.partition import NaturalPartition, Partitioner, partition_cohort
 from ..tasks.task import SiteData, Task
 from ..training import Site
 from .memory import measure_step
@@ -129,11 +129,11 @@ def _count_subjects(config: RunConfig, task: Task) -> dict[str, int]:
         return dict(config.federation.examples)
     if simulator is None or simulator.data.partition is None or simulator.data.path is None:
         return {}
-    path, partition = simulator.data.path, simulator.data.partition
-    if simulator.data.has_path_per_site or isinstance(partition.config, SharedPartition) or not path.exists():
+    path, partition = simulator.data.path, simulator.data.partition.config
+    if simulator.data.has_path_per_site or not isinstance(partition, Partitioner) or not path.exists():
         return {}
     cohort = task.cohort(path)
-    ids = partition_cohort(partition.config, cohort, simulator.sites)
+    ids = partition_cohort(partition, cohort, simulator.sites)
     subject_of = dict(zip(cohort.ids, cohort.subjects or cohort.ids, strict=True))
     subjects = {name: {subject_of[example] for example in own} for name, own in sorted(ids.items())}
     return {name: len(split.assign(own, config.seed).train) for name, own in subjects.items()}
@@ -170,8 +170,9 @@ def name_sites(config: RunConfig, task: Task, named: Sequence[str] = ()) -> list
     """
     simulator = config.simulator
     count = simulator.sites if simulator else None
-    if simulator is not None and simulator.data.partition is not None and simulator.data.partition.name == "natural":
-        path, partition = simulator.data.path, simulator.data.partition.config
+    partition = simulator.data.partition.config if simulator and simulator.data.partition else None
+    if simulator is not None and isinstance(partition, NaturalPartition):
+        path = simulator.data.path
         if path is not None and path.exists():
             return sorted(partition_cohort(partition, task.cohort(path), count))
         if count is None:

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..core.errors import ConfigError, DataError, list_first
 from ..tasks.data import bids
-from ..tasks.data.cases import CaseFiles, find_cases
+from ..tasks.data.bids import CaseFiles
+from ..tasks.data.cases import find_cases
 from ..tasks.data.nifti import format_shape, read_nifti
 from ..tasks.data.phantom import write_phantoms
 from ..tasks.data.tables import Spelling, Table, read_table

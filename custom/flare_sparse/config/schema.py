@@ -126,7 +126,7 @@ class SimulatorData(Section):
     """generate brain phantoms"""
     path: Path | None = None
     """one data set to partition; or, with {site} in the path, one folder or file per site"""
-    partition: Annotated[Choice[Section], build_choice_validator(lambda: PARTITIONS), ChoiceSerializer] | None = None
+    partition: Annotated[Choice[Settings], build_choice_validator(lambda: PARTITIONS), ChoiceSerializer] | None = None
     """how the data set at path is partitioned into sites"""
 
     @property

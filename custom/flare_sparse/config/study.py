@@ -19,7 +19,14 @@ from ..core.errors import ConfigError, DataError, list_first, suggest
 from ..core.findings import Finding
 from ..core.names import list_similar
 from ..core.observer import SILENT, Observer
-from ..tasks.data.partition import NaturalPartition, list_folders_without_examples, list_renamed_sites, partition_cohort
+from ..tasks.data.partition import (
+    NaturalPartition,
+    Partitioner,
+    SharedPartition,
+    list_folders_without_examples,
+    list_renamed_sites,
+    partition_cohort,
+)
 from ..tasks.data.phantom import write_phantoms
 from ..tasks.task import SiteData, Task
 from .assemble import Assembly, assemble, open_checkpoints
@@ -73,12 +80,13 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
     if data.has_path_per_site:
         names = [f"site-{i}" for i in range(1, (count or 0) + 1)]
         return {name: SiteData(name, Path(str(data.path).replace("{site}", name))) for name in sorted(names)}
-    if data.path is not None and data.partition is not None and data.partition.name == "shared":
+    partition = data.partition.config if data.partition else None
+    if data.path is not None and isinstance(partition, SharedPartition):
         return {name: SiteData(name, data.path) for name in sorted(f"site-{i}" for i in range(1, (count or 0) + 1))}
-    if data.path is None or data.partition is None:
+    if data.path is None or not isinstance(partition, Partitioner):
         path, partition = _prepare_phantoms(simulator, folder / "phantoms"), NaturalPartition()
     else:
-        path, partition = data.path, data.partition.config
+        path = data.path
     cohort = task.cohort(path)
     if not cohort.ids:
         raise DataError(f"{path}: there are no examples to partition into sites; expected at least one")
@@ -89,8 +97,9 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
         )
     try:
         ids = partition_cohort(partition, cohort, count)
-        is_natural = isinstance(partition, NaturalPartition)
-        renamed = list_renamed_sites(cohort, partition.column, partition.missing) if is_natural else {}
+        renamed = {}
+        if isinstance(partition, NaturalPartition):
+            renamed = list_renamed_sites(cohort, partition.column, partition.missing)
     # The partitioners know columns and counts, but not the file that they came from.
     except DataError as error:
         raise DataError(f"{path}: {error}") from error

@@ -17,7 +17,8 @@ from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .classes import compute_binary_metrics
 from .data import bids
 from .data.augmentation import Augmentation
-from .data.cases import CaseFiles, CaseSettings, load_cases
+from .data.bids import CaseFiles
+from .data.cases import CaseSettings, load_cases
 from .data.nifti import check_voxels, format_shape, read_nifti, read_values
 from .models import ModelConfig, require_input
 from .models.shapes import Volume

@@ -18,9 +18,8 @@ from torch.utils.data import Dataset
 from ..core.errors import DataError, require_extra
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .data.augmentation import Augmentation
-from .data.bids import index_cases
+from .data.bids import CaseFiles, index_cases
 from .data.cases import (
-    CaseFiles,
     CaseSettings,
     Derivative,
     Pairs,

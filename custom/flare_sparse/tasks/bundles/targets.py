@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ...core.errors import DataError, MetricsError
 from ...core.ranking import compute_auc
-from ..data.cases import CLASS, PHOTOGRAPHS, CaseFiles, Pairs, find_cases, find_classes
+from ..data.bids import CaseFiles
+from ..data.cases import CLASS, PHOTOGRAPHS, Pairs, find_cases, find_classes
 from ..data.segmentation import check_volumes
 from ..task import Kind
 from .cases import Item, check_label_map, describe_cause, strip_metadata

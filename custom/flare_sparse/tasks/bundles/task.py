@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
-from ..data.bids import index_cases
-from ..data.cases import CaseFiles, CaseSettings, Derivative, Pairs, Suffixes, describe_left_out, load_cases
+from ..data.bids import CaseFiles, index_cases
+from ..data.cases import CaseSettings, Derivative, Pairs, Suffixes, describe_left_out, load_cases
 from ..task import Cohort, Examples, Metric, SiteData
 from .cases import Item, describe_cause, strip_metadata
 from .components import DTYPES, build_all, iterate_components

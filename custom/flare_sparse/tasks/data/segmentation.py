@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...core.errors import DataError
-from .cases import CaseFiles
+from .bids import CaseFiles
 from .nifti import check_voxels, format_shape, read_nifti, read_values, round_labels
 
 Normalization = Literal["volume", "nonzero", "none"]

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from ...core.errors import ConfigError, DataError
 from ...core.settings import Settings
-from ..data.cases import CaseFiles
+from ..data.bids import CaseFiles
 from .raw import SHARED, check_alignment, check_shared, explain_reader_error, find_raw_cases, read_dataset
 
 FORMAT = 1

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...core.errors import ConfigError, DataError
 from ...core.seeds import seed_torch
-from ..data.cases import CaseFiles
+from ..data.bids import CaseFiles
 from ..data.nifti import round_labels
 from .raw import check_alignment, explain_reader_error
 

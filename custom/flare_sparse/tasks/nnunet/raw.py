@@ -14,7 +14,8 @@ import numpy as np
 from nibabel.filebasedimages import ImageFileError
 
 from ...core.errors import DataError
-from ..data.cases import CaseFiles, find_bids_cases
+from ..data.bids import CaseFiles
+from ..data.cases import find_bids_cases
 from ..data.segmentation import check_volumes, describe_orientation
 from ..task import ORIENTATION, Column
 

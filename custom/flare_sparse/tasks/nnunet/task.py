@@ -14,16 +14,8 @@ from torch.utils.data import Dataset
 
 from ...core.errors import ConfigError, DataError
 from ...core.needs import Need, Needs
-from ..data.bids import index_cases
-from ..data.cases import (
-    CaseFiles,
-    CaseSettings,
-    Derivative,
-    describe_left_out,
-    find_bids_cases,
-    load_cases,
-    select_cases,
-)
+from ..data.bids import CaseFiles, index_cases
+from ..data.cases import CaseSettings, Derivative, describe_left_out, find_bids_cases, load_cases, select_cases
 from ..task import Cohort, Column, Examples, Metric, SiteData, Task, is_metric_name
 from .pipeline import TRAINER, Pipeline, Prepared
 from .plan import check_plan, list_configurations
