@@ -216,20 +216,21 @@ def read_digest(out: str) -> str:
     return str(json.loads((Path(out) / "summary.json").read_text())["model_sha256"])
 
 
-def test_step_back_repeats_the_last_committed_round_as_if_it_had_never_been_committed(config: Path) -> None:
+def test_commit_set_aside_is_repeated_as_if_it_had_never_been_committed(config: Path) -> None:
     assert run(config, "--out", "whole").exit_code == 0
     stop_after_a_poisoned_round(config)
     shutil.copytree("out", "poisoned")
     assert run(config, "--out", "poisoned", "--start", "last").exit_code == 0
     assert read_digest("poisoned") != read_digest("whole")
     EVENTS.clear()
-    resumed = run(config, "--out", "out", "--start", "last-1")
+    newest = next(Path("out").glob("checkpoints/*/server/00000002"))
+    newest.rename(newest.with_name("stepped-back-00000002"))
+    resumed = run(config, "--out", "out", "--start", "last")
     assert resumed.exit_code == 0, resumed.output
     assert EVENTS["calls"] == 4, "rounds 2 and 3 are trained"
     assert read_digest("out") == read_digest("whole")
     event = "the run steps back by one commit: checkpoint 00000002 is set aside as stepped-back-00000002"
     texts = [line.split("  ")[0] for line in resumed.output.splitlines()]
-    assert texts[0] == event, "said at once, and again with the first round that is committed after it"
     assert texts[texts.index("round 1/3") :][:4] == ["round 1/3", f"server: {event}", "round 2/3", "round 3/3"]
     summary = json.loads((Path("out") / "summary.json").read_text())
     assert summary["events"] == [{"round": 2, "site": "server", "event": "stepped_back", "detail": event}]
@@ -237,32 +238,10 @@ def test_step_back_repeats_the_last_committed_round_as_if_it_had_never_been_comm
     assert rounds == [1, 2, 3, 4]
 
 
-def test_step_back_without_enough_checkpoints_changes_nothing(config: Path) -> None:
-    stop_after_a_poisoned_round(config)
-    names = sorted(path.name for path in Path("out").glob("checkpoints/*/server/*"))
-    refused = run(config, "--out", "out", "--start", "last-2")
-    assert refused.exit_code == 1
-    assert "E_CHECKPOINT" in refused.output
-    assert "holds 2 intact checkpoints, so the run can step back by at most 1. To repeat all rounds" in refused.output
-    assert sorted(path.name for path in Path("out").glob("checkpoints/*/server/*")) == names == ["00000001", "00000002"]
-    # A damaged checkpoint is no commit that the run could continue from, and so no step.
-    (next(Path("out").glob("checkpoints/*/server/00000002")) / "tensors.safetensors").write_bytes(b"")
-    refused = run(config, "--out", "out", "--start", "last-1")
-    assert "holds 1 intact checkpoint, so the run can step back by at most 0" in refused.output
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--start", "last-1", "--env", "prod", "--kit", "kit"), "the checkpoints lie at the server: abort"),
-        (("--start", "last-0"), "--start last-0: discards no commit"),
-        (("--start", "lest"), "expected last, last-N, new, or the result folder"),
-    ],
-)
-def test_start_that_is_none_is_refused(config: Path, options: tuple[str, ...], message: str) -> None:
-    result = run(config, *options)
+def test_start_that_is_none_is_refused(config: Path) -> None:
+    result = run(config, "--start", "lest")
     assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
+    assert "expected last, new, or the result folder" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
     """
     config, assembly = study.config, study.assembly
     check_kernels(assembly.method)
-    checkpoints = folder.open_checkpoints(study, observer)
+    checkpoints = folder.open_checkpoints(study)
     data = study.prepare_sites(folder.path, observer)
     runners = _build_script_runners(study, data, folder.path / SCRIPTS)
     # The number of threads decides the order of float sums, so data is loaded under the job's own number, as in FLARE.

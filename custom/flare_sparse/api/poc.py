@@ -19,7 +19,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
     from ..flare.recipe import list_user_classes
 
     out = folder.path
-    checkpoints = folder.open_checkpoints(study, observer)
+    checkpoints = folder.open_checkpoints(study)
     with observer.wait("preparing the sites' data ..."):
         sites = study.prepare_sites(out, observer)
     observer.say(describe_start(study, f"{len(sites)} sites as separate processes (nvflare poc, mTLS)"))

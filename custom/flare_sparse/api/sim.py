@@ -21,7 +21,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
     from ..flare.recipe import list_user_classes
 
     out, config = resolve_folder(folder.path), study.config
-    checkpoints = folder.open_checkpoints(study, observer)
+    checkpoints = folder.open_checkpoints(study)
     with observer.wait("preparing the sites' data ..."):
         sites = study.prepare_sites(out, observer)
     site_files = write_site_files(out / "sites", sites.values())

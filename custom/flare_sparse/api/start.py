@@ -12,7 +12,7 @@ from ..config.user_code import trust_code
 from ..config.withdrawals import Withdrawals
 from ..core.errors import ConfigError, suggest
 from ..core.observer import Observer
-from ..results.runs.folder import RunFolder, Start
+from ..results.runs.folder import RunFolder
 from ..results.runs.progress import Printer
 from .deployment import Env
 from .run import Run
@@ -44,9 +44,9 @@ def run(
             of their own; ``prod``: a running federation.
         overrides: settings by path.
         out: result folder; None: as ``flare-sparse run`` chooses it.
-        start: ``"last"``: continue the interrupted run in ``out`` from its last committed round, ``"last-N"`` after
-            discarding N commits; ``"new"``: replace the run that ``out`` holds; or the result folder of a finished run,
-            which is continued to a larger number of rounds.
+        start: ``"last"``: continue the interrupted run in ``out`` from its last committed round; ``"new"``:
+            replace the run that ``out`` holds; or the result folder of a finished run, which is continued to a larger
+            number of rounds.
         observer: hears of the rounds; None: they are printed. ``SILENT`` ignores them.
         kit: startup kit of an admin who may submit jobs; for ``prod``, which needs one.
 
@@ -59,43 +59,28 @@ def run(
         >>> done.summary["rounds"], sorted(done.summary["final"]["sites"])
         (1, ['A', 'B'])
     """
-    begin = Start.parse(start)
-    check_start(begin, env, kit)
     study = Study.load(config, list_overrides(overrides))
-    refuse_lost_state(begin, study, env)
-    folder = RunFolder.open(name_run(study, env), study, begin, Path(out) if out else None)
+    check_start(env, study, start, kit)
+    folder = RunFolder.open(name_run(study, env), study, start, Path(out) if out else None)
     with folder.claim(0.0 if env == "local" else PATIENCE_S):
         prepared = folder.prepare(keeps_state=env != "prod", advise=lambda value: f'start="{value}"')
         return launch(env, study, prepared, Printer() if observer is None else observer, kit)
 
 
-def check_start(start: Start, env: str, kit: Path | None = None) -> None:
-    """Refuse a start, or a startup kit, that does not fit the environment.
+def check_start(env: str, study: Study, start: str | Path | None, kit: Path | None) -> None:
+    """Refuse a startup kit, or a start, that does not fit the environment.
 
     Raises:
-        ConfigError: the environment needs a kit and has none, or the other way round; or it has no commits here.
+        ConfigError: the environment needs a kit and has none, or the other way round; or a finished run of this
+            environment leaves nothing that ``--start RUN`` could continue.
     """
     if env == "prod" and kit is None:
         raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
     if env != "prod" and kit is not None:
         raise ConfigError(f"--kit is for --env prod, not for --env {env}; leave it out")
-    if env == "prod" and start.step_back:
+    if env == "prod" and start not in (None, "last", "new"):
         raise ConfigError(
-            f"--start last-{start.step_back} does not apply to --env prod, where the checkpoints lie at the server: "
-            'abort the job, rename the server\'s newest checkpoint (docs/reliability.md, "Malicious sites") and submit '
-            "it again"
-        )
-
-
-def refuse_lost_state(start: Start, study: Study, env: str) -> None:
-    """Refuse to continue a finished run of an environment that keeps no state.
-
-    Raises:
-        ConfigError: a finished run of this environment leaves nothing that ``--start RUN`` could continue.
-    """
-    if start.run is not None and env == "prod":
-        raise ConfigError(
-            f"--start {start.run} does not apply to --env prod, where the server deletes its checkpoints after a run. "
+            f"--start {start} does not apply to --env prod, where the server deletes its checkpoints after a run. "
             f"Start a run of {study.config.method.config.rounds} rounds without --start"
         )
 

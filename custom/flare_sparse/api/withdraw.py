@@ -187,10 +187,9 @@ def trace_withdrawal(run: Run, gone: Withdrawals) -> Touched:
         found, moved = _find_subjects(study, sites, gone)
     affected = sorted({*gone.sites, *found})
     first = find_start(lines, affected, config, leaves=bool(gone.sites))
-    folders = [run.path / name / f"{config.name}-{study.run_id}" for name in (FINAL, CHECKPOINTS)]
-    commits = [commit for folder in folders if (commit := find_commit(folder, lines[:first]))]
+    commit = find_commit(run.path / FINAL / f"{config.name}-{study.run_id}", lines[:first])
     rounds = {site: list_touched_rounds(lines, site) for site in affected}
-    return Touched(rounds, found, moved, commits[0] if commits else None, first == len(lines), gone.id)
+    return Touched(rounds, found, moved, commit, first == len(lines), gone.id)
 
 
 @explain_damage

@@ -33,13 +33,11 @@ JSON = ContextVar("JSON", default=False)
 StartFrom = Annotated[
     str | None,
     typer.Option(
-        metavar="last|last-N|new|RUN",
-        help="last: continue the interrupted run of the result folder from its last committed round. last-N: discard "
-        "its last N commits first, after most sites diverge from a poisoned one (E_DIVERGED, E_FINITE); remove the "
-        "cause, too; not for --env prod. new: replace the run of the result folder. RUN, the result folder of a "
-        "finished run, which is not changed: continue it up to the larger total of method.rounds, as if it had had all "
-        "rounds at once; default of --out then: RUN-ROUNDS; not for --env prod, nor for methods whose schedule depends "
-        "on the number of rounds",
+        metavar="last|new|RUN",
+        help="last: continue the interrupted run of the result folder from its last committed round. new: replace the "
+        "run of the result folder. RUN, the result folder of a finished run, which is not changed: continue it up to "
+        "the larger total of method.rounds, as if it had had all rounds at once; default of --out then: RUN-ROUNDS; "
+        "not for --env prod, nor for methods whose schedule depends on the number of rounds",
         show_default="a new run; nothing is replaced",
     ),
 ]

@@ -21,8 +21,7 @@ from ..api.deployment import Env
 from ..core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError, OutOfMemory
 from ..core.memory import is_out_of_memory
 from ..flare.watchdog import end_processes
-from ..results.runs.disk import LEAST_FREE, describe_disk, measure_free
-from ..results.runs.folder import CHECKPOINTS, RunFolder
+from ..results.runs.folder import CHECKPOINTS, LEAST_FREE, RunFolder, describe_disk, measure_free
 from .console import err
 
 PATIENCE_S = 30.0

@@ -72,26 +72,22 @@ def run(
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --start last
 
-        flare-sparse run app_configs/neurosfl_brain_age.yaml --start last-1
-
         flare-sparse run fedavg_brain_age --set method.rounds=30 --start runs/fedavg_brain_age
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
-    from ..api.start import PATIENCE_S, check_start, launch, name_run, refuse_lost_state
+    from ..api.start import PATIENCE_S, check_start, launch, name_run
     from ..config.study import Study
-    from ..results.runs.folder import RunFolder, Start
+    from ..results.runs.folder import RunFolder
     from .outcome import RunCommand, explain_outcome
     from .summary import PARTIAL, find_idle_sites, show_result
 
-    begin = Start.parse(start)
-    check_start(begin, env, kit)
     study = Study.load(config, set_ or ())
-    refuse_lost_state(begin, study, env)
+    check_start(env, study, start, kit)
     name = name_run(study, env)
-    chosen = RunFolder.open(name, study, begin, out)
+    chosen = RunFolder.open(name, study, start, out)
     typed = {"env": env, "kit": kit}
-    command = RunCommand(config, chosen.path, typed, tuple(set_ or ()), replaces=begin.replaces)
+    command = RunCommand(config, chosen.path, typed, tuple(set_ or ()), replaces=chosen.replaces)
     # A killed simulation holds the lock until its processes notice that their command is gone.
     with chosen.claim(0.0 if env == "local" else PATIENCE_S):
         folder = chosen.prepare(keeps_state=env != "prod", advise=command.format)

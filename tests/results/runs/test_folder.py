@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.results.runs.folder import RunFolder, Start
+from flare_sparse.results.runs.folder import RunFolder
 
 
 def finish(folder: str) -> None:
@@ -17,14 +18,16 @@ def finish(folder: str) -> None:
 
 def test_default_folder_is_the_first_without_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert RunFolder.choose("job").path == Path("runs/job")
+    job = RunFolder(Path("runs/job"))
+    assert job.choose().path == Path("runs/job")
     finish("runs/job")
     finish("runs/job-2")
-    assert RunFolder.choose("job").path == Path("runs/job-3")
-    assert RunFolder.choose("job", Start(resume=True)) == RunFolder(Path("runs/job-2"), resume=True)
-    assert RunFolder.choose("job", Start(replaces=True)).path == Path("runs/job")
+    assert job.choose().path == Path("runs/job-3")
+    resumed = replace(job, resume=True)
+    assert resumed.choose() == RunFolder(Path("runs/job-2"), resume=True)
+    assert replace(job, replaces=True).choose().path == Path("runs/job")
     Path("runs/job-3").mkdir()
-    assert RunFolder.choose("job", Start(resume=True)).path == Path("runs/job-3")
+    assert resumed.choose().path == Path("runs/job-3")
 
 
 def test_claimed_folder_is_refused_to_others_until_the_block_ends(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +18,16 @@ from ...config.user_code import CODE_FOLDER
 from ...core.checkpoint.store import Store
 from ...core.checkpoint.writing import lock_folder
 from ...core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
-from ...core.observer import SILENT, Observer
 from ...rounds.endpoints.server import SERVER
-from ...rounds.federation.events import STEP_BACK
 from .continuation import EXPIRED, FINAL, UNFINISHED, expire_checkpoints, keep_final_checkpoints, prepare_continuation
-from .disk import LEAST_FREE, describe_disk, measure_free
 from .model_files import delete_models
 from .record import APPENDED_FILES, CONFIG, SUMMARY
 from .results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
 
 CHECKPOINTS, ERRORS = UNFINISHED, "site_errors"
 """Folders of an unfinished run's checkpoints, and of reports of sites that failed."""
+LEAST_FREE = 10_000_000
+"""Bytes that must be free in the result folder before a run starts."""
 RECORD = (
     SUMMARY,
     *APPENDED_FILES,
@@ -45,51 +43,6 @@ FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER)
 """Folders that describe the models and the sites of a finished run, or continue it."""
 
 
-_LAST = re.compile(r"last(?:-(\d+))?")
-
-
-@dataclass(frozen=True)
-class Start:
-    """How a run starts: as a new one, or from what another has committed.
-
-    Attributes:
-        resume: the run that the result folder holds is continued from its last committed round.
-        step_back: number of commits that are discarded before; only with ``resume``.
-        replaces: the run that the result folder holds is deleted, once nothing can be refused any more.
-        run: result folder of a finished run, which the new one continues; None: none.
-    """
-
-    resume: bool = False
-    step_back: int = 0
-    replaces: bool = False
-    run: Path | None = None
-
-    @classmethod
-    def parse(cls, text: str | Path | None) -> Start:
-        """Return what ``--start`` asks for: ``last``, ``last-N``, ``new``, or the result folder of a finished run.
-
-        Raises:
-            ConfigError: it is none of these.
-
-        >>> Start.parse("last-2")
-        Start(resume=True, step_back=2, replaces=False, run=None)
-        """
-        if text is None:
-            return cls()
-        if text == "new":
-            return cls(replaces=True)
-        if match := _LAST.fullmatch(str(text)):
-            if match[1] is not None and int(match[1]) == 0:
-                raise ConfigError(f"--start {text}: discards no commit; choose last, or last-1")
-            return cls(resume=True, step_back=int(match[1] or 0))
-        if not Path(text).is_dir():
-            raise ConfigError(
-                f"--start {text}: expected last, last-N, new, or the result folder of a finished run, and there is no "
-                "folder of this name"
-            )
-        return cls(run=Path(text))
-
-
 @dataclass(frozen=True)
 class RunFolder:
     """A result folder, and how a run starts in it.
@@ -97,45 +50,44 @@ class RunFolder:
     Attributes:
         path: the folder.
         resume: the run that it holds is continued from its last committed round.
-        step_back: number of commits that are discarded before; only with ``resume``.
         replaces: the run that it holds is deleted by :meth:`clear`.
 
     Examples:
-        >>> RunFolder.choose("study").path
+        >>> RunFolder(Path("runs/study")).choose().path
         PosixPath('runs/study')
     """
 
     path: Path
     resume: bool = False
-    step_back: int = 0
     replaces: bool = False
 
     @classmethod
-    def open(cls, name: str, study: Study, start: Start, out: Path | None = None) -> RunFolder:
+    def open(cls, name: str, study: Study, start: str | Path | None = None, out: Path | None = None) -> RunFolder:
         """Return the folder of a run; a finished run that it continues gives it its checkpoints.
 
         Args:
             name: name of the run, for a run that names no folder.
             study: the run.
-            start: how it starts.
+            start: ``last`` continues the run that the folder holds, ``new`` replaces it, and the result folder of a
+                finished run is continued; None: a new run.
             out: its folder; None: see :meth:`choose` and :meth:`continue_run`.
 
         Raises:
             ConfigError, CheckpointError: as :meth:`continue_run`.
         """
-        if start.run is not None:
-            return cls.continue_run(start.run, study, out)
-        return cls.choose(name, start) if out is None else cls(out, start.resume, start.step_back, start.replaces)
+        if start not in (None, "last", "new"):
+            return cls.continue_run(Path(start), study, out)
+        folder = cls(out or Path("runs") / name, resume=start == "last", replaces=start == "new")
+        return folder if out else folder.choose()
 
-    @classmethod
-    def choose(cls, name: str, start: Start = Start()) -> RunFolder:
-        """Return the folder of a run that names none: ``runs/NAME``, or ``runs/NAME-2`` if that run has finished.
+    def choose(self) -> RunFolder:
+        """Return this folder, or with ``-2`` after its name the next one if its run has finished, and so on.
 
         The newest folder of this name is that of a run that is continued; the first one is replaced whatever it holds.
         """
-        folder, number = cls(Path("runs") / name, start.resume, start.step_back, start.replaces), 1
+        folder, number = self, 1
         while folder.is_finished and not folder.replaces:
-            following = replace(folder, path=Path("runs") / f"{name}-{number + 1}")
+            following = replace(folder, path=self.path.with_name(f"{self.path.name}-{number + 1}"))
             if folder.resume and not following.path.exists():
                 break
             folder, number = following, number + 1
@@ -154,6 +106,11 @@ class RunFolder:
             ConfigError: the run cannot be continued with these settings, or the folder holds another run.
             CheckpointError: a checkpoint could not be written.
         """
+        if not run.is_dir():
+            raise ConfigError(
+                f"--start {run}: expected last, new, or the result folder of a finished run, and there is no folder of "
+                "this name"
+            )
         run, rounds = run.resolve(), study.config.method.config.rounds
         folder = cls((out or run.with_name(f"{run.name}-{rounds}")).resolve(), resume=True)
         if folder.path != run and folder.has_checkpoint:
@@ -260,16 +217,12 @@ class RunFolder:
         for name in FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
-    def open_checkpoints(self, study: Study, observer: Observer = SILENT) -> Path:
+    def open_checkpoints(self, study: Study) -> Path:
         """Return the folder of the checkpoints, which a run that is resumed must have; nothing is deleted.
-
-        Args:
-            study: the run.
-            observer: hears of each step back.
 
         Raises:
             CheckpointError: there is no checkpoint, or it belongs to another job; the text names the settings that
-                differ; or there are too few to step back.
+                differ.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         root = self.path / CHECKPOINTS
@@ -279,7 +232,6 @@ class RunFolder:
             raise CheckpointError(f"--start last: {EXPIRED.format(folder=self.path)}. Leave --start out to start again")
         store = study.open_checkpoints(root, SERVER)
         if store.list_numbers():
-            self._discard_commits(store, observer)
             return root
         # A changed setting changes the job's folder below root: compare with the others there and name the difference.
         for folder in sorted(root.glob(f"*/{SERVER}")):
@@ -293,27 +245,6 @@ class RunFolder:
             f"--start last: {root} holds no checkpoint: the run committed no round. Leave --start out to start again"
         )
 
-    def _discard_commits(self, store: Store, observer: Observer) -> None:
-        """Set the newest ``step_back`` undamaged checkpoints aside.
-
-        Raises:
-            CheckpointError: no checkpoint would be left; nothing is set aside.
-        """
-        if not self.step_back:
-            return
-        # The identity is checked first: a commit of another job must stay.
-        store.check()
-        intact = store.list_intact()
-        # Without a checkpoint the run would silently start from round 1, which --start new says openly.
-        if self.step_back >= len(intact):
-            raise CheckpointError(
-                f"--start last-{self.step_back}: {store.folder} holds {len(intact)} intact "
-                f"checkpoint{'s' * (len(intact) != 1)}, so the run can step back by at most {max(len(intact) - 1, 0)}. "
-                "To repeat all rounds: --start new"
-            )
-        for _ in range(self.step_back):
-            observer.say(STEP_BACK.format(number=store.step_back()))
-
     def keep_study(self, study: Study) -> None:
         """Write the configuration and the user's code, from which the finished run can be loaded and run again."""
         (self.path / CONFIG).write_text(dump_config(study.config), encoding="utf-8")
@@ -323,6 +254,28 @@ class RunFolder:
         """Keep the last checkpoints for a continuation: from now on the run cannot be resumed."""
         keep_final_checkpoints(self.path / CHECKPOINTS, has_history=federation.kept_commits > MIN_COMMITS)
         expire_checkpoints(self.path, federation.checkpoint_days)
+
+
+def describe_disk(path: Path, free: int | None) -> str:
+    """Return which disk is full, for which path, and how many bytes are free."""
+    mount = path.resolve()
+    while not mount.is_mount():
+        mount = mount.parent
+    return (
+        f"the disk {mount} is full: {'?' if free is None else f'{free:,}'} bytes free for {path}. Free some space, or "
+        "choose another --out"
+    )
+
+
+def measure_free(path: Path) -> int | None:
+    """Return the free bytes of the disk of a path that may not exist yet; None: it cannot be told."""
+    folder = path.resolve()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def _explain_unwritable(out: Path, error: OSError) -> FlareSparseError:
