@@ -358,10 +358,9 @@ def count_bytes(workspace: Path, kit: Path | None, model: dict[str, torch.Tensor
     from flare_sparse.components.sparse_exchange import SUMS_FILE
 
     if ends := [json.loads(file.read_text()) for file in workspace.rglob(SUMS_FILE)]:
-        # What a site sends is recorded at both ends; of sites among themselves each receiver has a part.
-        parts = [(name, site["up"]) for end in ends for name, site in end["sites"].items() if "up" in site]
-        up = dict(sorted(parts, key=lambda part: part[1]["messages"]))
-        return sum(part["sent_bytes"] for part in up.values()), sum(part["dense_bytes"] for part in up.values())
+        # What a site sends is recorded where it arrives; of sites among themselves each receiver has a part.
+        up = [site["up"] for end in ends for site in end["sites"].values() if "up" in site]
+        return sum(part["sent_bytes"] for part in up), sum(part["dense_bytes"] for part in up)
     logs = (workspace if kit is None else kit.parent).rglob("flare_sparse_egress/*/egress.jsonl")
     lines = [json.loads(text) for log in logs for text in log.read_text().splitlines()]
     # Messages outside of a result are FLARE's own, such as those that prepare a task.

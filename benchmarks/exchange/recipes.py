@@ -57,12 +57,12 @@ def run_job(name: str, mode: str, rounds: int) -> None:
     """Run one job in the working folder; the network namespace is the caller's."""
     from nvflare.recipe import SimEnv
 
-    from flare_sparse.flare.any_recipe import add_sparse_exchange
+    from flare_sparse.components import SparseExchange, add_components
 
     recipe = build_recipe(name, rounds)
     recipe.add_server_config({"server": {"task_request_interval": 0.1}})
     if MODES[mode]:
-        add_sparse_exchange(recipe, **MODES[mode])
+        add_components(recipe, exchange=SparseExchange(**MODES[mode]))
     recipe.execute(SimEnv(num_clients=2, workspace_root="workspace", log_config="concise"))
 
 
@@ -104,7 +104,7 @@ def read_ledger(workspace: Path, name: str) -> int:
     files = [workspace / end / "simulate_job" / "sparse_exchange.jsonl" for end in ends]
     lines = [json.loads(line) for file in files if file.is_file() for line in file.read_text().splitlines()]
     # Between sites, both ends have a line for each message.
-    return sum(line["payload_bytes"] for line in lines) // (2 if name == "swarm" else 1)
+    return sum(line["sent_bytes"] for line in lines) // (2 if name == "swarm" else 1)
 
 
 def format_table(cells: list[dict[str, Any]]) -> str:

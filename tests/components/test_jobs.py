@@ -14,9 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nvflare.apis.filter import Filter
 from nvflare.apis.fl_component import FLComponent
+from nvflare.app_common.filters.exclude_vars import ExcludeVars
 from nvflare.app_opt.pt.job_config.base_fed_job import BaseFedJob
+from nvflare.app_opt.pt.recipes.cyclic import CyclicRecipe
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
+from nvflare.app_opt.pt.recipes.fedopt import FedOptRecipe
+from nvflare.app_opt.pt.recipes.fedprox import FedProxRecipe
+from nvflare.app_opt.pt.recipes.scaffold import ScaffoldRecipe
+from nvflare.app_opt.pt.recipes.swarm import SwarmLearningRecipe
+from nvflare.app_opt.sklearn.recipes.fedavg import SklearnFedAvgRecipe
+from nvflare.app_opt.sklearn.recipes.kmeans import KMeansFedAvgRecipe
+from nvflare.app_opt.sklearn.recipes.svm import SVMFedAvgRecipe
 from nvflare.fuel.utils.class_loader import load_class
 from nvflare.recipe.spec import Recipe
 
@@ -36,10 +46,12 @@ from flare_sparse.components import (
     RankUpload,
     ScoredMask,
     SelectiveSum,
+    SparseExchange,
     ToCSR,
     add_components,
 )
 from flare_sparse.components.recipes import require_package
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.site.setup import RECIPE_CLASSES
 
 NET = """from torch import nn
@@ -127,6 +139,73 @@ def test_filters_of_a_recipe_are_exported_with_what_matters(export: Callable[[Re
     assert [entry["args"].keys() >= set(getattr(f, "_always_serialize_args", ())) for entry, f in
             zip(chain["filters"], filters, strict=True)] == [True] * 5  # fmt: skip
     assert [list_arguments(build(entry)) for entry in chain["filters"]] == [list_arguments(item) for item in filters]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe, CyclicRecipe])
+def test_exchange_of_a_recipe_encodes_last_and_decodes_first(
+    kind: type[Recipe], export: Callable[[Recipe], tuple[Any, Any]]
+) -> None:
+    recipe = kind(name="study", min_clients=2, num_rounds=2, model=build_network(), train_script="client.py")
+    recipe.add_client_output_filter(ExcludeVars("head"), tasks=["train"])
+    exchange = SparseExchange(keep=0.1, values="bfloat16", mask=["*"], error_feedback=False)
+    add_components(recipe, exchange=exchange, client_output=[KeepMask()], client_input=[ExcludeVars("head")])
+    server, client = export(recipe)
+    names = [
+        [entry["path"].rpartition(".")[2] for row in config[chain] for entry in row["filters"]]
+        for config in (server, client)
+        for chain in ("task_data_filters", "task_result_filters")
+    ]
+    sent = ["ExcludeVars", "KeepMask", "SparseExchange"]
+    assert names == [["SparseExchange"], ["SparseExchange"], ["SparseExchange", "ExcludeVars"], sent]
+    entry = client["task_result_filters"][0]["filters"][-1]
+    assert entry["args"] == {"keep": 0.1, "values": "bfloat16", "mask": ["*"], "error_feedback": False}
+
+
+def test_exchange_of_a_swarm_codes_the_messages_between_sites(export: Callable[[Recipe], tuple[Any, Any]]) -> None:
+    recipe = SwarmLearningRecipe(
+        name="study", min_clients=2, num_rounds=2, model=build_network(), train_script="client.py"
+    )
+    add_components(recipe, exchange=SparseExchange(keep=0.1))
+    server, client = export(recipe)
+    assert [(row["tasks"], row["direction"], row["filters"][0]["args"]["content"]) for row in
+            client["task_data_filters"]] == [
+        (["swarm_learn"], "inout", "model"),
+        (["swarm_report_learn_result"], "inout", "update"),
+    ]  # fmt: skip
+    assert all(build(row["filters"][0]).keep == 0.1 for row in client["task_data_filters"])
+    assert server["task_data_filters"] == server["task_result_filters"] == client["task_result_filters"] == []
+
+
+class HEModelEncryptor(Filter):
+    def process(self, shareable: Any, fl_ctx: Any) -> Any:
+        return shareable
+
+
+class XGBModelPersistor(FLComponent):
+    """In the place of FLARE's, which cannot be imported without xgboost."""
+
+
+def build_refused() -> Iterator[tuple[Recipe, str]]:
+    common: dict[str, Any] = {"name": "study", "min_clients": 2, "train_script": "client.py"}
+    network = {"num_rounds": 2, "model": build_network(), **common}
+    yield SklearnFedAvgRecipe(num_rounds=2, model_params={"n_classes": 2}, **common), "JoblibModelParamPersistor keeps"
+    yield KMeansFedAvgRecipe(num_rounds=2, n_clusters=3, **common), "JoblibModelParamPersistor keeps"
+    yield SVMFedAvgRecipe(kernel="rbf", **common), "JoblibModelParamPersistor keeps"
+    trees, encrypted, streamed = (FedAvgRecipe(**network) for _ in range(3))
+    trees._job.to_server(XGBModelPersistor(), id="trees")
+    yield trees, "XGBModelPersistor keeps"
+    encrypted.add_client_output_filter(HEModelEncryptor(), tasks=["train"])
+    yield encrypted, "its updates are encrypted"
+    streamed.enable_tensor_streaming("numpy")
+    yield streamed, "tensor streaming takes the tensors out"
+
+
+@pytest.mark.usefixtures("export")
+def test_recipe_that_an_exchange_cannot_serve_is_refused_with_the_reason() -> None:
+    for recipe, reason in build_refused():
+        with pytest.raises(ConfigError, match=f"{type(recipe).__name__}: .*{reason}"):
+            add_components(recipe, exchange=SparseExchange())
 
 
 @pytest.mark.slow

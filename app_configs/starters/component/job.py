@@ -20,14 +20,7 @@ def main():
         train_script="client.py",
         aggregator=SelectiveSum(aggregation="mean", min_sites=2),
     )
-    select, exchange = ChannelUpload(budget=0.3, model=Net()), SparseExchange()
-    add_components(
-        recipe,
-        client_output=[select, exchange],
-        server_input=[exchange],
-        server_output=[exchange],
-        client_input=[exchange],
-    )
+    add_components(recipe, exchange=SparseExchange(), client_output=[ChannelUpload(budget=0.3, model=Net())])
     recipe.execute(SimEnv(num_clients=2, workspace_root="workspace"))
 
 

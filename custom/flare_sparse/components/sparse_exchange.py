@@ -5,49 +5,50 @@ what arrives. FLARE's order at a site is: the job's filters of the task, the exe
 the job's result filters. So the site's filters, the script and FLARE's aggregator have ordinary arrays.
 """
 
+import hashlib
 import json
 import threading
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+import numpy as np
+import torch
+from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.event_type import EventType
-from nvflare.apis.filter import Filter, FilterChainType, FilterContextKey
-from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType, ReturnCode
+from nvflare.apis.filter import FilterChainType, FilterContextKey
+from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import AppConstants
+from torch import Tensor
 
 from ..core.checkpoint.writing import write_json
-from ..core.errors import ConfigError, RejectedMessage
+from ..core.params import Layout
 from ..flare.payload import get_sender
 from ..results.runs.progress import compare_with_dense, format_bytes
-from ..rounds.streams.arrays import split_arrays
-from ..rounds.streams.exchange import Exchange
-from ..rounds.streams.packets import MODEL, find_groups
-from ..rounds.streams.settings import StreamSettings
+from ..rounds.streams import Model, ServerStream, SiteStream, StreamSettings
 from ..wire.formats import ValueType
-from ..wire.ledger import LedgerLine
-from .filters import check_last, open_site
+from .arrays import ComponentError, check_plain, guess_layout, is_float, to_arrays, to_vector
+from .filters import MODELS, ModelFilter, check_last
+from .uploads import check_settings
 
 PACKET = "flare_sparse"
 """Only key in the data of a message of this filter."""
 EXCHANGE_FILE = "sparse_exchange.jsonl"
-"""Ledger of the job, in its folder of each end."""
+"""Ledger of the job, in its folder at the server."""
 SUMS_FILE = "sparse_exchange.json"
-"""Sums of the ledger, in the job's folder of each end."""
-MEMORY_FOLDER = "sparse_exchange"
-"""Folder in the job's folder of a site: the model that it holds, and what it has not sent."""
+"""Sums of the ledger, beside it."""
 
-_EXCHANGE = "flare_sparse.core.exchange"
+_STREAM = "flare_sparse.stream"
 _END = "flare_sparse.exchange_end"
-_KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
-_CREATION = threading.Lock()
+_LOCK = threading.Lock()
+_COUNTER = "num_batches_tracked"
+ValueT = TypeVar("ValueT")
 
 
-class SparseExchange(Filter):
+class SparseExchange(ModelFilter):
     """Encodes and decodes the models and updates of a job.
 
     Args:
@@ -59,8 +60,11 @@ class SparseExchange(Filter):
         content: ``"model"`` or ``"update"``; None: task data are models, task results are updates.
 
     Raises:
-        ConfigError: a setting is invalid.
+        ComponentError: a setting is invalid.
     """
+
+    kinds = (*MODELS, DataKind.APP_DEFINED)
+    is_strict = True
 
     def __init__(
         self,
@@ -75,14 +79,14 @@ class SparseExchange(Filter):
         self.keep, self.values, self.error_feedback = keep, values, error_feedback
         self.mask, self.content = mask, content
         if content not in ("model", "update", None):
-            raise ConfigError(f"content: expected 'model', 'update' or null, found {content!r}")
-        self._settings = StreamSettings(keep, values, error_feedback, None if mask is None else tuple(mask))
+            raise ComponentError(self, f"content is {content!r}, expected 'model' or 'update'", "correct the job")
+        settings = {"keep": keep, "values": values, "error_feedback": error_feedback, "mask": mask}
+        self._settings = check_settings(self, StreamSettings, settings)
         self._tasks: set[str] = set()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Log what leaves a site; at the end say what was saved, or warn that tasks came but no message was coded."""
-        if event_type == EventType.START_RUN and fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
-            open_site(fl_ctx)
+        super().handle_event(event_type, fl_ctx)
         # Fired for all tasks, those without filters among them.
         if event_type == EventType.BEFORE_TASK_DATA_FILTER:
             self._tasks.add(str(fl_ctx.get_prop(FLContextKey.TASK_NAME)))
@@ -91,132 +95,140 @@ class SparseExchange(Filter):
             fl_ctx.set_prop(_END, True, private=True, sticky=True)
             if _find_folder(fl_ctx).joinpath(EXCHANGE_FILE).is_file():
                 self.log_info(fl_ctx, sum_exchange(_find_folder(fl_ctx)))
-            elif self._tasks:
+            elif self._tasks and fl_ctx.get_prop(_STREAM) is None:
                 self.log_warning(
                     fl_ctx,
                     "sparse exchange: no message was coded; all models and updates travelled whole. The tasks were "
                     f"{', '.join(sorted(self._tasks))}; name those that carry models in `tasks` of the filters",
                 )
 
-    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Encode or decode a message in place; messages without arrays pass unchanged.
+    def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
+        """Return the message of a model or an update, or what a message carries; None for anything else."""
+        is_sent = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.OUT
+        is_task = self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN
+        is_update = self.content == "update" if self.content else not is_task
+        packet = dxo.data.get(PACKET) if dxo.data_kind == DataKind.APP_DEFINED else None
+        if is_sent != (dxo.data_kind in MODELS) or (not is_sent and packet is None):
+            return None
+        if is_sent:
+            check_last(self, fl_ctx)
+        t = int(shareable.get_header(AppConstants.CURRENT_ROUND) or 0)
+        with _LOCK:
+            stream = _get_stream(fl_ctx)
+            if is_sent and not is_update:
+                return self._encode_model(dxo, stream, t, fl_ctx)
+            if is_update and not is_sent:
+                return self._decode_update(dxo, packet, stream, shareable, fl_ctx)
+            if isinstance(stream, ServerStream):
+                raise ComponentError(self, "the server sends models and receives updates", "leave out content")
+            return self._encode_update(dxo, stream) if is_sent else self._decode_model(dxo, packet, stream, t)
+
+    def _encode_model(self, dxo: DXO, stream: ServerStream | SiteStream, t: int, fl_ctx: FLContext) -> DXO:
+        if dxo.data_kind != DataKind.WEIGHTS:
+            raise ComponentError(self, "a task carries WEIGHT_DIFF", "send a model (WEIGHTS)")
+        floats, others = _split(dxo.data)
+        model, message = self._build_model(floats, t), None
+        packet: dict[str, Any] = {"others": others}
+        if isinstance(stream, ServerStream):
+            site = str(fl_ctx.get_peer_context().get_identity_name())
+            message, packet["counted"] = stream.encode(model, self._settings, site)
+        else:
+            # One message for several sites, which hold any models; the sender trains the model, too.
+            site = fl_ctx.get_identity_name()
+            stream.receive(model, stream.last)
+        # A whole model travels as FLARE sends it: a site without its layout could not bound what a message allocates.
+        packet |= {"model": floats} if message is None else {"message": message}
+        size = sum(array.nbytes for array in floats.values()) if message is None else message.nbytes
+        _record(fl_ctx, site, "down", t, size, model.layout)
+        return _wrap(packet, dxo)
+
+    def _decode_model(self, dxo: DXO, packet: Any, stream: SiteStream, t: int) -> DXO:
+        others = self._read(packet, "others", dict)
+        if "message" in packet:
+            model = stream.decode(self._read(packet, "message", np.ndarray), t)
+            floats = to_arrays(model.vector, model.layout, model.types)
+        else:
+            floats = self._read(packet, "model", dict)
+            check_plain(DXO(DataKind.WEIGHTS, data=floats), self)
+            model = self._build_model(floats, t)
+        stream.receive(model, packet.get("counted", stream.last))
+        return DXO(DataKind.WEIGHTS, data={**others, **floats}, meta=dict(dxo.meta))
+
+    def _encode_update(self, dxo: DXO, stream: SiteStream) -> DXO:
+        floats, others = _split(dxo.data)
+        if stream.model is None:
+            raise ComponentError(self, "the task brought no model", "name only tasks that carry one, such as train")
+        layout, is_delta = stream.model.layout, dxo.data_kind == DataKind.WEIGHT_DIFF
+        if unknown := sorted(set(floats) - {spec.name for spec in layout.tensors}):
+            raise ComponentError(
+                self, f"the result has {unknown[0]!r}, which the received model has not", "send others"
+            )
+        absent = {spec.name: torch.zeros(spec.shape) for spec in layout.tensors if spec.name not in floats}
+        vector = to_vector({**floats, **absent}, layout, self)
+        message = stream.encode(vector, self._settings, is_delta=is_delta, missing=absent)
+        return _wrap({"message": message, "missing": list(absent), "is_delta": is_delta, "others": others}, dxo)
+
+    def _decode_update(
+        self, dxo: DXO, packet: Any, stream: ServerStream | SiteStream, shareable: Shareable, fl_ctx: FLContext
+    ) -> DXO:
+        message, missing = self._read(packet, "message", np.ndarray), self._read(packet, "missing", list)
+        others, is_delta = self._read(packet, "others", dict), self._read(packet, "is_delta", bool)
+        # A site knows another one by what that writes; the server by its token.
+        peer = fl_ctx.get_peer_context() if isinstance(stream, SiteStream) else None
+        site = str(peer.get_identity_name()) if peer else get_sender(shareable) or "?"
+        model, vector = stream.decode_update(message, site, is_delta=is_delta)
+        _record(fl_ctx, site, "up", model.round, message.nbytes, model.layout)
+        types = {name: like for name, like in model.types.items() if name not in missing}
+        kind = DataKind.WEIGHT_DIFF if is_delta else DataKind.WEIGHTS
+        return DXO(kind, data={**others, **to_arrays(vector, model.layout, types)}, meta=dict(dxo.meta))
+
+    def _build_model(self, floats: Mapping[str, Any], t: int) -> Model:
+        layout = guess_layout(floats)
+        if not layout.size:
+            raise ComponentError(self, "the message has no arrays of floats", "send weights")
+        # Arrays without entries: what arrives has the types of the model.
+        types = {n: a.new_empty(0) if isinstance(a, Tensor) else np.empty(0, a.dtype) for n, a in floats.items()}
+        return Model.from_vector(layout, to_vector(floats, layout, self), t, types)
+
+    def _read(self, packet: Any, key: str, kind: type[ValueT]) -> ValueT:
+        """Return a part of a packet, which may be of anybody.
 
         Raises:
-            ComponentError: another filter of models stands behind it.
-            ConfigError: the message cannot be served, such as one with encrypted values.
-            WireError: the message cannot be decoded. FLARE then reports an error instead of a result.
+            ComponentError: it is of another type.
         """
-        peer, exchange = _get_peer(shareable, fl_ctx), _get_exchange(fl_ctx)
-        if shareable.get_return_code(ReturnCode.OK) != ReturnCode.OK:
-            if peer is not None:
-                exchange.forget(peer)
-            return shareable
-        try:
-            dxo = from_shareable(shareable)
-        except ValueError:
-            return shareable
-        is_update = (self.content or self._get_default_content()) == "update"
-        if fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.OUT:
-            check_last(self, fl_ctx)
-            encoded = self._encode(dxo, exchange, shareable, peer, is_update=is_update)
-        else:
-            encoded = _decode(dxo, exchange, peer or "?", is_update=is_update)
-        # In place: FLARE sends the object that it gave to the filter from one client to another.
-        return shareable if encoded is None else encoded.update_shareable(shareable)
-
-    def _get_default_content(self) -> str:
-        is_data = self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN
-        return "model" if is_data else "update"
-
-    def _encode(
-        self, dxo: DXO, exchange: Exchange, shareable: Shareable, peer: str | None, *, is_update: bool
-    ) -> DXO | None:
-        """Return the message of a model or an update; None for anything else."""
-        if dxo.data_kind == DataKind.COLLECTION:
-            raise ConfigError("sparse exchange: a collection of models (COLLECTION) cannot be coded; use one model")
-        if dxo.data_kind not in _KINDS or not dxo.data:
-            return None
-        processed = dxo.get_meta_prop(MetaKey.PROCESSED_ALGORITHM)
-        if processed is not None:
-            raise ConfigError(
-                f"sparse exchange: another filter has processed the values ({processed}), such as encryption or "
-                "quantization; remove one of the two filters from the job"
-            )
-        arrays, others = split_arrays(dxo.data)
-        if not arrays:
-            raise ConfigError("sparse exchange: the message has no float arrays; expected weights or their difference")
-        extras = find_groups(dxo.meta, arrays)
-        groups = {MODEL: arrays, **extras}
-        if is_update:
-            packet = exchange.encode_update(groups, self._settings, is_delta=dxo.data_kind == DataKind.WEIGHT_DIFF)
-        elif dxo.data_kind == DataKind.WEIGHTS:
-            round_ = shareable.get_header(AppConstants.CURRENT_ROUND, 0)
-            packet = exchange.encode_model(groups, int(round_ or 0), self._settings, peer)
-        else:
-            raise ConfigError("sparse exchange: a task carries WEIGHT_DIFF; expected a model (WEIGHTS)")
-        meta = {key: _drop_items(value, extras.get(key, {})) for key, value in dxo.meta.items()}
-        return DXO(DataKind.APP_DEFINED, data={PACKET: {**packet, "others": others}}, meta=meta)
+        value = packet.get(key) if isinstance(packet, dict) else None
+        if not isinstance(value, kind):
+            found = f"{key} is of type {type(value).__name__}, expected {kind.__name__}"
+            raise ComponentError(self, f"the message is malformed: {found}", "put it last where messages leave")
+        return value
 
 
-def _decode(dxo: DXO, exchange: Exchange, sender: str, *, is_update: bool) -> DXO | None:
-    """Return the model or the update of a message; None for a message of another kind."""
-    if dxo.data_kind != DataKind.APP_DEFINED or not isinstance(dxo.data, dict) or list(dxo.data) != [PACKET]:
-        return None
-    packet = dxo.data[PACKET]
-    groups, is_delta = (
-        exchange.decode_update(packet, sender) if is_update else (exchange.decode_model(packet, sender), False)
-    )
-    others = packet.get("others")
-    if not isinstance(others, dict):
-        raise RejectedMessage("E_KIND", "others", "a mapping", type(others).__name__, sender)
-    extras = {name: {**_get_items(dxo.meta, name), **group} for name, group in groups.items() if name != MODEL}
-    kind = DataKind.WEIGHT_DIFF if is_delta else DataKind.WEIGHTS
-    return DXO(kind, data={**others, **groups[MODEL]}, meta={**dxo.meta, **extras})
+def _split(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays of floats, and those that travel as they are."""
+    # FLARE's mean of the counters is a float: with them, the layout would change after a round.
+    floats = {name: array for name, array in arrays.items() if is_float(array) and not name.endswith(_COUNTER)}
+    return floats, {name: array for name, array in arrays.items() if name not in floats}
 
 
-def _drop_items(value: Any, coded: dict[str, Any]) -> Any:
-    """Return a value of the metadata without the arrays that travel as messages."""
-    return {key: item for key, item in value.items() if key not in coded} if coded else value
+def _wrap(packet: dict[str, Any], dxo: DXO) -> DXO:
+    return DXO(DataKind.APP_DEFINED, data={PACKET: packet}, meta=dict(dxo.meta))
 
 
-def _get_items(meta: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the arrays of a group that travelled in the metadata."""
-    items = meta.get(name)
-    return items if isinstance(items, dict) else {}
+def _get_stream(fl_ctx: FLContext) -> ServerStream | SiteStream:
+    """Return the end of this process, which all filters of the job share."""
+    stream: ServerStream | SiteStream | None = fl_ctx.get_prop(_STREAM)
+    if stream is None:
+        run = hashlib.sha256(str(fl_ctx.get_job_id()).encode()).hexdigest()[:16]
+        stream = ServerStream(run) if fl_ctx.get_process_type() == ProcessType.SERVER_JOB else SiteStream(run)
+        fl_ctx.set_prop(_STREAM, stream, private=True, sticky=True)
+    return stream
 
 
-def _get_peer(shareable: Shareable, fl_ctx: FLContext) -> str | None:
-    """Return the name of the other end; None for a message that a site sends to several others or to the server."""
-    if (site := get_sender(shareable)) is not None:
-        return site
-    peer = fl_ctx.get_peer_context()
-    is_sent = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.OUT
-    if peer is None or (is_sent and fl_ctx.get_process_type() == ProcessType.CLIENT_JOB):
-        return None
-    return str(peer.get_identity_name())
-
-
-def _get_exchange(fl_ctx: FLContext) -> Exchange:
-    """Return the streams of this process, which all filters of the job share."""
-    with _CREATION:
-        exchange = fl_ctx.get_prop(_EXCHANGE)
-        if exchange is None:
-            exchange = _build_exchange(fl_ctx)
-            fl_ctx.set_prop(_EXCHANGE, exchange, private=True, sticky=True)
-        return exchange
-
-
-def _build_exchange(fl_ctx: FLContext) -> Exchange:
-    folder = _find_folder(fl_ctx)
-    is_site = fl_ctx.get_process_type() != ProcessType.SERVER_JOB
-    ledger = folder / EXCHANGE_FILE
-
-    def record(line: LedgerLine) -> None:
-        with ledger.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(line)) + "\n")
-
-    memory = folder / MEMORY_FOLDER if is_site else None
-    return Exchange(str(fl_ctx.get_job_id()), fl_ctx.get_identity_name(), record, memory)
+def _record(fl_ctx: FLContext, site: str, direction: str, t: int, size: int, layout: Layout) -> None:
+    """Add a line to the ledger."""
+    line = {"site": site, "direction": direction, "round": t, "sent_bytes": size, "dense_bytes": 4 * layout.size}
+    with (_find_folder(fl_ctx) / EXCHANGE_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def sum_exchange(folder: Path) -> str:
@@ -225,7 +237,7 @@ def sum_exchange(folder: Path) -> str:
     total = Counter[str]()
     for text in (folder / EXCHANGE_FILE).read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        counts = Counter(messages=1, sent_bytes=line["payload_bytes"], dense_bytes=line["dense_bytes"])
+        counts = Counter(messages=1, sent_bytes=line["sent_bytes"], dense_bytes=line["dense_bytes"])
         sites.setdefault(line["site"], {}).setdefault(line["direction"], Counter()).update(counts)
         total.update(counts)
     write_json(folder / SUMS_FILE, {**total, "sites": sites})
@@ -237,9 +249,3 @@ def sum_exchange(folder: Path) -> str:
 def _find_folder(fl_ctx: FLContext) -> Path:
     """Return the job's folder of this process."""
     return Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id()))
-
-
-def describe_filter(settings: dict[str, Any], tasks: list[str], content: str) -> dict[str, Any]:
-    """Return the entry of a configuration file for messages between sites, which are sent and received as task data."""
-    path = f"{SparseExchange.__module__}.{SparseExchange.__qualname__}"
-    return {"tasks": tasks, "direction": "inout", "filters": [{"path": path, "args": {**settings, "content": content}}]}

@@ -10,14 +10,13 @@ import torch
 from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError, UndefinedScores
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..methods.lora_a2 import LoRAA2, LoRAA2Config
-from ..methods.method import MethodConfig
 from ..methods.scbf import ChannelConfig, ChannelSelector
 from ..methods.scores.ranks import FACTOR_NAME, compute_slot_scores, select_slots
 from ..methods.scores.scbf.groups import Biases, Selection
@@ -53,14 +52,14 @@ class UploadFilter(ReceivingFilter):
         return DXO(dxo.data_kind, data=data, meta={**dxo.meta, MASK: pack_mask(mask, layout)})
 
 
-ConfigT = TypeVar("ConfigT", bound=MethodConfig)
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 def check_settings(component: object, config: type[ConfigT], arguments: Mapping[str, Any]) -> ConfigT:
-    """Return a method's settings.
+    """Return the settings of a component.
 
     Raises:
-        ComponentError: an argument has a value that the method refuses.
+        ComponentError: an argument has a value that they refuse.
     """
     try:
         return config(**arguments)

@@ -1,1 +1,0 @@
-"""Streams: groups of named arrays that two ends exchange in every round of any job, such as a model."""
