@@ -32,7 +32,6 @@ from flare_sparse.tasks.nnunet.fingerprint import (
     Intensities,
     compute_fingerprint,
     merge_fingerprints,
-    parse_fingerprint,
 )
 
 SAMPLES = 500
@@ -67,13 +66,13 @@ def test_site_answers_with_its_fingerprint_which_the_egress_log_names(tmp_path: 
     require_nnunet()
     site = make_site(tmp_path, job)
     text = from_shareable(site.answer(QUESTION, QUESTIONED)).data[ANSWER]
-    assert parse_fingerprint(text) == compute_fingerprint(tmp_path / "raw", SAMPLES)
+    assert Fingerprint.model_validate_json(text) == compute_fingerprint(tmp_path / "raw", SAMPLES)
     (line,) = read_log(site.folder / EGRESS_FOLDER / "A")
     assert (line["permit"], line["contents"]) == ("EA 1", ["statistics"])
     assert line["bytes"] >= len(text)
 
     (site.folder / "local" / "flare_sparse_withdrawn.txt").write_text("case01\n")
-    without = parse_fingerprint(from_shareable(site.answer(QUESTION, QUESTIONED)).data[ANSWER])
+    without = Fingerprint.model_validate_json(from_shareable(site.answer(QUESTION, QUESTIONED)).data[ANSWER])
     assert without.cases == 2
 
 
@@ -97,7 +96,7 @@ def test_policy_keeps_the_fingerprint_at_the_site(
 
 
 def build_fingerprint(side: int, samples: int = SAMPLES) -> Fingerprint:
-    part = Intensities(total=6.0, squares=14.0, minimum=1.0, maximum=3.0, values=(1.0, 2.0, 3.0), counts=(1, 1, 1))
+    part = Intensities(values=(1.0, 2.0, 3.0), counts=(1, 1, 1))
     dataset = {"channel_names": {"0": "MRI"}, "labels": {"background": 0, "a": 1}, "file_ending": ".nii.gz"}
     return Fingerprint(
         dataset=dataset, reader="NibabelIO", samples_per_case=samples, geometry=(((1, 1, 1), (side, 9, 9)),),
@@ -153,9 +152,9 @@ OTHER = build_fingerprint(11, 400).model_dump_json().encode()
         (None, "B: no answer"),
         (build_refusal("E_POLICY", ReturnCode.EXECUTION_EXCEPTION), "B: E_POLICY"),
         (send(GOOD.replace(b'"counts":[1', b'"counts":[-1')), "B: E_KIND: ValidationError"),
-        (send(b"patient 4711"), "B: E_KIND: JSONDecodeError"),
-        (send(b"[" * 100_000), "B: E_KIND: RecursionError"),
-        (send(3), "B: E_KIND: TypeError"),
+        (send(b"patient 4711"), "B: E_KIND: ValidationError"),
+        (send(b"[" * 100_000), "B: E_KIND: ValidationError"),
+        (send(3), "B: E_KIND: ValidationError"),
         (Shareable(), "B: E_KIND: ValueError"),
         (send(OTHER), "E_CONFIG: the fingerprints differ in samples_per_case (A, B)"),
         (send(GOOD.replace(b'"a":1', b'"Jane Doe":1')), "E_CONFIG: the fingerprints differ in dataset (A, B)"),

@@ -52,7 +52,6 @@ from ..tasks.nnunet.fingerprint import (
     compute_fingerprint,
     find_differences,
     merge_fingerprints,
-    parse_fingerprint,
 )
 from ..tasks.nnunet.raw import find_raw_cases
 from ..tasks.nnunet.task import NnunetConfig
@@ -382,7 +381,7 @@ class FingerprintController(QuestionController[Fingerprint]):
     result = "nnunet/fingerprint.json"
 
     def parse(self, answer: bytes) -> Fingerprint:
-        return parse_fingerprint(answer)
+        return Fingerprint.model_validate_json(answer)
 
     def find_obstacle(self, answers: Mapping[str, Fingerprint]) -> str:
         sites = list(answers)

@@ -35,14 +35,7 @@ CASES = (("A", 3), ("B", 2), ("C", 2))
 def build_fingerprint(values: np.ndarray, shape: tuple[int, int, int] = (4, 5, 6)) -> Fingerprint:
     """Return the fingerprint of one case with these samples."""
     bins, counts = np.unique(round_intensities(values), return_counts=True)
-    part = Intensities(
-        total=float(values.astype(np.float64).sum()),
-        squares=float(np.square(values.astype(np.float64)).sum()),
-        minimum=float(values.min()),
-        maximum=float(values.max()),
-        values=tuple(bins.tolist()),
-        counts=tuple(counts.tolist()),
-    )
+    part = Intensities(values=tuple(bins.tolist()), counts=tuple(counts.tolist()))
     geometry = (((1.0, 1.0, 2.0), tuple(map(float, shape))),)
     return Fingerprint(
         dataset=DATASET,
@@ -72,10 +65,11 @@ def test_merged_statistics_are_those_of_the_pooled_samples_in_any_order() -> Non
     assert found["shapes_after_crop"] == [[4, 5, 6], [4, 5, 7], [4, 5, 8]]
     pooled = np.concatenate(samples).astype(np.float64)
     channel = found["foreground_intensity_properties_per_channel"]["0"]
-    assert channel["mean"] == pytest.approx(pooled.mean(), rel=1e-12)
-    assert channel["std"] == pytest.approx(pooled.std(), rel=1e-9)
-    assert (channel["min"], channel["max"]) == (pooled.min(), pooled.max())
-    for name, q in (("percentile_00_5", 0.5), ("median", 50), ("percentile_99_5", 99.5)):
+    size = float(np.sqrt(np.square(pooled).mean()))
+    assert channel["mean"] == pytest.approx(pooled.mean(), abs=RELATIVE_ERROR * size)
+    assert channel["std"] == pytest.approx(pooled.std(), abs=RELATIVE_ERROR * size)
+    percentiles = {"min": 0, "percentile_00_5": 0.5, "median": 50, "percentile_99_5": 99.5, "max": 100}
+    for name, q in percentiles.items():
         assert channel[name] == pytest.approx(np.percentile(pooled, q), rel=RELATIVE_ERROR)
 
 
@@ -97,9 +91,6 @@ DAMAGE: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "a bin without its count": (("intensities", 0, "counts"), [1] * 7),
     "a count of many sites": (("intensities", 0, "counts", 0), 10**15),
     "bins in no order": (("intensities", 0, "values", 0), 5.5),
-    "a bin beyond the maximum": (("intensities", 0, "maximum"), 7.0),
-    "a sum that no samples have": (("intensities", 0, "total"), 1e9),
-    "squares that no samples have": (("intensities", 0, "squares"), 1e300),
     "an infinite bin": (("intensities", 0, "values", 7), float("inf")),
     "no channel": (("intensities",), []),
     "spacing of nothing": (("geometry", 0, 0, 1), 0.0),
@@ -233,10 +224,4 @@ def test_plan_of_the_sites_is_nnunets_plan_of_the_pooled_hippocampi(
     }
     ours, theirs = found[intensities]["0"], expected[intensities]["0"]
     assert ours.keys() == theirs.keys()
-    for name in ("percentile_00_5", "median", "percentile_99_5"):
-        assert ours[name] == pytest.approx(theirs[name], rel=RELATIVE_ERROR)
-    # nnU-Net adds float32 numbers, and this package float64 ones.
-    assert {name: ours[name] for name in ("mean", "std")} == pytest.approx(
-        {name: theirs[name] for name in ("mean", "std")}, rel=1e-5
-    )
-    assert (ours["min"], ours["max"]) == (theirs["min"], theirs["max"])
+    assert ours == pytest.approx(theirs, rel=RELATIVE_ERROR)

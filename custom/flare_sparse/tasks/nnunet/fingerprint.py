@@ -2,13 +2,12 @@
 
 nnU-Net plans from the spacing and shape of every case, and from samples of the intensities in the foreground. Geometry
 merges as it is. Samples are sent as a histogram whose bins are float32 numbers with 12 bits of mantissa, the same at
-every site (as the relative-error sketch of Masson et al. 2019): percentiles differ from those of the samples by at most
+every site (as the relative-error sketch of Masson et al. 2019): each sample is rounded by at most
 :data:`RELATIVE_ERROR`; whole numbers below 8,192, such as Hounsfield units, are exact.
 """
 
-import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import pairwise
@@ -26,11 +25,11 @@ from .raw import SHARED, check_alignment, check_shared, explain_reader_error, fi
 FORMAT = 1
 MANTISSA_BITS = 12
 RELATIVE_ERROR = 2.0 ** -(MANTISSA_BITS + 1)
-"""Largest relative error of a percentile of the samples: 0.0122 %."""
+"""Largest relative error of a sample: 0.0122 %."""
 SAMPLES = 100_000_000
 """Foreground voxels that nnU-Net draws from all cases together, each case the same number."""
 _LARGEST = float(np.finfo(np.float32).max)
-_PERCENTILES = {"percentile_00_5": 0.5, "median": 50.0, "percentile_99_5": 99.5}
+_PERCENTILES = {"min": 0.0, "percentile_00_5": 0.5, "median": 50.0, "percentile_99_5": 99.5, "max": 100.0}
 _Spacing = Annotated[float, Field(gt=0, le=1e6)]
 _Side = Annotated[float, Field(ge=1, le=1e6)]
 _Case = (
@@ -44,23 +43,16 @@ _Sample = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 class Intensities(Settings):
     """Samples of one channel in the foreground of all cases of a site."""
 
-    total: float = Field(allow_inf_nan=False)
-    """sum of the samples"""
-    squares: float = Field(ge=0, allow_inf_nan=False)
-    """sum of their squares"""
-    minimum: _Sample
-    """smallest sample"""
-    maximum: _Sample
-    """largest sample"""
     values: tuple[_Sample, ...] = Field(min_length=1, max_length=2_000_000)
     """bins of the histogram, ascending"""
     counts: tuple[Annotated[int, Field(ge=1)], ...] = Field(max_length=2_000_000)
     """samples in each bin"""
 
-    @property
-    def count(self) -> int:
-        """Number of samples."""
-        return sum(self.counts)
+    @classmethod
+    def from_counts(cls, counts: Mapping[float, int]) -> Self:
+        """Build the histogram of samples by their rounded values."""
+        values = tuple(sorted(counts))
+        return cls(values=values, counts=tuple(counts[value] for value in values))
 
     @model_validator(mode="after")
     def _check_statistics(self) -> Self:
@@ -68,14 +60,22 @@ class Intensities(Settings):
             raise ValueError(f"{len(self.values)} values and {len(self.counts)} counts")
         if any(below >= above for below, above in pairwise(self.values)):
             raise ValueError("values are not ascending")
-        ends = round_intensities(np.array([self.minimum, self.maximum], dtype=np.float32)).tolist()
-        if [self.values[0], self.values[-1]] != ends:
-            raise ValueError("minimum and maximum are not those of the values")
-        mean, square = self.total / self.count, self.squares / self.count
-        slack = 1e-6 * max(abs(self.minimum), abs(self.maximum))
-        if not self.minimum - slack <= mean <= self.maximum + slack or square > (max(map(abs, ends)) + slack) ** 2:
-            raise ValueError("total and squares are not those of numbers between minimum and maximum")
         return self
+
+    def summarize(self) -> dict[str, float]:
+        """Return nnU-Net's intensity properties of the channel."""
+        values, counts = np.array(self.values), np.array(self.counts, dtype=np.int64)
+        mean = np.average(values, weights=counts)
+        # The first and the last of the samples in each bin, between which percentiles are interpolated.
+        last = counts.cumsum() - 1
+        positions = np.stack([last - counts + 1, last], axis=1).flatten()
+        shares = np.array(list(_PERCENTILES.values())) / 100
+        percentiles = np.interp(shares * last[-1], positions, values.repeat(2))
+        return {
+            **dict(zip(_PERCENTILES, percentiles.tolist(), strict=True)),
+            "mean": float(mean),
+            "std": float(np.sqrt(np.average((values - mean) ** 2, weights=counts))),
+        }
 
 
 class Fingerprint(Settings):
@@ -105,7 +105,7 @@ class Fingerprint(Settings):
             raise ValueError(f"{self.cases} cases and {len(self.relative_sizes)} relative sizes")
         if len(self.intensities) != len(self.dataset["channel_names"]):
             raise ValueError(f"intensities of {len(self.intensities)} channels; the dataset names others")
-        if any(channel.count > self.cases * self.samples_per_case for channel in self.intensities):
+        if any(sum(channel.counts) > self.cases * self.samples_per_case for channel in self.intensities):
             raise ValueError(f"more samples than {self.samples_per_case:,} of each case")
         return self
 
@@ -120,7 +120,7 @@ class Fingerprint(Settings):
             "spacings": [list(spacing) for spacing, _ in self.geometry],
             "shapes_after_crop": [[int(side) for side in shape] for _, shape in self.geometry],
             "foreground_intensity_properties_per_channel": {
-                str(channel): _summarize(part) for channel, part in enumerate(self.intensities)
+                str(channel): part.summarize() for channel, part in enumerate(self.intensities)
             },
             "median_relative_size_after_cropping": float(np.median(self.relative_sizes)),
         }
@@ -170,13 +170,12 @@ def compute_fingerprint(
     if not images:
         raise DataError(f"{folder}: {cases[0].subject}: {cases[0].problem}")
     reader = find_reader(dataset, images[0])
-    analyze = _get_analysis(reader, samples_per_case)
     geometry, sizes = [], []
-    channels: list[_Samples] = [_Samples() for _ in dataset["channel_names"]]
+    channels: list[Counter[float]] = [Counter() for _ in dataset["channel_names"]]
     subjects = set()
     for case in cases:
         try:
-            shape, spacing, samples, _, size = analyze(case)
+            shape, spacing, samples, _, size = _analyze_case(case, reader, samples_per_case)
         except DataError as error:
             if skip_bad_subjects:
                 continue
@@ -186,7 +185,10 @@ def compute_fingerprint(
         if all(len(values) for values in samples):
             subjects.add(case.subject)
         for channel, values in zip(channels, samples, strict=True):
-            channel.add(np.asarray(values, dtype=np.float32))
+            bins, counts = np.unique(round_intensities(np.asarray(values)), return_counts=True)
+            channel.update(dict(zip(bins.tolist(), counts.tolist(), strict=True)))
+    if not all(channels):
+        raise DataError("no label map has a voxel other than background")
     if len(subjects) < least:
         raise DataError(f"{folder}: {len(subjects)} subjects have foreground, the minimum is {least}")
     return Fingerprint(
@@ -195,7 +197,7 @@ def compute_fingerprint(
         samples_per_case=samples_per_case,
         geometry=tuple(sorted(geometry)),
         relative_sizes=tuple(sorted(sizes)),
-        intensities=tuple(channel.finish() for channel in channels),
+        intensities=tuple(map(Intensities.from_counts, channels)),
     )
 
 
@@ -234,9 +236,7 @@ def merge_fingerprints(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
         update={
             "geometry": tuple(sorted(case for part in fingerprints for case in part.geometry)),
             "relative_sizes": tuple(sorted(size for part in fingerprints for size in part.relative_sizes)),
-            "intensities": tuple(
-                _merge_intensities(parts) for parts in zip(*(f.intensities for f in fingerprints), strict=True)
-            ),
+            "intensities": tuple(map(_merge_intensities, *(part.intensities for part in fingerprints))),
         }
     )
 
@@ -248,19 +248,9 @@ def read_fingerprint(file: Path) -> Fingerprint:
         ConfigError: it is no fingerprint.
     """
     try:
-        return parse_fingerprint(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        return Fingerprint.model_validate_json(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: is no fingerprint that flare-sparse plan wrote: {error}") from error
-
-
-def parse_fingerprint(text: bytes) -> Fingerprint:
-    """Return the fingerprint in a JSON text, checked.
-
-    Raises:
-        ValueError: it is none.
-        RecursionError: it is nested too deeply.
-    """
-    return Fingerprint.model_validate(json.loads(text))
 
 
 def find_reader(dataset: Mapping[str, Any], example: Path) -> Any:
@@ -279,109 +269,23 @@ def find_reader(dataset: Mapping[str, Any], example: Path) -> Any:
         raise DataError(f"{example.name}: {error}") from error
 
 
-def _get_analysis(reader: Any, samples_per_case: int) -> Callable[[CaseFiles], Any]:
+def _analyze_case(case: CaseFiles, reader: Any, samples_per_case: int) -> Any:
     from nnunetv2.experiment_planning.dataset_fingerprint.fingerprint_extractor import DatasetFingerprintExtractor
 
-    def analyze(case: CaseFiles) -> Any:
-        if case.problem:
-            raise DataError(case.problem)
-        labels = str(case.require_labels())
-        check_alignment(case, reader.__name__, needs_labels=True)
-        # nnU-Net's readers raise errors of their libraries; analysis asserts.
-        try:
-            return DatasetFingerprintExtractor.analyze_case([*map(str, case.images)], labels, reader, samples_per_case)
-        except Exception as error:
-            text = explain_reader_error(error)
-            raise DataError(f"{case.images[0].name}: nnU-Net cannot analyse the case: {text}") from error
-
-    return analyze
+    if case.problem:
+        raise DataError(case.problem)
+    labels = str(case.require_labels())
+    check_alignment(case, reader.__name__, needs_labels=True)
+    # nnU-Net's readers raise errors of their libraries; analysis asserts.
+    try:
+        return DatasetFingerprintExtractor.analyze_case([*map(str, case.images)], labels, reader, samples_per_case)
+    except Exception as error:
+        text = explain_reader_error(error)
+        raise DataError(f"{case.images[0].name}: nnU-Net cannot analyse the case: {text}") from error
 
 
-class _Samples:
-    """Samples of one channel, added case by case."""
-
-    def __init__(self) -> None:
-        self._histogram: dict[float, int] = {}
-        self._totals: list[float] = []
-        self._squares: list[float] = []
-        self._extremes: list[float] = []
-
-    def add(self, values: np.ndarray) -> None:
-        """Add the samples of one case; a case without foreground has none.
-
-        Sums are kept by case and added exactly at the end, so that they do not depend on the cases' order. The
-        histogram counts rounded values.
-        """
-        if not values.size:
-            return
-        exact = values.astype(np.float64)
-        self._totals.append(float(exact.sum()))
-        self._squares.append(float(np.square(exact).sum()))
-        self._extremes += [float(values.min()), float(values.max())]
-        bins, counts = np.unique(round_intensities(values), return_counts=True)
-        _add_counts(self._histogram, bins.tolist(), counts.tolist())
-
-    def finish(self) -> Intensities:
-        """Return the sums and the histogram.
-
-        Raises:
-            DataError: no case has a foreground.
-        """
-        if not self._extremes:
-            raise DataError("no label map has a voxel other than background")
-        return _build_intensities(self._totals, self._squares, self._extremes, self._histogram)
-
-
-def _merge_intensities(parts: Sequence[Intensities]) -> Intensities:
-    histogram: dict[float, int] = {}
+def _merge_intensities(*parts: Intensities) -> Intensities:
+    counts: Counter[float] = Counter()
     for part in parts:
-        _add_counts(histogram, part.values, part.counts)
-    extremes = [value for part in parts for value in (part.minimum, part.maximum)]
-    return _build_intensities([part.total for part in parts], [part.squares for part in parts], extremes, histogram)
-
-
-def _build_intensities(
-    totals: Iterable[float], squares: Iterable[float], ends: Sequence[float], histogram: Mapping[float, int]
-) -> Intensities:
-    values = tuple(sorted(histogram))
-    return Intensities(
-        # fsum: the sum of the sites' numbers does not depend on their order.
-        total=math.fsum(totals),
-        squares=math.fsum(squares),
-        minimum=min(ends),
-        maximum=max(ends),
-        values=values,
-        counts=tuple(histogram[value] for value in values),
-    )
-
-
-def _add_counts(histogram: dict[float, int], values: Iterable[float], counts: Iterable[int]) -> None:
-    for value, count in zip(values, counts, strict=True):
-        histogram[value] = histogram.get(value, 0) + count
-
-
-def _summarize(part: Intensities) -> dict[str, float]:
-    """Return nnU-Net's intensity properties of a channel."""
-    counts = np.array(part.counts, dtype=np.int64)
-    count = int(counts.sum())
-    mean = part.total / count
-    percentiles = {name: _find_percentile(part.values, counts, q) for name, q in _PERCENTILES.items()}
-    return {
-        "max": part.maximum,
-        "mean": mean,
-        "median": percentiles["median"],
-        "min": part.minimum,
-        "percentile_00_5": percentiles["percentile_00_5"],
-        "percentile_99_5": percentiles["percentile_99_5"],
-        "std": math.sqrt(max(part.squares / count - mean**2, 0.0)),
-    }
-
-
-def _find_percentile(values: Sequence[float], counts: np.ndarray, q: float) -> float:
-    """Return the percentile of a histogram, interpolated between neighbours as ``numpy.percentile`` does."""
-    ends = counts.cumsum()
-    position = q / 100 * (int(ends[-1]) - 1)
-    below, above = (values[int(np.searchsorted(ends, index, side="right"))] for index in (
-        math.floor(position), math.ceil(position)
-    ))  # fmt: skip
-    return below + (above - below) * (position - math.floor(position))
+        counts.update(dict(zip(part.values, part.counts, strict=True)))
+    return Intensities.from_counts(counts)
