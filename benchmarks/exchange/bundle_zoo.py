@@ -118,12 +118,11 @@ def try_bundle(bundle: Path, out: Path, *, tiny: bool) -> dict[str, Any]:
     """Return the row of a bundle that is read: what a run of it gives."""
     from flare_sparse.config.bundles import insert_bundle
     from flare_sparse.tasks.bundles.declaration import read_declaration
-    from flare_sparse.tasks.bundles.refusals import Refusals
 
     task: dict[str, Any] = {**describe_bundle(bundle), "split": {"test": 0.5}}
     settings = insert_bundle({"task": task})["task"]
     own = dict.fromkeys(settings.get("code", ()))
-    declaration = read_declaration(settings["declaration"], Refusals(bundle.name), own)
+    declaration = read_declaration(settings["declaration"], bundle.name, own)
     for number in range(1, SITES + 1):
         folder = out / "data" / f"site-{number}"
         if declaration.purpose == "classification":

@@ -31,7 +31,6 @@ from flare_sparse.core.errors import ConfigError, DataError, MetricsError
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.bundles.components import CLASSES
 from flare_sparse.tasks.bundles.declaration import Declaration, read_declaration
-from flare_sparse.tasks.bundles.refusals import Refusals
 from flare_sparse.tasks.bundles.task import BundleTask
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.task import Examples, SiteData
@@ -60,7 +59,7 @@ def declare(content: dict[str, Any]) -> Declaration:
 
 
 def read(parts: dict[str, Any]) -> Declaration:
-    return read_declaration(parts, Refusals("job"), {})
+    return read_declaration(parts, "job", {})
 
 
 PARTS: dict[str, Any] = resolve(TRAIN)["task"]["declaration"]
@@ -216,25 +215,6 @@ def test_wrong_argument_is_refused_with_those_that_exist() -> None:
 def test_error_names_file_and_item(path: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         declare(change(path, value))
-
-
-def test_all_refusals_are_reported_at_once_and_each_once() -> None:
-    """One that train and validate share is one, and what cannot be resolved is not missing, too."""
-    content = change("train::fixed::1", {"_target_": "my.Crop", "size": 1})
-    content["train"]["random"].append({"_target_": "RandFlipd", "keys": "image", "prob": 2_000_000, "axis": 0})
-    content["network_def"] = "$exit(2)"
-    content["optimizer"]["betas"] = [0, 0]
-    with pytest.raises(ConfigError) as error:
-        declare(content)
-    first, *lines = str(error.value).splitlines()
-    assert first.endswith("train.json: 5 items of this bundle cannot be used:")
-    assert [line.partition(":: ")[0].split(": ")[0].strip() for line in lines] == [
-        "network_def",
-        "optimizer::betas",
-        "train::preprocessing::1::_target_",
-        "train::preprocessing::4::prob",
-        "train::preprocessing::4::axis",
-    ]
 
 
 @pytest.mark.parametrize(

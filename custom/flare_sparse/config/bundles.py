@@ -10,9 +10,8 @@ what comes out is a tree of classes and plain values. A job carries this tree, a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -22,9 +21,8 @@ import numpy as np
 import torch
 
 from ..core.errors import ConfigError, abbreviate, describe_exception, suggest
-from ..tasks.bundles.components import OPTIMIZERS, is_known, iterate_components, shorten
+from ..tasks.bundles.components import OPTIMIZERS, Refusal, is_known, iterate_components, shorten
 from ..tasks.bundles.declaration import SCORES, find_purpose, get_target, read_declaration
-from ..tasks.bundles.refusals import Refusals
 from .choice import KEYS, find_conflict
 from .user_code import check_trust, find_module, import_user_module
 
@@ -79,12 +77,14 @@ def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
     training = method.get("training", {}) if isinstance(method, Mapping) else None
     # Malformed sections are left to the schema.
     given = training if isinstance(training, Mapping) else {"batch_size": 0, "optimizer": ""}
-    parts, declared = bundle.resolve({"batch_size", "optimizer"} - set(given))
+    with bundle.locate_refusals():
+        parts, declared = bundle.resolve({"batch_size", "optimizer"} - set(given))
+        code = bundle.list_code(parts)
+        read_declaration(parts, bundle.source, dict.fromkeys(code))
     settings = {key: value for key, value in task.items() if key not in ("bundle", "override")}
     settings |= {"name": "bundle", "declaration": parts}
-    if code := bundle.list_code(parts):
+    if code:
         settings |= {"code": code, "folder": bundle.folder}
-    read_declaration(parts, bundle.refusals, dict.fromkeys(code))
     result = {**data, "task": settings}
     if isinstance(method, Mapping) and isinstance(training, Mapping):
         result["method"] = {**method, "training": {**declared, **training}}
@@ -124,15 +124,43 @@ class _Bundle:
             raise ConfigError(f"{file}: cannot be read as {file.suffix[1:].upper()}: {error}") from error
         if not isinstance(content, dict):
             raise ConfigError(f"{file}: expected a section of items, found {type(content).__name__}")
-        content = {**content, "bundle_root": str(folder)}
-        override_items(content, override)
-        self.folder, self._content = folder, content
-        self._ids = {part: find_item(content, ids) for part, ids in ITEMS.items()}
-        self.refusals = Refusals(str(file), {part: name for part, name in self._ids.items() if name})
+        self.folder, self.source = folder, str(file)
+        self._written = ConfigParser({**content, "bundle_root": str(folder)})
+        self._override(override)
+        self._ids = {
+            part: next((name for name in ids if self._written.get(name) is not None), None)
+            for part, ids in ITEMS.items()
+        }
         _import_code(folder, file.read_text(encoding="utf-8"))
-        self._parser = ConfigParser(_record(content))
+        self._parser = ConfigParser(_record(self._written.config))
         if (metadata := folder / "configs" / "metadata.json").is_file():
             self._parser.read_meta(metadata)
+
+    def _override(self, items: Any) -> None:
+        """Set items by their ids, such as ``train::dataloader::batch_size``.
+
+        Raises:
+            ConfigError: an item has nothing to stand in.
+        """
+        if not isinstance(items, Mapping):
+            raise ConfigError(f"task.override: expected a section of items by their ids, found {items!r}")
+        for name, value in items.items():
+            try:
+                self._written[str(name).replace("#", "::")] = value
+            except (LookupError, ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"task.override: the bundle has no item {name}; expected ids such as train::dataloader::batch_size"
+                ) from error
+
+    @contextmanager
+    def locate_refusals(self) -> Iterator[None]:
+        """Name the item of the bundle's own file where one of a declaration is refused."""
+        try:
+            yield
+        except Refusal as refusal:
+            part, separator, rest = refusal.path.partition("::")
+            path = f"{self._ids.get(part) or part}{separator}{rest}"
+            raise Refusal(self.source, path, refusal.problem) from refusal
 
     def resolve(self, wanted: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the parts of the bundle as plain values, and settings of ``method.training`` that it declares.
@@ -141,22 +169,14 @@ class _Bundle:
             wanted: which of the settings ``batch_size`` and ``optimizer``.
 
         Raises:
-            ConfigError: the bundle is for something else. What cannot be resolved is left out, and refused in the end.
+            ConfigError: the bundle is for something else, or an item cannot be resolved.
         """
-        parts: dict[str, Any] = {}
-        self._resolve_into(parts, "loss", "metric")
-        loss, metric = (self._name_class(parts, part) for part in ("loss", "metric"))
-        purpose = find_purpose(self.refusals.source, loss, metric)
-        with self.refusals.collect():
-            self._check_trainer()
-        self._resolve_into(parts, "network", "preprocessing", "evaluation", "inferer")
-        if purpose == "segmentation":
-            self._resolve_into(parts, "postprocessing")
-        settings: dict[str, Any] = {}
-        self._resolve_into(settings, *wanted)
-        with self.refusals.collect():
-            settings |= self._read_optimizer(settings.pop("optimizer", None))
-        return parts, settings
+        purpose = find_purpose(self.source, *(self._name_class(part) for part in ("loss", "metric")))
+        self._check_trainer()
+        names = ["network", "loss", "preprocessing", "evaluation", "inferer", "metric"]
+        parts = self._resolve_all(names + ["postprocessing"] * (purpose == "segmentation"))
+        settings = self._resolve_all(wanted)
+        return parts, settings | self._read_optimizer(settings.pop("optimizer", None))
 
     def list_code(self, parts: Any) -> list[str]:
         """Return the classes off the allow list that the bundle's folder has a module for, in the order of names."""
@@ -167,11 +187,8 @@ class _Bundle:
                 found.add(target)
         return sorted(found)
 
-    def _resolve_into(self, parts: dict[str, Any], *names: str) -> None:
-        for part in names:
-            with self.refusals.collect():
-                if (name := self._ids[part]) is not None:
-                    parts[part] = self._resolve(part, name)
+    def _resolve_all(self, parts: Collection[str]) -> dict[str, Any]:
+        return {part: self._resolve(part, name) for part in parts if (name := self._ids[part]) is not None}
 
     def _resolve(self, part: str, name: str) -> Any:
         """Return a part as plain values: lists of transforms without ``Compose``, and the first metric alone.
@@ -186,7 +203,7 @@ class _Bundle:
             # MONAI wraps what an expression raises in a RuntimeError.
             cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
             text = f"MONAI cannot resolve it: {describe_exception(cause).splitlines()[0]}; {_REMEDY}"
-            raise self.refusals.refuse(part, text) from error
+            raise Refusal(self.source, part, text) from error
         if part in ("preprocessing", "evaluation", "postprocessing"):
             value = list(self._flatten(value, part))
         elif part == "metric" and isinstance(value, Mapping):
@@ -194,7 +211,7 @@ class _Bundle:
         return _make_plain(value, partial(self._refuse, part))
 
     def _refuse(self, part: str, path: str, problem: str) -> NoReturn:
-        raise self.refusals.refuse(f"{part}{path}", f"{problem}; {_REMEDY}")
+        raise Refusal(self.source, f"{part}{path}", f"{problem}; {_REMEDY}")
 
     def _flatten(self, value: Any, part: str) -> Iterator[Any]:
         """Yield the transforms of a list or a ``Compose``, which may stand in each other."""
@@ -206,18 +223,21 @@ class _Bundle:
                 yield value
             return
         if not isinstance(value, (list, tuple)):
-            raise self.refusals.refuse(part, "expected Compose with a list of transforms")
+            raise Refusal(self.source, part, "expected Compose with a list of transforms")
         for item in value:
             yield from self._flatten(item, part)
 
-    def _name_class(self, parts: Mapping[str, Any], part: str) -> str:
+    def _name_class(self, part: str) -> str:
         """Return the class of the loss or the first metric; of one that cannot be resolved, what is written."""
-        value = parts.get(part)
-        if part == "metric" and isinstance(value, Mapping):
-            value = next(iter(value.values()), None)
-        if value is None and (name := self._ids[part]):
-            return abbreviate(str(look_up(self._content, name)))
-        return get_target(value)
+        if (name := self._ids[part]) is None:
+            return ""
+        try:
+            value = self._resolve(part, name)
+        except Refusal:
+            return abbreviate(str(self._written.get(name)))
+        return get_target(
+            next(iter(value.values()), None) if part == "metric" and isinstance(value, Mapping) else value
+        )
 
     def _check_trainer(self) -> None:
         """Check that the bundle trains in the way that this package does.
@@ -226,7 +246,7 @@ class _Bundle:
             Refusal: the trainer does something else than to train on minibatches.
         """
         name = self._ids["trainer"]
-        trainer = look_up(self._content, name) if name else None
+        trainer = self._written.get(name) if name else None
         if not isinstance(trainer, Mapping):
             return
         target = get_target(trainer)
@@ -236,13 +256,13 @@ class _Bundle:
             item, problem = f"trainer::{keys[0]}", "the trainer does more than to train on a minibatch"
         else:
             return
-        raise self.refusals.refuse(item, f"{problem}; use a task of your own (docs/bundles.md)")
+        raise Refusal(self.source, item, f"{problem}; use a task of your own (docs/bundles.md)")
 
     def _read_optimizer(self, value: Any) -> dict[str, Any]:
         """Return settings of ``method.training`` for an optimiser; none for None.
 
         Raises:
-            Refusal: it is none of the package's; arguments that are not supported are collected.
+            Refusal: it is none of the package's, or has an argument that is not supported.
         """
         if value is None:
             return {}
@@ -250,49 +270,15 @@ class _Bundle:
         kind = OPTIMIZERS.get(target.rpartition(".")[2])
         if kind is None:
             choice = f"expected one of {', '.join(OPTIMIZERS)}, or set method.training.optimizer"
-            raise self.refusals.refuse("optimizer", f"found {target!r}; {choice}")
+            raise Refusal(self.source, "optimizer", f"found {target!r}; {choice}")
         settings = {"optimizer": kind}
         for key, part in value.items():
             if key in _SETTINGS:
                 settings[_SETTINGS[key]] = part
             elif key != "_target_" and part not in _DEFAULTS.get(key, ()):
-                with self.refusals.collect():
-                    problem = "not supported; remove it, or set method.training.optimizer"
-                    raise self.refusals.refuse(f"optimizer::{key}", problem)
+                problem = "not supported; remove it, or set method.training.optimizer"
+                raise Refusal(self.source, f"optimizer::{key}", problem)
         return settings
-
-
-def override_items(content: dict[str, Any], items: Any) -> None:
-    """Set items of a training configuration in place, by ids such as ``train::dataloader::batch_size``.
-
-    Raises:
-        ConfigError: an item has nothing to stand in.
-    """
-    if not isinstance(items, Mapping):
-        raise ConfigError(f"task.override: expected a section of items by their ids, found {items!r}")
-    for name, value in items.items():
-        section: Any = content
-        *parents, last = re.split("::|#", str(name))
-        try:
-            for part in parents:
-                section = section[int(part) if isinstance(section, list) else part]
-            section[int(last) if isinstance(section, list) else last] = value
-        except (LookupError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"task.override: the bundle has no item {name}; expected ids such as train::dataloader::batch_size"
-            ) from error
-
-
-def look_up(content: Any, name: str) -> Any:
-    """Return the item of an id as it is written; None if there is none."""
-    for part in name.split("::"):
-        content = content.get(part) if isinstance(content, Mapping) else None
-    return content
-
-
-def find_item(content: Mapping[str, Any], ids: Collection[str]) -> str | None:
-    """Return the first of some ids that a configuration has; None if it has none."""
-    return next((name for name in ids if look_up(content, name) is not None), None)
 
 
 def _find_training_file(folder: Path) -> Path:

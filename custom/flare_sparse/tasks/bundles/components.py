@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from ...core.errors import ConfigError, abbreviate, describe_exception, suggest
-from .refusals import Refusals
 
 Kind = Literal["network", "loss", "metric", "classifier", "classification loss", "transform", "inferer", "part"]
 
@@ -92,6 +91,20 @@ _FUNCTIONS = ("func", "select_fn", "other", "other_act", "norm_layer")
 _PACKAGES = ("", "monai", "torch")
 _RETIRED = {("SwinUNETR", "img_size"), ("UNETR", "proj_type")}
 """Arguments without effect that only older releases of MONAI take."""
+
+
+class Refusal(ConfigError):
+    """An item of a bundle that cannot be used.
+
+    Args:
+        source: where the item stands.
+        path: its id.
+        problem: what is wrong with it, and the remedy.
+    """
+
+    def __init__(self, source: str, path: str, problem: str):
+        super().__init__(f"{source}: {path}: {problem}")
+        self.path, self.problem = path, problem
 
 
 def is_known(target: str) -> bool:
@@ -198,12 +211,12 @@ def list_parameters(path: str) -> dict[str, inspect.Parameter]:
 
 
 def parse_component(
-    refusals: Refusals, value: Any, name: str, kind: Kind, own: Mapping[str, Any], depth: int = 0
+    source: str, value: Any, name: str, kind: Kind, own: Mapping[str, Any], depth: int = 0
 ) -> Component:
     """Return the component of a section with ``_target_``.
 
     Args:
-        refusals: receives the arguments that cannot be used.
+        source: where it stands, for errors.
         value: the section: plain values.
         name: its item, for errors.
         kind: what it has to be.
@@ -211,53 +224,52 @@ def parse_component(
         depth: levels above it.
 
     Raises:
-        Refusal: it is no component, or its class is neither on the allow list nor the bundle's own.
+        Refusal: it is no component, its class is neither on the allow list nor the bundle's own, or an argument cannot
+            be used.
     """
     target = value.get("_target_") if isinstance(value, Mapping) else None
     if not isinstance(target, str):
-        raise refusals.refuse(name, f"expected a {kind} with _target_, such as {next(iter(CLASSES[kind]))}")
+        raise Refusal(source, name, f"expected a {kind} with _target_, such as {next(iter(CLASSES[kind]))}")
     short = shorten(target)
     args: dict[str, Any] = {}
     for key, part in value.items():
         if key != "_target_" and (short, key) not in _RETIRED:
-            with refusals.collect():
-                args[key] = _parse_value(refusals, part, f"{name}::{key}", kind, own, depth + 1)
+            args[key] = _parse_value(source, part, f"{name}::{key}", kind, own, depth + 1)
     if target in own:
-        return Component(target, args, f"{refusals.source}: {name}", own[target])
+        return Component(target, args, f"{source}: {name}", own[target])
     if short not in CLASSES[kind]:
-        raise refusals.refuse(f"{name}::_target_", _explain_target(target, short, kind))
-    _check_arguments(refusals, CLASSES[kind][short], short, args, name)
-    return Component(CLASSES[kind][short], args, f"{refusals.source}: {name}")
+        raise Refusal(source, f"{name}::_target_", _explain_target(target, short, kind))
+    _check_arguments(source, CLASSES[kind][short], short, args, name)
+    return Component(CLASSES[kind][short], args, f"{source}: {name}")
 
 
-def _check_arguments(refusals: Refusals, path: str, short: str, args: dict[str, Any], name: str) -> None:
+def _check_arguments(source: str, path: str, short: str, args: dict[str, Any], name: str) -> None:
     """Check the arguments of a class on the allow list, and choose the reader of ``LoadImaged`` among them.
 
     Raises:
-        Refusal: its reader is none that is allowed; other problems are collected.
+        Refusal: the class has no such argument, or its value is none that is allowed.
     """
     known = list(list_parameters(path))
     # What else RandZoomd is given goes to NumPy's padding; the readers of LoadImaged open files.
     is_open = short == "RandZoomd"
     known += _READER_ARGUMENTS if short == "LoadImaged" else ()
     for key, part in args.items():
-        with refusals.collect():
-            if key in _FUNCTIONS and part is not None:
-                raise refusals.refuse(f"{name}::{key}", "a function cannot be given; remove it")
-            if key not in known and not is_open:
-                near = suggest(key, known)
-                raise refusals.refuse(f"{name}::{key}", f"{short} has no such argument.{near} It has: {known}")
-            if key == "pretrained" and part:
-                raise refusals.refuse(f"{name}::{key}", "weights cannot be downloaded; set it to false")
+        if key in _FUNCTIONS and part is not None:
+            raise Refusal(source, f"{name}::{key}", "a function cannot be given; remove it")
+        if key not in known and not is_open:
+            near = suggest(key, known)
+            raise Refusal(source, f"{name}::{key}", f"{short} has no such argument.{near} It has: {known}")
+        if key == "pretrained" and part:
+            raise Refusal(source, f"{name}::{key}", "weights cannot be downloaded; set it to false")
     reader = args.pop("reader", None)
     if shorten(str(reader)) not in map(str, _READERS):
-        raise refusals.refuse(f"{name}::reader", f"found {reader!r}; expected NibabelReader, or leave it out")
+        raise Refusal(source, f"{name}::reader", f"found {reader!r}; expected NibabelReader, or leave it out")
     if set(args) & set(_READER_ARGUMENTS):
         # MONAI would try the arguments with each of its readers.
         args["reader"] = "NibabelReader"
 
 
-def _parse_value(refusals: Refusals, value: Any, name: str, kind: Kind, own: Mapping[str, Any], depth: int) -> Any:
+def _parse_value(source: str, value: Any, name: str, kind: Kind, own: Mapping[str, Any], depth: int) -> Any:
     """Return an argument whose components are parsed.
 
     Raises:
@@ -268,13 +280,13 @@ def _parse_value(refusals: Refusals, value: Any, name: str, kind: Kind, own: Map
         problem = f"it lies below more than {MAX_DEPTH} levels"
     elif isinstance(value, Mapping) and "_target_" in value:
         if kind in ("network", "classifier", "part"):
-            return parse_component(refusals, value, name, "part", own, depth)
+            return parse_component(source, value, name, "part", own, depth)
         problem = f"a {kind} takes no component here; give plain values"
     elif isinstance(value, Mapping) and all(isinstance(key, str) and not key.startswith("_") for key in value):
         pairs = value.items()
-        return {k: _parse_value(refusals, part, f"{name}::{k}", kind, own, depth + 1) for k, part in pairs}
+        return {k: _parse_value(source, part, f"{name}::{k}", kind, own, depth + 1) for k, part in pairs}
     elif isinstance(value, (list, tuple)):
-        return [_parse_value(refusals, v, f"{name}::{i}", kind, own, depth + 1) for i, v in enumerate(value)]
+        return [_parse_value(source, v, f"{name}::{i}", kind, own, depth + 1) for i, v in enumerate(value)]
     elif isinstance(value, str) and value[:1] in ("$", "@", "%"):
         problem = f"found {abbreviate(value)}, which only the lead resolves; a site evaluates no expression"
     elif isinstance(value, (int, float)) and not abs(value) <= MAX_NUMBER:
@@ -282,7 +294,7 @@ def _parse_value(refusals: Refusals, value: Any, name: str, kind: Kind, own: Map
     elif not isinstance(value, (str, int, float, type(None))):
         problem = f"found {type(value).__name__}; expected a number, text, a list or a section"
     if problem:
-        raise refusals.refuse(name, problem)
+        raise Refusal(source, name, problem)
     return value
 
 

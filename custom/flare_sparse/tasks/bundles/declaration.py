@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from ...core.errors import ConfigError, abbreviate
 from ..task import METRIC_NAMES, Metric, is_metric_name
-from .components import CLASSES, LOWER_IS_BETTER, Component, parse_component
-from .refusals import MISSING, Refusals
+from .components import CLASSES, LOWER_IS_BETTER, Component, Kind, Refusal, parse_component
 
 Purpose = Literal["segmentation", "classification"]
 """What a bundle is for: its labels are maps, or classes."""
@@ -88,56 +87,49 @@ def find_purpose(source: str, loss: str, metric: str) -> Purpose:
     )
 
 
-def read_declaration(parts: Mapping[str, Any], refusals: Refusals, own: Mapping[str, Any]) -> Declaration:
+def read_declaration(parts: Mapping[str, Any], source: str, own: Mapping[str, Any]) -> Declaration:
     """Read the parts of a bundle.
 
     Nothing in them is evaluated or imported by a name of theirs: whatever sends a job may have written them.
 
     Args:
         parts: plain values by :data:`PARTS`.
-        refusals: names the source of the parts, and receives what cannot be used.
+        source: where they stand, for errors.
         own: classes of the bundle's own code by their names; None instead of one that is not there yet.
 
     Raises:
         ConfigError: the bundle neither segments nor classifies; or a part is missing, its class is not allowed, or it
-            is no plain value: the text names item and remedy of each.
+            is no plain value: the text names item and remedy.
     """
-    purpose = find_purpose(refusals.source, get_target(parts.get("loss")), get_target(_get_metric(parts.get("metric"))))
+    purpose = find_purpose(source, get_target(parts.get("loss")), get_target(_get_metric(parts.get("metric"))))
     segments = purpose == "segmentation"
-    found: dict[str, Any] = {}
-    with refusals.collect():
-        if unknown := sorted(set(parts) - set(PARTS)):
-            raise refusals.refuse(unknown[0], f"expected one of {', '.join(PARTS)}")
-    for part, kind in (("network", "network" if segments else "classifier"),
-                       ("loss", "loss" if segments else "classification loss"), ("inferer", "inferer")):  # fmt: skip
-        with refusals.collect():
-            value = parts.get(part, _SIMPLE_INFERER if part == "inferer" else None)
-            found[part] = parse_component(refusals, _require(refusals, part, value), part, kind, own)  # type: ignore[arg-type]
-    for part in ("preprocessing", "evaluation", "postprocessing"):
-        # No transform of a classification's predictions is read.
-        missing = () if part == "evaluation" or not segments else None
-        with refusals.collect():
-            value = parts.get(part, missing if part != "preprocessing" else None)
-            value = () if part == "postprocessing" and not segments else _require(refusals, part, value)
-            found[part] = _read_transforms(refusals, value, part, own)
-    with refusals.collect():
-        found["metric"] = _read_metric(refusals, _require(refusals, "metric", parts.get("metric")), segments)
-    keys: tuple[str, ...] = ()
-    for part in ("preprocessing", "evaluation"):
-        if part == "preprocessing" or found.get(part):
-            with refusals.collect():
-                found[part], keys = _insert_load(refusals, found.get(part, ()), part, segments, keys)
-    refusals.raise_all()
-    metric_name, metric = found["metric"]
+    if unknown := sorted(set(parts) - set(PARTS)):
+        raise Refusal(source, unknown[0], f"expected one of {', '.join(PARTS)}")
+
+    def read(part: str, kind: Kind) -> Component:
+        return parse_component(source, _require(source, part, given.get(part)), part, kind, own)
+
+    # No transform of a classification's predictions is read.
+    given = {"inferer": _SIMPLE_INFERER, "evaluation": (), **parts} | ({} if segments else {"postprocessing": ()})
+    network = read("network", "network" if segments else "classifier")
+    loss = read("loss", "loss" if segments else "classification loss")
+    preprocessing, evaluation, postprocessing = (
+        _read_transforms(source, _require(source, part, given.get(part)), part, own)
+        for part in ("preprocessing", "evaluation", "postprocessing")
+    )
+    preprocessing, keys = _insert_load(source, preprocessing, "preprocessing", segments, ())
+    if evaluation:
+        evaluation, _ = _insert_load(source, evaluation, "evaluation", segments, keys)
+    metric_name, metric = _read_metric(source, _require(source, "metric", parts.get("metric")), segments)
     declaration = Declaration(
         purpose,
-        found["network"],
-        found["loss"],
-        found["preprocessing"],
-        found["evaluation"] or found["preprocessing"],
+        network,
+        loss,
+        preprocessing,
+        evaluation or preprocessing,
         keys,
-        found["inferer"],
-        found["postprocessing"],
+        read("inferer", "inferer"),
+        postprocessing,
         metric,
         metric_name,
     )
@@ -156,14 +148,14 @@ def _get_metric(value: Any) -> Any:
     return next(iter(value.values()), None) if isinstance(value, Mapping) else None
 
 
-def _require(refusals: Refusals, part: str, value: Any) -> Any:
+def _require(source: str, part: str, value: Any) -> Any:
     """Return a part.
 
     Raises:
         Refusal: it is missing.
     """
     if value is None:
-        raise refusals.refuse(part, f"{MISSING}; add this item, from which the job reads the bundle's {part}")
+        raise Refusal(source, part, f"missing; add this item, from which the job reads the bundle's {part}")
     return value
 
 
@@ -179,54 +171,50 @@ def _check_outputs(declaration: Declaration) -> None:
         raise ConfigError(f"{declaration.network.location}: the network has {found} outputs; expected {expected}")
 
 
-def _read_transforms(refusals: Refusals, value: Any, part: str, own: Mapping[str, Any]) -> tuple[Component, ...]:
-    """Return the transforms of a list, in order; those that are refused are left out.
+def _read_transforms(source: str, value: Any, part: str, own: Mapping[str, Any]) -> tuple[Component, ...]:
+    """Return the transforms of a list, in order.
 
     Raises:
-        Refusal: it is no list.
+        Refusal: it is no list, or a transform cannot be used.
     """
     if not isinstance(value, (list, tuple)):
-        raise refusals.refuse(part, "expected Compose with a list of transforms")
-    transforms = []
-    for index, item in enumerate(value):
-        with refusals.collect():
-            transforms.append(parse_component(refusals, item, f"{part}::{index}", "transform", own))
-    return tuple(transforms)
+        raise Refusal(source, part, "expected Compose with a list of transforms")
+    return tuple(parse_component(source, v, f"{part}::{i}", "transform", own) for i, v in enumerate(value))
 
 
-def _read_metric(refusals: Refusals, value: Any, segments: bool) -> tuple[str, Component]:
+def _read_metric(source: str, value: Any, segments: bool) -> tuple[str, Component]:
     """Return the name of the key metric, and the metric.
 
     Raises:
         Refusal: there is none, or it is none of the known ones.
     """
     if not isinstance(value, Mapping) or len(value) != 1 or "_target_" in value:
-        raise refusals.refuse("metric", 'expected a section with one metric, such as {"val_mean_dice": {...}}')
+        raise Refusal(source, "metric", 'expected a section with one metric, such as {"val_mean_dice": {...}}')
     name, content = next(iter(value.items()))
     if not is_metric_name(name):
-        raise refusals.refuse("metric", f"found the name {abbreviate(name)} of a metric; expected {METRIC_NAMES}")
+        raise Refusal(source, "metric", f"found the name {abbreviate(name)} of a metric; expected {METRIC_NAMES}")
     item = f"metric::{name}"
     if segments:
-        component = parse_component(refusals, content, item, "metric", {})
+        component = parse_component(source, content, item, "metric", {})
         # The handlers' default is MONAI's; a case has no mean over a batch.
         args = {option: part for option, part in component.args.items() if option not in ("reduction", "get_not_nans")}
         return name, Component(component.path, args, component.location)
     target = get_target(content)
     score = SCORES.get(target.rpartition(".")[2])
     if score is None:
-        raise refusals.refuse(item, f"found {abbreviate(target)}; expected one of {', '.join(SCORES)}")
-    return name, Component(score, {}, f"{refusals.source}: {item}")
+        raise Refusal(source, item, f"found {abbreviate(target)}; expected one of {', '.join(SCORES)}")
+    return name, Component(score, {}, f"{source}: {item}")
 
 
 def _insert_load(
-    refusals: Refusals, transforms: tuple[Component, ...], part: str, segments: bool, keys: tuple[str, ...]
+    source: str, transforms: tuple[Component, ...], part: str, segments: bool, keys: tuple[str, ...]
 ) -> tuple[tuple[Component, ...], tuple[str, ...]]:
     """Return transforms of cases, LoadImaged first, and the names under which they receive the files of images.
 
     A bundle without LoadImaged has arrays as data, which its cases become once their files are read.
 
     Args:
-        refusals: makes the errors.
+        source: where they stand, for errors.
         transforms: those of the bundle.
         part: their part.
         segments: whether the labels are files, too.
@@ -242,16 +230,16 @@ def _insert_load(
         given = [given] if isinstance(given, str) else given
         if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
             path = f"{part}::{transforms.index(load)}::keys"
-            raise refusals.refuse(path, f"expected {', '.join(KEYS)}, or a list of such names")
+            raise Refusal(source, path, f"expected {', '.join(KEYS)}, or a list of such names")
         files += [name for name in given if name not in files]
     if not loads:
         files = list(KEYS if segments else KEYS[:1])
     if loads and transforms[0] is not loads[0]:
-        raise refusals.refuse(part, f"expected LoadImaged as the first transform, with the keys {', '.join(files)}")
+        raise Refusal(source, part, f"expected LoadImaged as the first transform, with the keys {', '.join(files)}")
     images = tuple(name for name in files if name != KEYS[1])
     if not images or (KEYS[1] in files) is not segments or (keys and images != keys):
         held = "image and label" if segments else "image alone: the label is a class"
-        raise refusals.refuse(part, f"LoadImaged loads {', '.join(files)}; expected the same files everywhere, {held}")
+        raise Refusal(source, part, f"LoadImaged loads {', '.join(files)}; expected the same files everywhere, {held}")
     if loads:
         return transforms, images
-    return (Component(LOAD, {"keys": files}, f"{refusals.source}: {part}"), *transforms), images
+    return (Component(LOAD, {"keys": files}, f"{source}: {part}"), *transforms), images

@@ -20,7 +20,6 @@ from ..task import Cohort, Examples, Metric, SiteData
 from .cases import Item, describe_cause, strip_metadata
 from .components import DTYPES, build_all, iterate_components
 from .declaration import KEYS, read_declaration
-from .refusals import Refusals
 from .targets import TARGETS, Target
 
 MAX_CHARACTERS = 400_000
@@ -53,7 +52,7 @@ class BundleConfig(CaseSettings, AdaptedTaskConfig):
                 raise ConfigError(f"{SOURCE}: found {size:,} characters; expected at most {MAX_CHARACTERS:,}")
             if unused := set(self.code) - {part["_target_"] for part in iterate_components(self.declaration)}:
                 raise ConfigError(f"task.code: {', '.join(sorted(unused))}: the declaration names no such class")
-            read_declaration(self.declaration, Refusals(SOURCE), dict.fromkeys(self.code))
+            read_declaration(self.declaration, SOURCE, dict.fromkeys(self.code))
         except (ConfigError, TypeError, RecursionError) as error:
             raise ValueError(str(error)) from error
         return self
@@ -93,7 +92,7 @@ class BundleTask(AdaptableTask):
                 "to sites whose policy allows code, or replace the items that name it (docs/bundles.md)"
             )
         self.code = dict(zip(self.config.code, own, strict=True))
-        self._declaration = read_declaration(self.config.declaration, Refusals(SOURCE), self.code)
+        self._declaration = read_declaration(self.config.declaration, SOURCE, self.code)
         self.metric, self.kind = self._declaration.main_metric, TARGETS[self._declaration.purpose].kind
 
     def build_network(self) -> nn.Module:
