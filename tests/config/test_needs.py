@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compatibility import (
+    EXAMPLES,
     format_csv,
     list_pairs,
     tabulate_methods,
@@ -87,7 +88,7 @@ PAIRS = [
     )
     for name in METHODS
     for feature in FEATURES.values()
-    if feature.example
+    if feature.name in EXAMPLES
 ]
 
 
@@ -101,11 +102,11 @@ def test_pair_runs_for_a_round_or_is_refused_with_both_names(name: str, feature:
     method = {"method": {"name": name}}
     if name not in list_compatible_methods(feature):
         with pytest.raises(ValidationError) as caught:
-            build_config(feature.example, method)
+            build_config(EXAMPLES[feature.name], method)
         texts = [error["msg"] for error in caught.value.errors()]
         assert any(t.startswith(f"{feature.name}: ") and f"but method {name}: " in t for t in texts)
         return
-    config = build_config(feature.example, method)
+    config = build_config(EXAMPLES[feature.name], method)
     assert feature.is_used(config)
     if config.task.key == "script":
         # Scripts are run by every method that the table allows in tests/training/test_script_trainer.py.
@@ -125,11 +126,11 @@ def test_files_of_the_page_are_the_table() -> None:
 
 
 def test_two_features_that_exclude_each_other_are_refused_with_both_names() -> None:
-    pairs = [(first, second) for first, second, _ in list_pairs() if first.example and second.example]
+    pairs = [(first, second) for first, second, _ in list_pairs() if {first.name, second.name} <= set(EXAMPLES)]
     assert len(pairs) > 5
     for first, second in pairs:
         with pytest.raises(ValidationError) as caught:
-            build_config({"method": {"name": "fedavg"}}, first.example, second.example)
+            build_config({"method": {"name": "fedavg"}}, EXAMPLES[first.name], EXAMPLES[second.name])
         texts = [error["msg"] for error in caught.value.errors()]
         assert any(t.startswith(f"{first.name}: ") and f"but {second.name}: " in t for t in texts), (first, second)
 

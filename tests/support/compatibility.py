@@ -6,10 +6,32 @@ import csv
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from flare_sparse.config.needs import AUDIT, CONTINUATION, FEATURES, Feature, match_needs
 from flare_sparse.config.schema import JobConfig
 from flare_sparse.methods.registry import METHODS
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "wire.aggregation: masked": {"wire": {"aggregation": "masked"}, "federation": {"min_sites": 3}},
+    "wire.values: int8, int4, int2, int1": {"wire": {"values": "int8"}},
+    "wire.values: float16, bfloat16, bfloat16_zstd": {"wire": {"values": "float16"}},
+    "wire.values": {"wire": {"values": "float32_zstd"}},
+    "privacy": {"privacy": {"noise_multiplier": 1.0}},
+    "task.script": {"task": {"script": "client.py", "model": "nets.Net"}},
+    "federation.early_stopping": {
+        "federation": {"early_stopping": {"patience": 3}},
+        "task": {"split": {"validation": 0.2}},
+    },
+    "federation.clip_norm": {"federation": {"clip_norm": 1.0}},
+    "federation.max_share": {"federation": {"max_share": 0.5}},
+    "method.personal": {"method": {"personal": "head"}},
+    "method.participation": {"method": {"participation": 0.5}},
+    "method.training.schedule": {"method": {"training": {"schedule": {"kind": "cosine"}}}},
+    "method.training.precision: bfloat16": {"method": {"training": {"precision": "bfloat16"}}},
+    "method.training.compute: sparse": {"method": {"training": {"compute": "sparse"}}},
+}
+"""Settings of a job that has a feature, by its name; of the others a job has no choice."""
 
 
 def list_columns() -> list[Feature]:
@@ -36,7 +58,7 @@ def list_pairs() -> Iterator[tuple[Feature, Feature, str]]:
 def _build_job(feature: Feature) -> JobConfig:
     """Return a job with a feature, whose own conflicts do not matter here."""
     settings = {"name": "job", "method": {"name": "fedavg"}, "task": {"name": "brain_age"}}
-    for section, values in feature.example.items():
+    for section, values in EXAMPLES.get(feature.name, {}).items():
         settings[section] = {**settings.get(section, {}), **values}  # type: ignore[dict-item]
     return JobConfig.model_validate(settings)
 

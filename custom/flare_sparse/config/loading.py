@@ -31,7 +31,7 @@ from .choice import Registries, find_name, get_settings
 from .problems import describe_problem
 from .schema import JobConfig, RunConfig
 from .user_classes import import_method_class, import_task_class
-from .yaml_files import apply_overrides, find_non_finite_settings, format_yaml, read_yaml
+from .yaml_files import apply_overrides, format_yaml, read_yaml
 
 BUILT_IN: Mapping[str, Mapping[str, type[Any]]] = {"method": METHODS, "task": TASKS}
 """The package's own entries, by section of a configuration."""
@@ -269,19 +269,16 @@ def _build_registries(
 
 
 def _validate(model: type[J], data: Mapping[str, Any], registries: Registries, source: str) -> J:
-    problems = [f"{path}: expected a finite number" for path in find_non_finite_settings(data)]
     try:
-        config = model.model_validate(data, context=registries)
+        return model.model_validate(data, context=registries)
     except ValidationError as error:
-        problems += [describe_problem(e, model, data, registries) for e in error.errors(include_url=False)]
-    # Each alternative of a union fails by itself.
-    problems = list(dict.fromkeys(problems))
-    if problems:
+        problems = [describe_problem(e, model, data, registries) for e in error.errors(include_url=False)]
+        # Each alternative of a union fails by itself.
+        problems = list(dict.fromkeys(problems))
         count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
         lines = "\n".join(f"  {problem}" for problem in problems)
         remedy = "Correct the file, or override a setting with --set KEY.PATH=VALUE."
-        raise ConfigError(f"{source}: {count}, nothing was started.\n{lines}\n{remedy}")
-    return config
+        raise ConfigError(f"{source}: {count}, nothing was started.\n{lines}\n{remedy}") from error
 
 
 def _locate_script_data(data: dict[str, Any], base: Path) -> dict[str, Any]:

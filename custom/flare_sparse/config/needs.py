@@ -4,8 +4,8 @@ A feature names no method, and a method no feature: both name needs (``core/need
 same table is ``docs/compatibility.md``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ..core.needs import Need, Needs, Requirement
@@ -27,7 +27,6 @@ class Feature:
         instead: how to do without it.
         takes: the needs that a job with this feature cannot meet.
         needs: what the feature itself needs; the argument is the job.
-        example: settings of a job that has it, for the tests.
         capacity: how much of a need that it takes is left; the argument is the job; None: nothing.
     """
 
@@ -37,7 +36,6 @@ class Feature:
     instead: str
     takes: frozenset[Need] = frozenset()
     needs: Callable[[Any], Needs] = lambda job: frozenset()
-    example: Mapping[str, Any] = field(default_factory=dict)
     capacity: Callable[[Any], int] | None = None
 
 
@@ -65,7 +63,6 @@ def _build_format_feature(need: Need, effect: str) -> Feature:
         lambda job: FORMATS[job.wire.values].takes is need,
         f"set wire.values to {', '.join(others[:-1])} or {others[-1]}",
         takes=frozenset({need}),
-        example={"wire": {"values": names[0]}},
     )
 
 
@@ -90,7 +87,6 @@ _FEATURES = (
         needs=_require(
             Need.QUORUM.because("each of two sites can subtract its own values from their sum", amount=FEWEST_SITES)
         ),
-        example={"wire": {"aggregation": "masked"}, "federation": {"min_sites": FEWEST_SITES}},
     ),
     _build_format_feature(Need.EXACT_MODEL, "sites train from a rounded model"),
     _build_format_feature(Need.EXACT_STATISTICS, "values are rounded"),
@@ -102,7 +98,6 @@ _FEATURES = (
         needs=lambda job: frozenset(
             need.because(f"values are {job.wire.values}") for need in FORMATS[job.wire.values].needs
         ),
-        example={"wire": {"values": "float32_zstd"}},
     ),
     Feature(
         "privacy",
@@ -111,7 +106,6 @@ _FEATURES = (
         "leave privacy out",
         takes=frozenset({Need.MORE_READS, Need.JOINT_SUBJECTS, Need.PLAIN_STEPS, Need.EXACT_STATISTICS}),
         needs=lambda job: frozenset(_iterate_privacy_needs(job.privacy)),
-        example={"privacy": {"noise_multiplier": 1.0}},
     ),
     Feature(
         "a task",
@@ -127,7 +121,6 @@ _FEATURES = (
         "write a task (docs/own-task.md)",
         takes=frozenset({Need.PACKAGE_STEPS}),
         needs=_require(Need.HIDDEN_EXAMPLES.because()),
-        example={"task": {"script": "client.py", "model": "nets.Net"}},
     ),
     Feature(
         "federation.early_stopping",
@@ -136,7 +129,6 @@ _FEATURES = (
         "leave early_stopping out",
         takes=frozenset({Need.LAST_ROUND, Need.SAMPLED_SITES}),
         needs=_require(Need.VALIDATION.because("models are compared on validation examples")),
-        example={"federation": {"early_stopping": {"patience": 3}}, "task": {"split": {"validation": 0.2}}},
     ),
     Feature(
         "task.split.validation: 0",
@@ -159,7 +151,6 @@ _FEATURES = (
         lambda job: job.federation.clip_norm is not None,
         "use clip_norm and max_norm of the site's own policy",
         needs=_require(Need.SINGLE_UPDATES.because(_READS_SINGLE_UPDATES)),
-        example={"federation": {"clip_norm": 1.0}},
     ),
     Feature(
         "federation.max_share",
@@ -171,7 +162,6 @@ _FEATURES = (
                 "depends on the sites that contribute, which are known only after the sites have weighted their values"
             )
         ),
-        example={"federation": {"max_share": 0.5}},
     ),
     Feature(
         "method.personal",
@@ -180,7 +170,6 @@ _FEATURES = (
         "leave personal out",
         takes=frozenset({Need.WHOLE_MODEL}),
         needs=_require(Need.PLAIN_STEPS.because("these tensors train without noise")),
-        example={"method": {"personal": "head"}},
     ),
     Feature(
         "method.participation",
@@ -194,7 +183,6 @@ _FEATURES = (
                 )
             }
         ),
-        example={"method": {"participation": 0.5}},
     ),
     Feature(
         "method.training",
@@ -213,7 +201,6 @@ _FEATURES = (
                 "is over method.rounds, so the learning rate of every round depends on their number"
             )
         ),
-        example={"method": {"training": {"schedule": {"kind": "cosine"}}}},
     ),
     Feature(
         "method.training.precision: bfloat16",
@@ -222,7 +209,6 @@ _FEATURES = (
         "leave precision out",
         takes=frozenset({Need.FLOAT32_STEPS}),
         needs=_require(Need.PLAIN_STEPS.because("gradients are clipped in float32")),
-        example={"method": {"training": {"precision": "bfloat16"}}},
     ),
     Feature(
         "method.training.compute: sparse",
@@ -230,7 +216,6 @@ _FEATURES = (
         lambda job: job.method.config.training.compute == "sparse",
         "set compute to auto",
         needs=_require(Need.PLAIN_STEPS.because("the kernels compute whole minibatches")),
-        example={"method": {"training": {"compute": "sparse"}}},
     ),
 )
 FEATURES = {feature.name: feature for feature in _FEATURES}

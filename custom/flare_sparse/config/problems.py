@@ -66,6 +66,8 @@ def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, regi
         allowed_fields = f" Allowed fields: {', '.join(fields)}." if fields else ""
         near = suggest(str(loc[-1]), fields) or _suggest_section(loc, fields, root, data, registries)
         return f"{path}: no such field.{near}{allowed_fields}"
+    if error["type"] == "finite_number":
+        return f"{path}: expected a finite number"
     text = error["msg"].removeprefix("Value error, ")
     if error["type"] in ("choice", "value_error"):
         return f"{path}: {text}" if path else text

@@ -3,9 +3,8 @@
 Configurations that travel with the package: found by name, and copied as the start of a study.
 """
 
-import math
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +175,6 @@ def _set_value(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{keys[0]!r} cannot be set in {data!r}, which is not a section")
     return {**data, keys[0]: _set_value(data.get(keys[0]), keys[1:], value) if keys[1:] else value}
-
-
-def find_non_finite_settings(data: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of the numbers in ``data`` that are infinite or NaN."""
-    items = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in items:
-        child_path = f"{path}.{key}" if path else str(key)
-        if isinstance(value, float) and not math.isfinite(value):
-            yield child_path
-        yield from find_non_finite_settings(value, child_path)
 
 
 _INSTALLED, _SOURCE = Path(__file__).parents[1] / "app_configs", Path(__file__).parents[3] / "app_configs"

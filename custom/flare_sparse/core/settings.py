@@ -6,9 +6,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """A frozen section of settings; an unknown field is an error. The text below a field is its description."""
+    """A frozen section of settings; an unknown field and a number that is not finite are errors.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    The text below a field is its description.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -89,7 +89,7 @@ class Policy(Settings):
     """refuse deltas with a larger L2 norm"""
     noise: float = Field(0.0, ge=0)
     """standard deviation of Gaussian noise on weights and deltas, as a share of clip_norm"""
-    epsilon: float | None = Field(None, gt=0, le=MAX_EPSILON, allow_inf_nan=False)
+    epsilon: float | None = Field(None, gt=0, le=MAX_EPSILON)
     """privacy budget of a subject over all jobs; only jobs with privacy may train then"""
     delta: float = Field(1e-5, ge=MIN_DELTA, le=MAX_DELTA)
     """probability that epsilon does not bound"""

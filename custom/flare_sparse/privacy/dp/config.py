@@ -13,14 +13,14 @@ class PrivacyConfig(Settings):
     """Settings of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1) at every site."""
 
     # The accountant has no answer, or none in a reasonable time, far outside of these ranges.
-    epsilon: float | None = Field(None, gt=0, le=MAX_EPSILON, allow_inf_nan=False)
+    epsilon: float | None = Field(None, gt=0, le=MAX_EPSILON)
     """budget of a subject over the whole job; every site computes its noise from it, its number of subjects and the
     job's steps; null: noise_multiplier is given"""
     delta: float = Field(1e-5, ge=MIN_DELTA, le=MAX_DELTA)
     """probability that epsilon does not bound; below 1 / subjects"""
-    noise_multiplier: float | None = Field(None, ge=1e-12, le=1e6, allow_inf_nan=False)
+    noise_multiplier: float | None = Field(None, ge=1e-12, le=1e6)
     """standard deviation of the noise as a multiple of clip; null: computed from epsilon"""
-    clip: float = Field(1.0, gt=0, allow_inf_nan=False)
+    clip: float = Field(1.0, gt=0)
     """largest L2 norm of a subject's gradient over the live entries"""
     unit: Literal["subject", "record"] = "subject"
     """what is protected; subject: all training examples of one subject of a site together; record: a record of the

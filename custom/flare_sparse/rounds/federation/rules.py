@@ -36,7 +36,7 @@ class RoundRules(Settings):
     """largest share of a round's total weight for one site; capping is recorded"""
     clip_norm: float | None = Field(None, gt=0)
     """largest L2 norm of a site's delta; a longer one is clipped, and clipping is recorded"""
-    max_norm_ratio: float | None = Field(100.0, ge=1.5, allow_inf_nan=False)
+    max_norm_ratio: float | None = Field(100.0, ge=1.5)
     """largest L2 norm of a site's delta, as a multiple of the median of the round's; a longer one is rejected (E_NORM);
     from three updates on, not with clip_norm; null: no bound"""
     examples_tolerance: float = Field(0.1, ge=0)
@@ -45,7 +45,7 @@ class RoundRules(Settings):
     """agreed number of training examples by site, {hospital-a: 412}; a larger number is rejected"""
     quarantine_after: int = Field(3, ge=0)
     """consecutive rounds without a contribution after which a site is quarantined; 0: never"""
-    round_minutes: float | None = Field(None, gt=0, allow_inf_nan=False)
+    round_minutes: float | None = Field(None, gt=0)
     """minutes after which an attempt at a round ends with the sites that have replied, if they meet the quorum; at most
     task_timeout_s; null: task_timeout_s alone ends it"""
     early_stopping: EarlyStopping | None = None

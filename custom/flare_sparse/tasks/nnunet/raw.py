@@ -128,10 +128,8 @@ def find_raw_cases(folder: Path, derivative: str = "*") -> dict[str, CaseFiles]:
     Raises:
         DataError: there is no such data set, or it has no cases.
     """
-    content, dataset = _read_json(folder), read_dataset(folder)
-    if isinstance(listed := content.get("dataset"), dict):
-        cases = {name: _list_case(folder, name, entry) for name, entry in listed.items()}
-    elif not (folder / "imagesTr").is_dir():
+    dataset = read_dataset(folder)
+    if not (folder / "imagesTr").is_dir():
         cases = find_bids_cases(folder, list_suffixes(dataset), derivative)
     else:
         images = find_channels(folder / "imagesTr", dataset["file_ending"])
@@ -170,14 +168,6 @@ def find_channels(folder: Path, file_ending: str) -> dict[str, tuple[Path, ...]]
                 raise DataError(f"{file}: {match['case']} lacks {match['case']}_{len(images):04d}{file_ending}")
             cases[match["case"]] = (*images, file)
     return cases
-
-
-def _list_case(folder: Path, name: str, entry: Any) -> CaseFiles:
-    try:
-        images = tuple(folder / str(image) for image in entry["images"])
-        return CaseFiles(images, folder / str(entry["label"]), subject=name)
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{folder / DATASET}: dataset: {name}: expected images and label") from error
 
 
 def _read_json(folder: Path) -> Mapping[str, Any]:
