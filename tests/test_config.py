@@ -16,7 +16,7 @@ from torch import nn
 
 from flare_sparse.config.loading import build_method, dump_config, load_config, parse_job, serialize_job
 from flare_sparse.config.schema import JobConfig, RunConfig, build_task
-from flare_sparse.config.user_classes import import_task_class
+from flare_sparse.config.user_classes import import_class
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.neurosfl import NeuroSFL
@@ -403,7 +403,7 @@ def test_user_task_beside_the_file_is_loaded(file: Path) -> None:
     file.with_name("own_task_module.py").write_text(OWN)
     own = "task={class: own_task_module.MyTask, depth: 4}"
     config = load_config(file, [own])
-    kind = import_task_class("own_task_module.MyTask")
+    kind = import_class("task", "own_task_module.MyTask")
     assert config.task.config.model_dump(include={"width", "dropout", "depth"}) == {
         "width": 3,
         "dropout": 0.0,

@@ -36,7 +36,7 @@ from nvflare.recipe import SimEnv
 from page_tables import write_section
 
 from flare_sparse.config.schema import RunConfig
-from flare_sparse.config.user_classes import import_task_class
+from flare_sparse.config.user_classes import import_class
 from flare_sparse.flare.launch.simulator import Workplace, redirect_output, simulate
 from flare_sparse.flare.recipe import SparseRecipe
 
@@ -85,7 +85,7 @@ def time_neurosfl(
         "federation": {"min_sites": 4},
         "deployment": {"packaging": "byoc"},
     }
-    task = import_task_class("idle_task.IdleTask", HERE.parent)
+    task = import_class("task", "idle_task.IdleTask", HERE.parent)
     config = RunConfig.model_validate(settings, context={"task": {"idle_task.IdleTask": task.Config}})
     sites = folder / "sites"
     sites.mkdir(parents=True)

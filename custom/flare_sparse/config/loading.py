@@ -8,7 +8,7 @@ Methods and tasks of other distributions, which name them as entry points ``flar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -30,7 +30,7 @@ from .bundles import insert_bundle
 from .choice import Registries, find_name, get_settings
 from .problems import describe_problem
 from .schema import JobConfig, RunConfig
-from .user_classes import import_method_class, import_task_class
+from .user_classes import import_class
 from .yaml_files import apply_overrides, format_yaml, read_yaml
 
 BUILT_IN: Mapping[str, Mapping[str, type[Any]]] = {"method": METHODS, "task": TASKS}
@@ -98,7 +98,7 @@ def load_entry(section: str, name: str, folder: Path) -> type[Any]:
         return BUILT_IN[section][name]
     path = plugin.path if plugin else name
     if "." in path:
-        return import_method_class(path, folder) if section == "method" else import_task_class(path, folder)
+        return import_class(section, path, folder)
     names = sorted({*BUILT_IN[section], *(plugin.name for plugin in list_plugins(section))})
     raise ConfigError(
         f"there is no {section} {name!r}; expected one of {', '.join(names)}, or module.Class for a {section} of your "
@@ -106,22 +106,32 @@ def load_entry(section: str, name: str, folder: Path) -> type[Any]:
     )
 
 
-def name_plugin_classes(data: Mapping[str, Any], sections: Iterable[str] = ("method", "task")) -> dict[str, Any]:
-    """Return a configuration whose plugins are named by their classes, as a job names them.
+def resolve_classes(data: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, type[Any]]]:
+    """Return a configuration whose plugins are named by their classes, and the classes that are not the package's.
 
     A site decides by the class, not by a name that another distribution may have, too.
 
+    Args:
+        data: the settings.
+        folder: folder that may hold the user's modules.
+
+    Returns:
+        The settings, and the imported classes by section: ``method``, ``task``.
+
     Raises:
-        ConfigError: as :func:`find_plugin`.
+        ConfigError: as :func:`find_plugin`; or a class cannot be imported, or is no complete method or task.
     """
-    named = dict(data)
-    for section in sections:
+    named, classes = dict(data), dict[str, type[Any]]()
+    for section in BUILT_IN:
         key, name = find_name(section, data.get(section))
-        plugin = find_plugin(section, name) if key == "name" and isinstance(name, str) else None
-        if plugin is not None:
+        if not isinstance(name, str):
+            continue
+        if key == "name" and (plugin := find_plugin(section, name)):
             settings = {field: value for field, value in data[section].items() if field != key}
-            named[section] = {"class": plugin.path, **settings}
-    return named
+            named[section], key, name = {"class": plugin.path, **settings}, "class", plugin.path
+        if key != "name":
+            classes[section] = ScriptTask if key == "script" else import_class(section, name, folder)
+    return named, classes
 
 
 J = TypeVar("J", bound=JobConfig)
@@ -137,7 +147,7 @@ def load_config(
         path: YAML file; a relative path in its sections ``task`` and ``simulator.data`` refers to the file's folder.
         overrides: assignments ``key.path=value`` with the value in YAML; a relative path among them refers to the
             working directory.
-        classes: the user's classes by section, as of :func:`import_classes`; None: those that the file names are
+        classes: the user's classes by section, as of :func:`resolve_classes`; None: those that the file names are
             imported.
 
     Raises:
@@ -147,8 +157,10 @@ def load_config(
     data = _resolve_paths(read_yaml(file), file.parent)
     data = apply_overrides(drop_settings(data, overrides, file.parent), overrides)
     data = _locate_script_data(data, file.parent)
-    data = name_plugin_classes(insert_bundle(_resolve_paths(data, Path.cwd())))
-    registries = _build_registries(data, **(import_classes(data, file.parent) if classes is None else classes))
+    data = insert_bundle(_resolve_paths(data, Path.cwd()))
+    if classes is None:
+        data, classes = resolve_classes(data, file.parent)
+    registries = _build_registries(data, classes)
     return _validate(RunConfig, _read_files(data, registries["task"], file), registries, str(file))
 
 
@@ -200,27 +212,6 @@ def _list_method_settings(overrides: Sequence[str], folder: Path) -> set[str] | 
     return {key.removeprefix("method."), *load_entry("method", name, folder).Config.model_fields}
 
 
-def import_classes(data: Mapping[str, Any], folder: Path) -> dict[str, type[Any]]:
-    """Import the classes of the user's that a configuration names, by section: ``method``, ``task``.
-
-    Args:
-        data: settings whose plugins are named by their classes.
-        folder: folder that may hold the user's modules.
-
-    Raises:
-        ConfigError: a class cannot be imported, or is no complete method or task.
-    """
-    loaders: dict[str, Callable[[str, Path], type[Any]]] = {"method": import_method_class, "task": import_task_class}
-    classes: dict[str, type[Any]] = {}
-    for section, load in loaders.items():
-        key, name = find_name(section, data.get(section))
-        if key == "script":
-            classes[section] = ScriptTask
-        elif key == "class" and isinstance(name, str):
-            classes[section] = load(name, folder)
-    return classes
-
-
 def parse_job(
     data: Mapping[str, Any], task: type[Task] | None = None, method: type[Method[Any, Any]] | None = None
 ) -> JobConfig:
@@ -235,7 +226,7 @@ def parse_job(
     Raises:
         ConfigError: as :func:`load_config`.
     """
-    return _validate(JobConfig, data, _build_registries(data, task, method), "job")
+    return _validate(JobConfig, data, _build_registries(data, {"task": task, "method": method}), "job")
 
 
 def serialize_job(config: JobConfig) -> dict[str, Any]:
@@ -255,17 +246,15 @@ def build_method(config: JobConfig, layout: Layout) -> Method[Any, Any]:
     return pool_statistics(method, short=config.builds_initial and is_quantized(config.wire.values))
 
 
-def _build_registries(
-    data: Mapping[str, Any], task: type[Any] | None = None, method: type[Any] | None = None
-) -> Registries:
+def _build_registries(data: Mapping[str, Any], classes: Mapping[str, type[Any] | None]) -> Registries:
     """Return what the sections of a configuration may select: the package's own entries and the user's class."""
-    registries: dict[str, dict[str, type[Any]]] = {"method": {**METHODS}, "task": {**TASKS}}
-    for section, entry in (("task", task), ("method", method)):
+    registries = {**BUILT_IN, "partition": PARTITIONS}
+    for section, entry in classes.items():
         key, name = find_name(section, data.get(section))
         if entry is not None and key != "name" and isinstance(name, str):
             # Alone: a name of the package is no class, nor the other way round.
             registries[section] = {name: entry}
-    return {**registries, "partition": PARTITIONS}
+    return registries
 
 
 def _validate(model: type[J], data: Mapping[str, Any], registries: Registries, source: str) -> J:

@@ -17,32 +17,39 @@ from ..tasks.task import Metric, Task, TaskConfig
 from .schema import JobConfig, build_task
 from .user_code import CODE_FOLDER, collect_user_code, find_source_folder, import_user_module, is_installed
 
+_BASES: dict[str, tuple[type[Any], type[Any], str]] = {
+    "method": (Method, MethodConfig, "docs/new-method.md"),
+    "task": (Task, TaskConfig, "docs/own-task.md"),
+}
+"""Base of the user's classes and of their settings, by section, and the page that tells how to write one."""
 
-def import_task_class(dotted: str, folder: Path | None = None) -> type[Task]:
-    """Import a user task from its dotted path.
 
-    For the lead only. Sites build user tasks with FLARE's component builder, which consults the site's policy.
+def import_class(section: str, dotted: str, folder: Path | None = None) -> type[Any]:
+    """Import a method or a task of the user's from its dotted path.
+
+    For the lead only. Sites build such classes with FLARE's component builder, which consults the site's policy.
 
     Args:
+        section: ``"method"`` or ``"task"``.
         dotted: ``module.Class``.
         folder: folder to search in addition to ``sys.path``: that of a configuration, or a result folder.
 
     Raises:
         ConfigError: there is no such module or class, the module cannot be executed, or the class is not a complete
-            subclass of Task.
+            subclass of Method or Task.
     """
-    found: type[Task] = _import_subclass("task.class", dotted, folder, Task, TaskConfig, "docs/own-task.md")
-    return found
-
-
-def import_method_class(dotted: str, folder: Path | None = None) -> type[Method[Any, Any]]:
-    """Import a user method from its dotted path, as :func:`import_task_class` does a task.
-
-    Raises:
-        ConfigError: as :func:`import_task_class`.
-    """
-    found: type[Method[Any, Any]]
-    found = _import_subclass("method.class", dotted, folder, Method, MethodConfig, "docs/new-method.md")
+    field, (base, settings, page) = f"{section}.class", _BASES[section]
+    found = import_user_class(field, dotted, list_code_folders(folder))
+    if not (isinstance(found, type) and issubclass(found, base)):
+        expected = f"flare_sparse.{base.__module__.split('.')[1]}.{base.__name__}"
+        raise ConfigError(f"{field}: {dotted!r} is {found!r}; expected a subclass of {expected} ({page})")
+    if missing := _list_missing_members(found):
+        raise ConfigError(f"{field}: {dotted!r} does not define {', '.join(missing)} ({page})")
+    config = getattr(found, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, settings)):
+        raise ConfigError(
+            f"{field}: {dotted!r} has Config {config!r}; expected a subclass of {settings.__name__} ({page})"
+        )
     return found
 
 
@@ -71,21 +78,6 @@ def import_user_class(field: str, dotted: str, folders: list[Path]) -> Any:
     # The module is the user's: executing it may raise anything.
     except Exception as error:
         raise ConfigError(f"{field}: {dotted!r} cannot be imported: {_explain_import_error(error, module)}") from error
-
-
-def _import_subclass(field: str, dotted: str, folder: Path | None, base: Any, settings: Any, page: str) -> Any:
-    found = import_user_class(field, dotted, list_code_folders(folder))
-    if not (isinstance(found, type) and issubclass(found, base)):
-        expected = f"flare_sparse.{base.__module__.split('.')[1]}.{base.__name__}"
-        raise ConfigError(f"{field}: {dotted!r} is {found!r}; expected a subclass of {expected} ({page})")
-    if missing := _list_missing_members(found):
-        raise ConfigError(f"{field}: {dotted!r} does not define {', '.join(missing)} ({page})")
-    config = getattr(found, "Config", None)
-    if not (isinstance(config, type) and issubclass(config, settings)):
-        raise ConfigError(
-            f"{field}: {dotted!r} has Config {config!r}; expected a subclass of {settings.__name__} ({page})"
-        )
-    return found
 
 
 def _list_missing_members(kind: Any) -> list[str]:
@@ -131,7 +123,7 @@ def load_task(config: JobConfig, folder: Path) -> Task:
         return _load_script_task(config, folder)
     settings = config.task.config
     if isinstance(settings, BundleConfig) and settings.code:
-        folders = [*_list_bundle_folders(config), *list_code_folders(folder)]
+        folders = [*settings.list_folders(), *list_code_folders(folder)]
         classes = [import_user_class("task.bundle", name, folders) for name in settings.code]
         return BundleTask(settings, **{f"class_{index}": kind for index, kind in enumerate(classes)})
     return build_task(config)
@@ -146,7 +138,11 @@ def find_script(config: JobConfig, folder: Path) -> Path:
     for base in list_code_folders(folder):
         for file in (base / config.task.name, base / Path(config.task.name).name):
             if file.is_file():
-                _check_syntax(file)
+                try:
+                    ast.parse(file.read_text(encoding="utf-8"), str(file))
+                except (SyntaxError, UnicodeDecodeError) as error:
+                    line = getattr(error, "lineno", "?")
+                    raise ConfigError(f"task.script: {file}:{line}: {error}") from error
                 return file.resolve()
     raise ConfigError(
         f"task.script: there is no file {config.task.name} in {folder}; give its path relative to the configuration"
@@ -169,9 +165,10 @@ def list_user_code(config: JobConfig, folder: Path) -> tuple[Path, ...]:
         files = [find_script(config, folder)]
         assert isinstance(config.task.config, ScriptConfig), "the schema gave these settings to a script"
         folders, modules = [files[0].parent, *folders], [*modules, config.task.config.model.rpartition(".")[0]]
-    if isinstance(config.task.config, BundleConfig):
-        folders = [*_list_bundle_folders(config), *folders]
-        modules += [name.rpartition(".")[0] for name in config.task.config.code]
+    settings = config.task.config
+    if isinstance(settings, BundleConfig):
+        folders = [*settings.list_folders(), *folders]
+        modules += [name.rpartition(".")[0] for name in settings.code]
     further = [found for module in modules for found in _find_further_folder(module, folders)]
     code = collect_user_code([*folders, *further], modules=modules, files=files)
     return (*files, *(path for path in code.values() if path.resolve() not in files))
@@ -187,12 +184,6 @@ def _find_further_folder(module: str, folders: list[Path]) -> list[Path]:
     if source is None or is_installed(source) or source in [folder.resolve() for folder in folders]:
         return []
     return [source]
-
-
-def _list_bundle_folders(config: JobConfig) -> list[Path]:
-    """Return the folder of a bundle's own code as a list of one; empty where the lead's folder is not at hand."""
-    settings = config.task.config
-    return [settings.folder] if isinstance(settings, BundleConfig) and settings.folder is not None else []
 
 
 def _load_script_task(config: JobConfig, folder: Path) -> ScriptTask:
@@ -216,16 +207,3 @@ def _load_script_task(config: JobConfig, folder: Path) -> ScriptTask:
             f"task.model: {settings.model}() is a {type(model).__name__}; expected a network of the class"
         )
     return ScriptTask(config.task.name, settings, model)
-
-
-def _check_syntax(script: Path) -> None:
-    """Refuse a script that is no Python.
-
-    Raises:
-        ConfigError: the script is no Python.
-    """
-    try:
-        ast.parse(script.read_text(encoding="utf-8"), str(script))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        line = getattr(error, "lineno", "?")
-        raise ConfigError(f"task.script: {script}:{line}: {error}") from error

@@ -17,7 +17,7 @@ from nvflare.utils.job_launcher_utils import PORTABLE_RESOURCE_DEFAULT_KEY
 import flare_sparse
 
 from ..config.choice import Choice
-from ..config.loading import import_classes, name_plugin_classes, parse_job, serialize_job
+from ..config.loading import parse_job, resolve_classes, serialize_job
 from ..config.schema import DeploymentConfig, JobConfig, Packaging, RunConfig
 from ..config.user_classes import list_user_code, load_task
 from ..config.yaml_files import format_yaml
@@ -155,8 +155,8 @@ class SparseRecipe(Recipe):
         task |= {"script": script.name, "model": class_path, "model_args": model_args, "args": train_args}
         data = {"name": "sparse", "method": {**method, "rounds": rounds}, "task": task, **settings}
         data["federation"] = {"min_sites": min_clients, **settings.get("federation", {})}
-        data = name_plugin_classes(data, ["method"])
-        config = parse_job(data, **import_classes(data, script.parent))
+        data, classes = resolve_classes(data, script.parent)
+        config = parse_job(data, **classes)
         modules = list_user_code(config, script.parent)
         # Here and not first in the running job: the path may name no class, or the arguments may not fit it.
         load_task(config, script.parent)

@@ -43,6 +43,10 @@ class BundleConfig(CaseSettings, AdaptedTaskConfig):
     pairs: Pairs | None = None
     """patterns of the files where the data is neither BIDS nor a Decathlon folder"""
 
+    def list_folders(self) -> list[Path]:
+        """Return the folder of the bundle's own code as a list of one; empty where the lead's is not at hand."""
+        return [] if self.folder is None else [self.folder]
+
     @model_validator(mode="after")
     def _check_declaration(self) -> Self:
         # A site reads it, too: it comes with a job.
