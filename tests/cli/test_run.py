@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner, Result
 
+from flare_sparse.api import deployment
 from flare_sparse.cli import app
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.tasks.registry import TASKS
@@ -185,6 +186,7 @@ def test_interrupted_replacement_leaves_nothing_of_the_run_before(config: Path) 
     [
         ("--set", "method.sparsity=0.9"),
         ("--set", "simulator={sites: 2, data: {path: nowhere, partition: {kind: iid}}}"),
+        ("--env", "sim", "--set", "deployment.track=wandb"),
         ("--env", "prod"),
         ("--env", "prod", "--kit", "nowhere"),
         ("--env", "nowhere"),
@@ -195,6 +197,8 @@ def test_what_a_refused_run_was_to_replace_is_still_there(
 ) -> None:
     assert run(config, "--out", "out").exit_code == 0
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    # No extra is installed.
+    monkeypatch.setattr(deployment, "find_spec", lambda _name: None)
     refused = run(config, "--out", "out", "--start", "new", *options)
     assert refused.exit_code in (1, 2), refused.output
     after = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}

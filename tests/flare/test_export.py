@@ -16,7 +16,7 @@ from nvflare.job_config.fed_job_config import FedJobConfig
 from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.config.schema import DeploymentConfig, RunConfig
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare import controller, executor, session
+from flare_sparse.flare import controller, executor, session, tracking
 from flare_sparse.flare.job_settings import SITE_SECTIONS, _flatten, check_shown_settings, show_settings
 from flare_sparse.flare.recipe import export_job
 from flare_sparse.flare.site.setup import CLASSES
@@ -29,6 +29,7 @@ COMPONENTS = [
     session.UserPart({"path": "my_tasks.MyTask", "args": {"config": {"width": 3}}}),
     executor.SparseExecutor("fedavg", "toy", {"method.rounds": 2}),
     executor.EncodeUpdate(),
+    tracking.Tracker("mlflow", "brain_age", "p98", {"seed": "0"}),
 ]
 
 
@@ -50,7 +51,7 @@ def test_export_keeps_every_constructor_argument(component: object, tmp_path: Pa
 def test_list_of_components_is_complete() -> None:
     found = {
         name
-        for module in (controller, executor, session)
+        for module in (controller, executor, session, tracking)
         for name, thing in vars(module).items()
         if inspect.isclass(thing)
         and thing.__module__ == module.__name__
@@ -73,7 +74,7 @@ def test_job_names_only_allowed_classes_and_some_of_flares_default_list(config: 
     paths = {line.split('"')[3] for line in text.splitlines() if '"path":' in line}
     ours = {path for path in paths if path.startswith("flare_sparse.")}
     # Only in jobs with a user task or method, of flare-sparse describe and of plan.
-    parts = (".User", ".questions.")
+    parts = (".User", ".questions.", ".Tracker")
     rare = {path for path in CLASSES if any(part in path for part in parts)}
     assert ours == {*CLASSES} - rare
     assert paths - ours <= {*DEFAULT_CLASS_ALLOW_LIST}

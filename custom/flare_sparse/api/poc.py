@@ -23,7 +23,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
     with observer.wait("preparing the sites' data ..."):
         sites = study.prepare_sites(out, observer)
     observer.say(describe_start(study, f"{len(sites)} sites as separate processes (nvflare poc, mTLS)"))
-    also, recipe = list_user_classes(study.config), build_recipe(study)
+    also, recipe = list_user_classes(study.config), build_recipe(study, out)
     with start_poc(out / "poc", sites, checkpoints, also) as kit:
         folder.clear()
         run_deployed(recipe, kit, out, on_line=observer.say)

@@ -37,7 +37,7 @@ def run(
         raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
     observer.say(describe_start(study, f"submitted with {kit}"))
     run_deployed(
-        build_recipe(study),
+        build_recipe(study, folder.path),
         kit.resolve(),
         folder.path,
         on_line=observer.say,

@@ -29,7 +29,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
     kits = out / "kits" if config.is_masked else None
     if kits:
         write_kits(kits, sites)
-    recipe = build_recipe(study)
+    recipe = build_recipe(study, out)
     folder.clear()
     workplace = Workplace(list_user_classes(config), checkpoints=checkpoints, kits=kits)
     simulate(recipe, sorted(sites), site_files, out, workplace, observer)

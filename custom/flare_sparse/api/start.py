@@ -14,7 +14,7 @@ from ..core.errors import ConfigError, suggest
 from ..core.observer import Observer
 from ..results.runs.folder import RunFolder
 from ..results.runs.progress import Printer
-from .deployment import Env
+from .deployment import Env, check_service
 from .run import Run
 
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -108,6 +108,7 @@ def launch(
     if env not in get_args(Env):
         raise ConfigError(f"env {env!r}: there is no such environment.{suggest(env, get_args(Env))} Choose local, sim, "
                           "poc or prod")  # fmt: skip
+    check_service(study.config.deployment.track, env, observer)
     trust_code(folder.path)
     # The settings of a result folder bring its list along: who has withdrawn from that run is not in this one either.
     Withdrawals.read(study.folder).inherit(folder.path)

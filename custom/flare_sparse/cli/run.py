@@ -54,7 +54,8 @@ def run(
 
     The same settings end with the same model in every environment, bit for bit. Unless --env is given, the job runs in
     FLARE's simulator. The section deployment of the configuration says what the job carries (packaging: byoc: the
-    package's source). Ctrl-C stops the run after its last committed round and prints the command that continues it.
+    package's source) and which service receives the figures of its rounds (track: tensorboard, mlflow, wandb). Ctrl-C
+    stops the run after its last committed round and prints the command that continues it.
 
     With --json, standard output has the line of each round as in rounds.jsonl, then the summary, with the folder.
 

@@ -255,14 +255,18 @@ class JobConfig(Section):
 
 
 Packaging = Literal["installed", "byoc"]
+Service = Literal["tensorboard", "mlflow", "wandb"]
 
 
 class DeploymentConfig(Section):
-    """How a job gets to FLARE; no result depends on it."""
+    """How a job gets to FLARE, and where the figures of its rounds go; no result depends on it."""
 
     packaging: Packaging = "installed"
     """installed: every site has installed the package and allows its classes; byoc: its source travels with the job,
     which a site can refuse"""
+    track: Service | None = None
+    """service that the server sends the figures of every round to; its environment has address and key, without which
+    they are files in the result folder; needs the extra track"""
 
 
 class RunConfig(JobConfig):

@@ -53,6 +53,7 @@ from .payload import (
 )
 from .polling import TaskPolling
 from .session import ServerSession
+from .tracking import TRACKER_ID, Tracker
 from .watchdog import watch_command
 from .workspace import get_workspace
 
@@ -133,6 +134,8 @@ class FederatedController(Controller):
         check_shown_settings(self, job, SERVER_SECTIONS)
         if session.unarchived is not None and session.store is not None:
             self.logger.warning(UNARCHIVED, session.unarchived, session.store.folder)
+        tracker = fl_ctx.get_engine().get_component(TRACKER_ID)
+        run_dir = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
         app_dir = Path(get_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
         folder = RecordWriter(app_dir / RESULTS, job, assembly, session.ledger)
 
@@ -144,7 +147,9 @@ class FederatedController(Controller):
 
         def commit(record: RoundRecord) -> None:
             line = folder.commit(record)
-            announce_round(self, record, fl_ctx)
+            figures = announce_round(self, record, fl_ctx)
+            if isinstance(tracker, Tracker):
+                tracker.log(figures, record.evaluated_round, run_dir)
             for event in format_events(line):
                 self.logger.warning(event)
             self._lines.append(line)
@@ -322,8 +327,8 @@ def _group_sites(
         yield messages[sites[0]], sites
 
 
-def announce_round(component: FLComponent, record: RoundRecord, fl_ctx: FLContext) -> None:
-    """Publish a round to FLARE's MetricsArtifactWriter and its analytics receivers.
+def announce_round(component: FLComponent, record: RoundRecord, fl_ctx: FLContext) -> dict[str, float]:
+    """Publish a round to FLARE's MetricsArtifactWriter and its analytics receivers, and return its figures.
 
     The metrics are those of the model after ``record.evaluated_round``.
     """
@@ -349,6 +354,7 @@ def announce_round(component: FLComponent, record: RoundRecord, fl_ctx: FLContex
     for tag, value in figures.items():
         dxo = create_analytic_dxo(tag, float(value), AnalyticsDataType.SCALAR, global_step=record.evaluated_round)
         send_analytic_dxo(component, dxo, fl_ctx, fire_fed_event=False)
+    return figures
 
 
 def announce_best(component: FLComponent, best: BestModel, metric: Metric, fl_ctx: FLContext) -> None:

@@ -37,6 +37,7 @@ from .session import (
     SiteSession,
     UserPart,
 )
+from .tracking import TRACKER_ID, Tracker
 from .workspace import JOB_FILE
 
 
@@ -62,6 +63,7 @@ class SparseRecipe(Recipe):
             installed the wheel and allows its classes.
         modules: the user's files and package folders; those of a task or a method travel with ``"byoc"`` only, those of
             a training script always.
+        tracker: component that sends the figures of rounds to a service; None: none.
 
     Raises:
         ConfigError: there are ``modules``, and the packaging is ``installed``.
@@ -76,6 +78,7 @@ class SparseRecipe(Recipe):
         config: RunConfig,
         *,
         modules: tuple[Path, ...] = (),
+        tracker: Tracker | None = None,
     ):
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
@@ -86,7 +89,7 @@ class SparseRecipe(Recipe):
         if config.federation.gpus:
             job.job.add_resource_spec(PORTABLE_RESOURCE_DEFAULT_KEY, {"num_of_gpus": config.federation.gpus})
         self._config = config
-        self._add_server_components(job)
+        self._add_server_components(job, tracker)
         self._add_site_components(job, has_sums=config.sum_rules is not None)
         self._add_settings(job, config)
         # Nested under "server", the only place where FLARE reads it.
@@ -165,9 +168,11 @@ class SparseRecipe(Recipe):
             modules=modules,
         )
 
-    def _add_server_components(self, job: FedJob) -> None:
+    def _add_server_components(self, job: FedJob, tracker: Tracker | None) -> None:
         job.to_server(FederatedController(**show_settings(self._config, SERVER_SECTIONS)), id="controller")
         job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
+        if tracker is not None:
+            job.to_server(tracker, id=TRACKER_ID)
 
     def _add_site_components(self, job: FedJob, *, has_sums: bool) -> None:
         executor = SparseExecutor(**show_settings(self._config, SITE_SECTIONS))

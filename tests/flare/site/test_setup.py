@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from flare_sparse.cli import app
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare.site.setup import CLASSES, set_up_site
+from flare_sparse.flare.site.setup import CLASSES, UNIT_FILE, set_up_site
 
 
 @pytest.fixture
@@ -43,6 +43,7 @@ def test_one_call_prepares_a_kit_and_a_second_one_changes_nothing(kit: Path) -> 
         "policy",
         "classes that jobs may name",
         "code in jobs",
+        "service",
     ]
     local = kit / "local"
     assert yaml.safe_load((local / "flare_sparse.yaml").read_text()) == {"data": str(table), "id": "patient"}
@@ -75,3 +76,6 @@ def test_command_ends_with_the_checks_and_says_what_is_left(kit: Path) -> None:
     assert "policy: min_examples: 20" in result.output
     assert "FAIL startup kit" in result.output
     assert "left for you: read the policy" in result.output
+    unit = (kit / UNIT_FILE).read_text()
+    assert f"ExecStart={kit}/startup/start.sh" in unit
+    assert "Restart=always" in unit

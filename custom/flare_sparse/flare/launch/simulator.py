@@ -34,6 +34,7 @@ from ..kits import KITS_VARIABLE
 from ..recipe import SparseRecipe
 from ..session import SITE_MODELS_VARIABLE
 from ..site.setup import allow_classes
+from ..tracking import FOLDERS
 from ..watchdog import COMMAND_VARIABLE, end_processes, identify_command
 from .connection import JobFailed
 
@@ -168,6 +169,9 @@ def simulate(
     for name in ("metrics_summary.json", "round_metrics.jsonl"):
         if (server / "metrics" / name).is_file():
             shutil.copy2(server / "metrics" / name, out / name)
+    for name in FOLDERS.values():
+        if (server / name).is_dir():
+            shutil.copytree(server / name, out / name, dirs_exist_ok=True)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 

@@ -13,7 +13,9 @@ Guards and policy are written into the site's startup kit; other entries of its 
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
+from getpass import getuser
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ CLASSES = (
     "flare_sparse.flare.session.SiteSession",
     "flare_sparse.flare.questions.DescriptionController",
     "flare_sparse.flare.questions.StatisticsExecutor",
+    "flare_sparse.flare.tracking.Tracker",
 )
 """The classes of this package that a job may name; none of them takes an import string or a path."""
 CODE_CLASSES = ("flare_sparse.tasks.script.ScriptTask", "flare_sparse.tasks.bundles.task.BundleTask")
@@ -315,6 +318,27 @@ def find_missing_guard(local: Path) -> str:
     return "" if content.get("scopes") else "privacy.json has no scope"
 
 
+UNIT_FILE = "flare-sparse-site.service"
+_UNIT = """# A site of FLARE as a service. Copy it to /etc/systemd/system/, then: systemctl enable --now {name}
+[Unit]
+Description=NVIDIA FLARE site {site}
+After=network-online.target
+Wants=network-online.target
+
+[Service]
+Type=forking
+User={user}
+ExecStart={kit}/startup/start.sh
+# FLARE's start script watches the site itself; systemd starts both again after a crash or a restart of the machine.
+Restart=always
+RestartSec=30
+UMask=0077
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
 NO_POLICY = Path("none")
 """Policy of a site without guards: what a job asks for leaves."""
 DEFAULT_POLICY = Path("careful")
@@ -370,6 +394,10 @@ def set_up_site(
         in_force = install_guards(kit, policy).model_dump(exclude_defaults=True)
         yield f"policy: {'; '.join(f'{name}: {value}' for name, value in in_force.items()) or 'everything may leave'}"
     yield from set_up_server(kit, also, keeps_code=keeps_code)
+    folder = kit.resolve()
+    text = _UNIT.format(name=UNIT_FILE, site=folder.name, user=getuser(), kit=shlex.quote(str(folder)))
+    (folder / UNIT_FILE).write_text(text, encoding="utf-8")
+    yield f"service: {folder / UNIT_FILE}; its first line says where it goes"
 
 
 def set_up_server(kit: Path, also: Sequence[str] = (), *, keeps_code: bool = False) -> Iterator[str]:
