@@ -43,8 +43,8 @@ def watch(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|JOB",
-            help="Result folder of a run, or with --kit the id of a job",
+            metavar="RUN|KIT|JOB",
+            help="Result folder of a run, startup kit of a site, or with --kit the id of a job",
         ),
     ],
     kit: Annotated[
@@ -53,7 +53,8 @@ def watch(
 ) -> None:
     """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
 
-    On this machine it also shows how far each site is within the round.
+    On this machine it also shows how far each site is within the round. At a site, give its startup kit: a line says
+    what this site was asked, and how far its training is; nothing of other sites is there.
 
     It only reads, ends with the run, and may start before or during the run; Ctrl-C leaves the run alone. If the output
     is no terminal, it prints a line for each round instead of a table.
@@ -62,17 +63,45 @@ def watch(
 
         flare-sparse watch runs/neurosfl_brain_age
 
+        flare-sparse watch /opt/flare/site-1
+
         flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
     """
     from ..results.runs.received import name_damage
 
     folder = Path(run)
-    updates = follow_folder(folder, EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
+    is_site = kit is None and (folder / "startup").is_dir() and (folder / "local").is_dir()
     try:
+        for text in follow_site(folder) if is_site else ():
+            stdout.print(json.dumps({"now": text}) if JSON.get() else text, markup=False, soft_wrap=True)
+        updates = follow_folder(folder, EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
         with name_damage(folder):
             show_updates(stdout, updates, json.dumps if JSON.get() else None, folder if kit is None else None)
     except KeyboardInterrupt:
         stdout.print("no longer watching; the run continues")
+
+
+def follow_site(kit: Path) -> Iterator[str]:
+    """Yield a line when a record of a site's kit has changed, or a training has gone on; it never ends.
+
+    Raises:
+        ConfigError: the folder is no kit.
+        RequestRefused: a record cannot be read.
+    """
+    from ..flare.running import RUNNING_FOLDER, list_running
+    from ..flare.site.requests import summarize_requests
+
+    shown: list[str] = []
+    while True:
+        running = {use.job for site in (kit / RUNNING_FOLDER).glob("*") for use in list_running(kit, site.name)}
+        asked = [
+            f"{run.job} (run {run.record.run}): {len(run.record.requests)} models, to round {run.last_round}"
+            for run in summarize_requests(kit)
+        ]
+        found = [*asked, *find_training(kit, jobs=running)]
+        yield from (text for text in found if text not in shown)
+        shown = found
+        time.sleep(EVERY_S)
 
 
 def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, Any]]]:

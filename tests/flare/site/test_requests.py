@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
+from flare_sparse.cli.watch import follow_site
 from flare_sparse.core.exchange import RequestId
+from flare_sparse.core.steps import STEP_FILE
+from flare_sparse.flare.running import RUNNING_FOLDER
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 
 RUN = "00112233445566ff"
@@ -64,3 +70,24 @@ def test_damaged_record_is_an_error_that_names_the_file(kit: Path) -> None:
     result = CliRunner().invoke(app, ["site", "log", str(kit)])
     assert result.exit_code != 0
     assert file.name in (result.output + str(result.exception)).replace("\n", "")
+
+
+def test_a_site_watches_its_own_requests_and_training(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates, held = follow_site(kit), list[int]()
+    assert next(updates) == f"brain-age (run {RUN}): 4 models, to round 3"
+
+    def train(_: float) -> None:
+        lock = kit / RUNNING_FOLDER / "site-1" / "job.json"
+        for folder in (lock.parent, kit / "job", kit / "ended"):
+            folder.mkdir(parents=True)
+        lock.write_text('{"job": "job", "process": 1, "checkpoints": null}')
+        held.append(os.open(lock, os.O_RDWR))
+        fcntl.flock(held[0], fcntl.LOCK_EX)
+        line = {"site": "site-1", "round": 4, "step": 7, "steps": 20, "epochs": 1}
+        (kit / "job" / STEP_FILE).write_text(json.dumps(line))
+        # Of a job whose process is gone.
+        (kit / "ended" / STEP_FILE).write_text(json.dumps({**line, "round": 20}))
+
+    monkeypatch.setattr(time, "sleep", train)
+    assert next(updates) == "site-1: round 4, step 7 of 20"
+    os.close(held[0])

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +80,16 @@ def estimate_seconds_left(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return max(int(total - current), 0) * seconds / int(current - before)
 
 
-def find_training(folder: Path, after: int = -1) -> list[str]:
+def find_training(folder: Path, after: int = -1, jobs: Collection[str] | None = None) -> list[str]:
     """Return how far each site is within a round, as text, in the order of their names.
 
     Args:
-        folder: result folder of a run on this machine.
+        folder: result folder of a run on this machine, or the startup kit of a site.
         after: last committed round; what was written before its end is left out.
+        jobs: of a kit, the jobs that run now; None: the folder is that of a run.
     """
-    files = [file for place in PROGRESS_PLACES for file in folder.glob(f"{place}/{STEP_FILE}")]
+    places = PROGRESS_PLACES if jobs is None else sorted(jobs)
+    files = [file for place in places for file in folder.glob(f"{place}/{STEP_FILE}")]
     lines = []
     for file in files:
         try:
