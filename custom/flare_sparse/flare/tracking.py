@@ -110,11 +110,12 @@ def _open_mlflow(tracker: Tracker, folder: Path) -> tuple[Log, Callable[[], Any]
 def _open_wandb(tracker: Tracker, folder: Path) -> tuple[Log, Callable[[], Any]]:
     import wandb
 
-    run = wandb.init(
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    run: Any = wandb.init(
         project=os.environ.get("WANDB_PROJECT") or tracker.experiment_name,
         name=tracker.run_name,
         config=tracker.run_tags,
         dir=str(folder.parent),
-        mode=os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline"),
+        mode=mode,
     )
     return run.log, run.finish
