@@ -18,12 +18,12 @@ DOCS = Path(__file__).parents[1] / "docs"
 with (DOCS / "paper_values.csv").open(newline="", encoding="utf-8") as table:
     ROWS = list(csv.DictReader(table))
 ADDITIONS = {
-    "fedsparsify": {"aggregation", "server", "model_average", "finetune"},
+    "fedsparsify": {"server", "model_average", "finetune"},
     "scbf": {"budget"},
     "scbfwp": {"target_pruned_fraction"},
     "lora_a2": {"ranks", "budget"},
     "neurosfl": {
-        "budget", "aggregation", "server", "model_average", "iter_snip", "iterations", "score_share",
+        "budget", "server", "model_average", "iter_snip", "iterations", "score_share",
         "random_layers", "random_site",
     },
     "metagater": {"adapt_lr", "targets"},

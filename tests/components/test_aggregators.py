@@ -140,9 +140,6 @@ def settings(method: type[Method[Any, Any]], **values: Any) -> Callable[[Layout]
 
 CASES: dict[str, tuple[Any, ...]] = {
     "mean": (NETWORK, OrderedMean, settings(FedAvg), lambda s: [], keep_all),
-    "median": (
-        NETWORK, lambda: OrderedMean("median"), settings(FedAvg, aggregation={"rule": "median"}), lambda s: [], keep_all
-    ),
     "pruning": (
         NETWORK, lambda: MagnitudePruning(0.8), settings(FedSparsify, sparsity=0.8), lambda s: [KeepMask()], keep_all
     ),

@@ -108,7 +108,7 @@ def list_arguments(component: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "aggregator",
-    [OrderedMean("median"), MagnitudePruning(0.7), SelectiveSum("mean"), ScoredMask(0.5), RankMean("b_only"),
+    [OrderedMean(2), MagnitudePruning(0.7), SelectiveSum("mean"), ScoredMask(0.5), RankMean("b_only"),
      FlexLoRAMean(ranks={"site-1": 2}), MetaStep(lasso=0.5)],
     ids=lambda a: type(a).__name__,
 )  # fmt: skip

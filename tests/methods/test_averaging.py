@@ -159,7 +159,6 @@ def test_run_that_averages_from_a_share_of_its_rounds_cannot_be_continued(bench:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("fedavg", {"server": {"lr": 2}, "aggregation": {"rule": "median"}}, "is a step towards the mean"),
         ("neurosfl", {"server": {"lr": 2}, "scores": "individual_snip"}, "needs one mask for all sites"),
     ],
 )

@@ -191,6 +191,35 @@ def test_what_arrived_and_what_both_ends_keep_is_the_sum_of_all_deltas(seed: int
     assert torch.allclose(final.double(), steps, atol=1e-5)
 
 
+SERVER = {"optimizer": "momentum", "lr": 0.5, "beta1": 0.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"server": SERVER}, {"server": {"lr": 0.5}}, {"model_average": {"kind": "swa"}}])
+def test_server_step_and_model_average_are_those_of_fedavg_where_all_entries_travel(settings: Any) -> None:
+    runs = {}
+    for name, own in (("topk_ef", {"fraction": 1.0}), ("fedavg", {})):
+        bench = ToyBench(Toy())
+        runs[name] = LocalFederation(name, bench, rounds=4, training=TRAINING, **own, **settings).run()
+    assert torch.allclose(runs["topk_ef"].weights, runs["fedavg"].weights, atol=1e-5)
+    # Of the model that is delivered: of an average the sites hold no entry.
+    mse = {name: outcome.evaluation.overall["mse"] for name, outcome in runs.items()}
+    assert mse["topk_ef"] == pytest.approx(mse["fedavg"], rel=1e-4)
+
+
+def test_momentum_moves_entries_that_no_site_sent(bench: Any) -> None:
+    method = bench.method("topk_ef", fraction=0.02, server=SERVER)
+    size = bench.layout.size
+    first = torch.zeros(size)
+    first[0] = 1.0
+    state = method.init(torch.zeros(size), ["site-1"])
+    for delta, expected in ((first, 0.5), (torch.zeros(size), 0.75)):
+        patch = Patch.from_vector(delta, Mask(delta != 0))
+        state = method.learn(state, [Contribution("site-1", patch, "delta", 10)])
+        assert float(state.weights[0]) == expected
+        assert state.changed.indices.tolist() == [0]
+
+
 def test_budget_gives_the_shares_of_both_directions() -> None:
     """Each message has at most its share of the dense model's bytes, and most of it."""
     layout = Layout((TensorSpec("w", (100_000,), "weight"),))

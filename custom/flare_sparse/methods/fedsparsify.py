@@ -107,7 +107,7 @@ class FedSparsify(AveragingMethod[FedSparsifyConfig, FedSparsifyState]):
         """Return the average of the sites' models, pruned to s_t."""
         config, t = self.config, state.round
         weights, memory = take_server_step(
-            contributions, state.weights, state.memory, config.aggregation, config.server, self.layout.num_parameters
+            contributions, state.weights, state.memory, config.server, self.layout.num_parameters
         )
         mask = self._prune(state, weights.abs(), config.compute_sparsity(t))
         weights = weights * mask.bits

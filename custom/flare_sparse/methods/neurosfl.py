@@ -23,7 +23,7 @@ from ..core.seeds import make_generator
 from ..training import Site
 from ..wire.encoding_choice import count_entries_within
 from ..wire.number_format import NumberFormat
-from .aggregation.server_step import ServerMemory, aggregate, take_server_step, update_model_average
+from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
 from .method import SCORE, TRAIN, MaskPreset, broadcast
 from .scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
@@ -64,9 +64,6 @@ class NeuroSFLConfig(AveragingConfig):
             raise ValueError("budget gives the sparsity; remove one of the two")
         if self.random_site and self.scores != "individual_snip":
             raise ValueError(f"random_site: true needs scores: individual_snip, not {self.scores}")
-        if self.score_share < 1 and self.aggregation.needs_single_updates:
-            rule = self.aggregation.rule
-            raise ValueError(f"aggregation.rule {rule} compares all scores; leave score_share {self.score_share} out")
         if self.score_share < 1 and self.score_steps != 1:
             raise ValueError(f"score_share {self.score_share} needs one exchange of scores; choose scores: snip")
         # A step from the current model needs the delta of every entry; a site sends those of its own mask.
@@ -277,9 +274,8 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
     def learn(self, state: NeuroSFLState, contributions: Sequence[Contribution]) -> NeuroSFLState:
         if state.round == 0:
             return self._select_masks(state, contributions)
-        rule, optimizer = self.config.aggregation, self.config.server
         weights, memory = take_server_step(
-            contributions, state.weights, state.memory, rule, optimizer, self.layout.num_parameters
+            contributions, state.weights, state.memory, self.config.server, self.layout.num_parameters
         )
         live, average = unite_masks(state.masks), self.config.model_average
         if state.owners:
@@ -331,17 +327,7 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
             generator = make_generator(self.seed, "random site")
             index = int(torch.randint(len(contributions), (1,), generator=generator))
             return [contributions[index].patch.to_vector()]
-        return [self._pool_scores(contributions)]
-
-    def _pool_scores(self, contributions: Sequence[Contribution]) -> Tensor:
-        """Return one score for each entry; with a robust ``aggregation`` no site decides by the scale of its scores."""
-        aggregation = self.config.aggregation
-        if aggregation.needs_single_updates:
-            # All sites score the same entries, so no entry has fewer owners than there are updates.
-            owners = min(aggregation.min_owners, len(contributions))
-            before = torch.zeros(self.layout.size)
-            return aggregate(contributions, before, aggregation.model_copy(update={"min_owners": owners}))
-        return weighted_sum(contributions, self.get_sum_weights(SCORE))
+        return [weighted_sum(contributions, self.get_sum_weights(SCORE))]
 
     def get_sum_weights(self, kind: str) -> Weights:
         return weigh_equally if kind == SCORE and not self.config.is_score_weighted else weigh_by_examples

@@ -10,7 +10,7 @@ a variance below 0.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, Self, final
 
 import torch
@@ -27,6 +27,13 @@ from ..inputs.scaling import build_statistics_mask
 from ..training import Site
 from ..wire.encoding_choice import count_entries_within
 from ..wire.number_format import NumberFormat
+from .aggregation.server_step import (
+    ModelAverage,
+    ServerMemory,
+    ServerOptimizer,
+    take_server_step,
+    update_model_average,
+)
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import Method, MethodConfig, broadcast
 from .support.masks import unite_masks
@@ -44,6 +51,11 @@ class TopKEFConfig(MethodConfig):
     decay: Annotated[float, Field(ge=0, le=1)] | Literal["rate"] = 1.0
     """factor of what a site, and with down the server, has kept, before it is added; rate, the default with budget: the
     learning rate of this round over that of the round in which it was kept"""
+    server: ServerOptimizer = Field(default_factory=ServerOptimizer)
+    """the server's step along the mean of the deltas; with a memory of its own it changes every entry, of which down
+    sends the largest changes"""
+    model_average: ModelAverage = Field(default_factory=ModelAverage)
+    """average of the models of several rounds, the result of the run in place of the last model"""
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
@@ -76,7 +88,7 @@ class TopKEFConfig(MethodConfig):
 
     def needs(self) -> Needs:
         own = Need.OWN_ENTRIES.because("each site sends its largest changes")
-        return frozenset({own, Need.MORE_READS.because()})
+        return frozenset({own, Need.MORE_READS.because()}) | self.model_average.needs()
 
 
 @dataclass(frozen=True)
@@ -88,12 +100,14 @@ class TopKEFState:
         weights: float32 ``(P,)``.
         changed: the entries that the last round changed; sites that took part in it hold all others.
         residual: ``(P,)`` what the server keeps of the sites' deltas; None: nothing, it sends all.
+        memory: moments of the server's step, and the average of the models.
     """
 
     round: int
     weights: Tensor
     changed: Mask
     residual: Tensor | None = None
+    memory: ServerMemory = field(default_factory=ServerMemory)
 
 
 @final
@@ -138,16 +152,28 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
         return Update(Patch.from_vector(delta, mask), self.update_content, site.num_examples)
 
     def learn(self, state: TopKEFState, contributions: Sequence[Contribution]) -> TopKEFState:
-        step, residual = weighted_sum(contributions, weigh_by_examples), None
+        step, memory = self._take_step(contributions, state)
+        residual = None
         if self.config.down is None:
-            changed = unite_masks(contribution.patch.mask for contribution in contributions)
+            sent = unite_masks(contribution.patch.mask for contribution in contributions)
+            changed = sent if self.config.server.is_average else sent | Mask(step != 0)
         else:
             decay = self.config.compute_decay(state.round, state.round - 1)
             changed, residual = self._split(step, state.residual, decay, self.config.down)
             step = step * changed.bits
         # A mean of variances, unless a short number format has rounded the deltas, or a site makes them up.
         weights = clip_variances(state.weights + step, Mask.full(self.layout.size), self.layout)
-        return TopKEFState(state.round + 1, weights, changed, residual)
+        average, live = self.config.model_average, Mask.full(self.layout.size)
+        memory = update_model_average(memory, weights, live, average, state.round, self.config.rounds)
+        return TopKEFState(state.round + 1, weights, changed, residual, memory)
+
+    def finalize(self, state: TopKEFState) -> TopKEFState:
+        # Sites hold none of the entries of an average.
+        average = state.memory.average
+        return state if average is None else replace(state, weights=average, changed=Mask.full(self.layout.size))
+
+    def model(self, state: TopKEFState) -> Patch:
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
     def describe(self, state: TopKEFState | None = None) -> str:
         optimizer = self.config.get_training(1).optimizer
@@ -157,6 +183,17 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
             f"{optimizer} begins anew in every round and moves each entry by about its rate, so that the largest may "
             "tell little; compare method.training.optimizer: sgd with a momentum (docs/methods.md)"
         )
+
+    def _take_step(self, contributions: Sequence[Contribution], state: TopKEFState) -> tuple[Tensor, ServerMemory]:
+        """Return the server's step ``(P,)`` along the mean of the deltas, and its memory after it."""
+        mean, server = weighted_sum(contributions, weigh_by_examples), self.config.server
+        if server.is_average:
+            return mean, state.memory
+        # The mean as the model of one site: entries that no site sent have a delta of 0, and their moments decay.
+        patch = Patch.from_vector(state.weights + mean, Mask.full(self.layout.size))
+        averaged = [Contribution("mean", patch, "weights", 1)]
+        weights, memory = take_server_step(averaged, state.weights, state.memory, server, self.layout.num_parameters)
+        return weights - state.weights, memory
 
     def _count(self, fraction: float) -> int:
         """Return the number of parameters that a share of all entries selects."""

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.aggregation.server_step import (
-    AggregationRule,
     ModelAverage,
     ServerMemory,
     ServerOptimizer,
@@ -37,7 +36,7 @@ def build_contributions(weights: torch.Tensor) -> list[Contribution]:
 
 def step(weights: torch.Tensor, memory: ServerMemory, **settings: Any) -> tuple[torch.Tensor, ServerMemory]:
     optimizer = ServerOptimizer.model_validate(settings)
-    return take_server_step(build_contributions(weights), weights, memory, AggregationRule(), optimizer, 3)
+    return take_server_step(build_contributions(weights), weights, memory, optimizer, 3)
 
 
 def test_plain_average_is_the_weighted_sum_and_remembers_nothing() -> None:
@@ -96,8 +95,8 @@ def test_entry_that_is_pruned_loses_its_moments_and_does_not_move(optimizer: str
     full = Mask.full(4)
     everywhere = [Contribution("a", Patch(START + 1, full), "weights", 1)]
     settings = ServerOptimizer.model_validate({"optimizer": optimizer, "lr": 0.1})
-    _, memory = take_server_step(everywhere, START, ServerMemory(), AggregationRule(), settings, 4)
-    weights, memory = take_server_step(build_contributions(START), START, memory, AggregationRule(), settings, 4)
+    _, memory = take_server_step(everywhere, START, ServerMemory(), settings, 4)
+    weights, memory = take_server_step(build_contributions(START), START, memory, settings, 4)
     assert weights[2] == 0
     for moment in (memory.momentum, memory.variance):
         assert moment is None or moment[2] == 0
@@ -108,7 +107,7 @@ def test_delta_that_would_freeze_an_entry_for_good_is_refused(optimizer: str) ->
     huge = [Contribution("a", Patch(torch.tensor([1e25, 0.0, 0.0]), LIVE), "weights", 1)]
     settings = ServerOptimizer.model_validate({"optimizer": optimizer, "lr": 0.1})
     with pytest.raises(OverflowError, match="exceed float32"):
-        take_server_step(huge, START, ServerMemory(), AggregationRule(), settings, 3)
+        take_server_step(huge, START, ServerMemory(), settings, 3)
 
 
 def test_average_of_models_at_the_ends_of_float32_is_refused() -> None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flare_sparse.core.exchange import Contribution, Patch
+from flare_sparse.core.exchange import Content, Contribution, Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.aggregation.weighted import (
     average_over_owners,
+    clip_deltas,
     sum_completed,
     weigh_by_examples,
     weigh_equally,
@@ -75,3 +76,27 @@ def test_completed_sum_has_the_bits_of_the_sum_of_completed_vectors() -> None:
     total = sum_completed(contributions, weigh_by_examples, previous, live)
     assert torch.equal(total, weighted_sum(completed, weigh_by_examples))
     assert not total[~live.bits].any()
+
+
+def update(i: int, values: torch.Tensor, content: Content = "weights") -> Contribution:
+    return Contribution(f"site-{i}", Patch.from_vector(values, Mask.full(values.numel())), content, 10 + i)
+
+
+def test_long_delta_is_clipped_and_its_norm_returned() -> None:
+    before = torch.ones(4)
+    near, far = update(0, before + 0.1), update(1, before + 100.0)
+    clipped, norms = clip_deltas([near, far], before, 2.0)
+    assert clipped[0] is near
+    assert norms == {"site-1": pytest.approx(200.0)}
+    assert float((clipped[1].patch.values - before).norm()) == pytest.approx(2.0, rel=1e-6)
+    assert clip_deltas([near, far], before, None) == ([near, far], {})
+
+
+def test_scores_are_not_clipped_and_deltas_are_measured_from_zero() -> None:
+    scores, delta = (
+        update(0, torch.full((4,), 50.0), content="scores"),
+        update(1, torch.full((4,), 50.0), content="delta"),
+    )
+    clipped, norms = clip_deltas([scores, delta], torch.full((4,), 49.0), 1.0)
+    assert clipped[0] is scores
+    assert list(norms) == ["site-1"]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
-from flare_sparse.methods.aggregation.server_step import AggregationRule
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import Step, unpack_message
 from flare_sparse.rounds.endpoints.update_store import UpdateStore
@@ -64,7 +63,6 @@ def run(method: str, window: int | None, sites: int = 4, **settings: Any) -> tup
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("fedavg", {}),
-    ("fedavg", {"aggregation": AggregationRule(rule="median", min_owners=2).model_dump()}),
     ("fedavg", {"server": {"optimizer": "adam", "lr": 0.01}}),
     ("fedsparsify", {}),
     ("neurosfl", {}),

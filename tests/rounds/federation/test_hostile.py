@@ -1,4 +1,4 @@
-"""Two of eight sites are hostile: what is rejected, what a robust rule bounds, and what no rule promises."""
+"""Two of eight sites are hostile: what is rejected, what a bound limits, and what no rule promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.federation import Outcome, RoundRules
 
 HOSTILE = ("site-3", "site-6")
-MEDIAN = {"aggregation": {"rule": "median"}}
 Attack = Callable[[Upload], Upload]
 
 
@@ -53,7 +52,7 @@ def build_federation(
     """Return a method over eight sites and 12 rounds; the hostile ones attack in every round from the first."""
     training = {"lr": 0.05, "epochs": 2, "batch_size": 8}
     settings = {"rounds": 12, "training": training, **settings}
-    # Without the bound that rejects outliers: the aggregation rules must hold alone.
+    # Without the bound that rejects outliers: what is tested must hold alone.
     rules = (rules or RoundRules()).model_copy(update={"max_norm_ratio": None})
     federation = LocalFederation(method, toy.ToyBench(toy.Plain()), sites=8, rules=rules, **settings)
 
@@ -121,23 +120,6 @@ def record_history(federation: LocalFederation) -> tuple[Outcome, History]:
     return outcome, history
 
 
-def is_between_honest(history: History, t: int) -> bool:
-    """Return whether every weight after the ``t``-th round lies between the smallest and largest honest one."""
-    honest, model = history.list_honest(t), history.models[t + 1]
-    return bool(((honest.amin(0) <= model) & (model <= honest.amax(0))).all())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attack", [send_millionfold, flip_sign])
-def test_median_lies_between_the_honest_weights_and_the_mean_does_not(attack: Attack) -> None:
-    outcome, history = record_history(build_federation(attack, **MEDIAN))
-    assert len(history.updates) == 12
-    assert all(record.rejected == {} for record in outcome.rounds)
-    assert all(is_between_honest(history, t) for t in range(12))
-    _, history = record_history(build_federation(send_millionfold, rounds=1))
-    assert not is_between_honest(history, 0)
-
-
 @pytest.mark.slow
 def test_ratio_below_the_number_of_the_others_keeps_out_one_site_that_reverses_what_they_learn() -> None:
     federation = build_federation(lambda upload: scale_delta(upload, -20.0), rounds=3)
@@ -145,15 +127,6 @@ def test_ratio_below_the_number_of_the_others_keeps_out_one_site_that_reverses_w
     outcome = federation.run()
     assert all(record.rejected == dict.fromkeys(HOSTILE, "E_NORM") for record in outcome.rounds[:-1])
     assert compute_honest_error(outcome) < compute_honest_error(run(None, rounds=1))
-
-
-@pytest.mark.long
-def test_median_keeps_the_error_finite_where_the_mean_does_not_learn() -> None:
-    """Two hostile sites of eight scale their delta by 1e6."""
-    clean = compute_honest_error(run(None, **MEDIAN))
-    start = compute_honest_error(run(None, rounds=1, training={"lr": 1e-9}))
-    assert compute_honest_error(run(send_millionfold, **MEDIAN)) < start
-    assert not compute_honest_error(run(send_millionfold)) < 2 * clean
 
 
 @pytest.mark.long
@@ -184,6 +157,6 @@ def test_max_share_bounds_a_claim_of_examples() -> None:
 @pytest.mark.long
 def test_flipped_signs_are_not_recognised_and_only_slow_training_down() -> None:
     """No rule promises more: these updates are finite and as long as honest ones."""
-    outcome = run(flip_sign, **MEDIAN)
+    outcome = run(flip_sign)
     assert all(record.rejected == {} for record in outcome.rounds)
     assert compute_honest_error(outcome) < compute_honest_error(run(None, rounds=1))

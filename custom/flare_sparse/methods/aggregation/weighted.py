@@ -4,13 +4,14 @@ Sums are accumulated in float64, in site-name order: the order of arrival must n
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import fsum
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.exchange import Contribution
+from ...core.exchange import Contribution, Patch
 from ...core.mask import Mask
 
 Weights = Callable[[Sequence[Contribution]], list[float]]
@@ -75,6 +76,39 @@ def normalize_capped(weights: Sequence[float], max_share: float) -> list[float]:
         capped = [1.0] * len(capped)
     total = sum(capped)
     return [weight / total for weight in capped]
+
+
+def clip_deltas(
+    contributions: Sequence[Contribution], previous: Tensor, limit: float | None
+) -> tuple[list[Contribution], dict[str, float]]:
+    """Clip each site's delta to an L2 norm.
+
+    Args:
+        contributions: the delta of weights is measured from ``previous``; contents other than weights and deltas stay.
+        previous: ``(P,)`` the weights that the sites started from.
+        limit: largest L2 norm; None: no bound.
+
+    Returns:
+        The contributions, and by site the norm that each clipped delta had.
+    """
+    if limit is None:
+        return list(contributions), {}
+    clipped, norms = [], {}
+    for contribution in contributions:
+        patch = contribution.patch
+        if contribution.content not in ("weights", "delta"):
+            clipped.append(contribution)
+            continue
+        start = patch.mask.take(previous) if contribution.content == "weights" else torch.zeros(())
+        delta = patch.values - start
+        # float64: the square of a float32 above 1.8e19 overflows, and an infinite norm would clip the delta to zero.
+        norm = float(delta.double().square().sum().sqrt())
+        if norm > limit:
+            norms[contribution.site] = norm
+            clipped.append(replace(contribution, patch=Patch(start + delta * (limit / norm), patch.mask)))
+        else:
+            clipped.append(contribution)
+    return clipped, norms
 
 
 def weighted_sum(contributions: Sequence[Contribution], weights: Weights) -> Tensor:

@@ -11,9 +11,9 @@ from abc import ABC
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from ...core.errors import MetricsError
@@ -24,7 +24,6 @@ from ...core.settings import Settings
 from ...training import Site, TrainingConfig
 from ...training.personal import PERSONAL
 from ..aggregation.server_step import (
-    AggregationRule,
     ModelAverage,
     ServerMemory,
     ServerOptimizer,
@@ -165,8 +164,6 @@ FINETUNE = "finetune"
 class AveragingConfig(MethodConfig):
     """Settings of methods whose next model is an average of the sites' models."""
 
-    aggregation: AggregationRule = Field(default_factory=AggregationRule)
-    """how the sites' updates are aggregated"""
     server: ServerOptimizer = Field(default_factory=ServerOptimizer)
     """the server's step towards the average of the sites' models"""
     model_average: ModelAverage = Field(default_factory=ModelAverage)
@@ -174,19 +171,10 @@ class AveragingConfig(MethodConfig):
     finetune: FineTuning | None = None
     """training at each site after the last round, whose model stays there; null: none"""
 
-    @model_validator(mode="after")
-    def _check_rule(self) -> Self:
-        if not self.server.is_average and self.aggregation.rule != "mean":
-            raise ValueError(
-                f"server.optimizer {self.server.optimizer} with server.lr {self.server.lr} is a step towards the mean; "
-                f"leave server out with aggregation.rule {self.aggregation.rule}"
-            )
-        return self
-
     def needs(self) -> Needs:
-        """Return the needs of the rule, the average and the fine-tuning: a mean itself has none."""
+        """Return the needs of the average and the fine-tuning: a mean itself has none."""
         finetuning = self.finetune.needs(self.training) if self.finetune else frozenset()
-        return self.aggregation.needs() | self.model_average.needs() | finetuning
+        return self.model_average.needs() | finetuning
 
 
 class FedAvgConfig(AveragingConfig):
@@ -295,9 +283,9 @@ class FedAvgRounds(AveragingMethod[FedAvgConfig, AveragedState]):
         return AveragedState(1, weights)
 
     def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
-        config, size = self.config, self.layout.num_parameters
+        config = self.config
         weights, memory = take_server_step(
-            contributions, state.weights, state.memory, config.aggregation, config.server, size
+            contributions, state.weights, state.memory, config.server, self.layout.num_parameters
         )
         live = Mask.full(self.layout.size)
         memory = update_model_average(memory, weights, live, config.model_average, state.round, config.rounds)

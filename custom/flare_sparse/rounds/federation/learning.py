@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.errors import UndefinedScores
 from ...core.exchange import Contribution, Patch
-from ...methods.aggregation.server_step import clip_deltas
+from ...methods.aggregation.weighted import clip_deltas
 from ...methods.method import Method
 from ...wire.formats import FORMATS, ValueType
 from .roster import AttemptResult
