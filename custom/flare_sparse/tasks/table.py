@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from ..cohorts.conditions import Term
+from ..cohorts.split import Split
 from ..core.errors import DataError
 from ..inputs.scaling import TargetScaler
 from .data.absence import find_absent_rows
@@ -154,6 +155,10 @@ class TableTask(Task):
         )
         subject_of = self._get_subjects(table, rows) if config.group else {name: name for name in rows}
         split = config.split.assign_subjects(subject_of, seed)
+        if config.group:
+            # The rows of several subjects stay in the order of the file.
+            parts = (frozenset(split.train), frozenset(split.validation), frozenset(split.test))
+            split = Split(*(tuple(name for name in rows if name in part) for part in parts))
         # With federated scaling the network itself scales and imputes: the statistics are not known here.
         is_federated = config.scales_in_network
         scaled = features if is_federated else self._scale(features, [rows[name] for name in split.train]).impute()
