@@ -18,7 +18,7 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import MissingBase, RoundFailed
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
-from flare_sparse.rounds.endpoints.site_state import SiteMemory
+from flare_sparse.rounds.endpoints.site import SiteMemory
 from flare_sparse.rounds.federation import Outcome, Reply, RoundRules
 
 SITES = ("site-1", "site-2", "site-3")

@@ -47,7 +47,6 @@ from ..rounds.endpoints.server import SERVER, ServerEndpoint
 from ..rounds.endpoints.server_sums import ServerSums
 from ..rounds.endpoints.site import RequestLimits, SiteEndpoint
 from ..rounds.endpoints.site_sums import SiteSums
-from ..rounds.endpoints.stages import ServerStage, SiteStage
 from ..rounds.endpoints.update_store import UpdateStore
 from ..tasks.bundles.task import BundleTask
 from ..tasks.data.source import find_site_data, has_site_data, read_withdrawn
@@ -167,13 +166,11 @@ class ServerSession:
             self.unarchived = self.store.get_result_folder()
             self.store.unmark_finished()
         layout, run_id, method = self.assembly.layout, self.assembly.run_id, self.assembly.method
-        protection: ServerStage | None = None
+        sums: ServerSums | None = None
         if (rules := self.job.sum_rules) is not None:
-            protection = ServerSums(layout, run_id, rules, method.get_sum_weights, load_root(fl_ctx), self.ledger)
+            sums = ServerSums(layout, run_id, rules, method.get_sum_weights, load_root(fl_ctx), self.ledger)
         updates = UpdateStore(folder=Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())))
-        self.endpoint = ServerEndpoint(
-            layout, run_id, self.job.wire.values, self.ledger, protection, self.job.seed, updates
-        )
+        self.endpoint = ServerEndpoint(layout, run_id, self.job.wire.values, self.ledger, sums, self.job.seed, updates)
 
 
 SITE_MODELS_VARIABLE = "FLARE_SPARSE_SITE_MODELS"
@@ -251,7 +248,7 @@ class SiteSession(FLComponent):
                 assembly.run_id,
                 job.wire.values,
                 store,
-                _open_protection(fl_ctx, job, assembly, requests),
+                _open_sums(fl_ctx, job, assembly, requests),
                 RequestLimits(requests, changes),
                 initial,
             )
@@ -342,7 +339,7 @@ def open_gate(fl_ctx: FLContext) -> ReleaseGate | None:
     return ReleaseGate(local, folder, Rule(policy.min_cell), policy.approved_rows)
 
 
-def _open_protection(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: RequestLog) -> SiteStage | None:
+def _open_sums(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: RequestLog) -> SiteSums | None:
     """Return what keeps the values of this site's updates from the server; None: they travel in the clear."""
     rules = job.sum_rules
     if rules is None:

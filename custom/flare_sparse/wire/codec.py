@@ -265,7 +265,7 @@ def read_names(data: bytes | bytearray | memoryview | np.ndarray, site: str = "?
         RejectedMessage: the message is malformed or damaged.
     """
     try:
-        return _read_header(data, site)
+        return read_header(_view_buffer(data, site))
     except WireError as error:
         raise error.attach_site(site) from error
 
@@ -276,27 +276,19 @@ def read_summary(data: np.ndarray) -> tuple[Header, Content]:
     Raises:
         RejectedMessage: the bytes are no message.
     """
-    header = _read_header(data, "?")
+    header = read_names(data)
     return header, find_by_code(_CONTENTS_BY_CODE, header.content, "content")
-
-
-def _read_header(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> Header:
-    return read_header(_view_buffer(data, site))
 
 
 def _view_buffer(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> np.ndarray:
     """Return the message as contiguous uint8 ``(n,)``, without a copy where possible."""
-    buffer = data if isinstance(data, np.ndarray) else _view_bytes(data, site)
+    try:
+        buffer = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    except (BufferError, TypeError) as error:
+        raise RejectedMessage("E_DTYPE", "message", "contiguous bytes", type(data).__name__, site) from error
     if buffer.dtype != np.uint8 or buffer.ndim != 1:
         raise RejectedMessage("E_DTYPE", "message", "uint8 (n,)", f"{buffer.dtype} {buffer.shape}", site)
     return np.ascontiguousarray(buffer)
-
-
-def _view_bytes(data: bytes | bytearray | memoryview, site: str) -> np.ndarray:
-    try:
-        return np.frombuffer(data, np.uint8)
-    except (BufferError, TypeError) as error:
-        raise RejectedMessage("E_DTYPE", "message", "contiguous bytes", type(data).__name__, site) from error
 
 
 def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:

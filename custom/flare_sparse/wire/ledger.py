@@ -56,54 +56,52 @@ class Ledger:
 
     def record_sent(self, message: Encoded, plan: Plan, site: str, expected_content: Content) -> None:
         """Record a request to ``site`` that asks for an update with ``expected_content``."""
-        self.lines.append(
-            _build_line(
-                plan,
-                site,
-                "down",
-                expected_content,
-                encoding=message.encoding,
-                values=message.values,
-                scalars_sent=message.scalars,
-                payload_bytes=message.payload_bytes,
-                selection_bytes=message.selection_bytes,
-                floor_bytes=message.floor_bytes,
-            )
+        self.record(
+            plan,
+            site,
+            "down",
+            expected_content,
+            encoding=message.encoding,
+            values=message.values,
+            scalars_sent=message.scalars,
+            payload_bytes=message.payload_bytes,
+            selection_bytes=message.selection_bytes,
+            floor_bytes=message.floor_bytes,
         )
 
     def record_received(self, message: Decoded, plan: Plan, site: str, payload_bytes: int) -> None:
         """Record an update that passed every check."""
         # Counted on the decoded message and not reported by the sender, which could understate its traffic.
         mask = message.patch.mask
-        entropy = compute_selection_entropy(mask, plan.base_mask)
-        self.lines.append(
-            _build_line(
-                plan,
-                site,
-                "up",
-                message.content,
-                encoding=message.encoding,
-                values=message.values,
-                scalars_sent=mask.count,
-                payload_bytes=payload_bytes,
-                selection_bytes=message.selection_bytes,
-                floor_bytes=message.values_bytes + min(message.selection_bytes, entropy),
-            )
+        self.record(
+            plan,
+            site,
+            "up",
+            message.content,
+            encoding=message.encoding,
+            values=message.values,
+            scalars_sent=mask.count,
+            payload_bytes=payload_bytes,
+            selection_bytes=message.selection_bytes,
+            floor_bytes=message.values_bytes
+            + min(message.selection_bytes, compute_selection_entropy(mask, plan.base_mask)),
         )
 
-
-def _build_line(plan: Plan, site: str, direction: Literal["down", "up"], content: Content, **cost: Any) -> LedgerLine:
-    total = plan.layout.size
-    return LedgerLine(
-        run=plan.run,
-        round=plan.round or 0,
-        sequence=plan.sequence or 0,
-        site=site,
-        direction=direction,
-        kind=plan.kind or "",
-        content=content,
-        scalars_total=total,
+    def record(self, plan: Plan, site: str, direction: Literal["down", "up"], content: Content, **cost: Any) -> None:
+        """Add the line of a message; ``cost`` has the fields of :class:`LedgerLine` that no plan knows."""
+        total = plan.layout.size
         # FedAvg has no messages with scores and none without values.
-        dense_bytes=0 if content in ("scores", "metrics", "statistics") else 4 * total,
-        **cost,
-    )
+        dense_bytes = 0 if content in ("scores", "metrics", "statistics") else 4 * total
+        line = LedgerLine(
+            run=plan.run,
+            round=plan.round or 0,
+            sequence=plan.sequence or 0,
+            kind=plan.kind or "",
+            site=site,
+            direction=direction,
+            content=content,
+            scalars_total=total,
+            dense_bytes=dense_bytes,
+            **cost,
+        )
+        self.lines.append(line)

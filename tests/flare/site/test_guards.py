@@ -298,7 +298,7 @@ def build_masked_hospital(folder: Path, policy: dict[str, Any] | None = None) ->
     hospital = Hospital(folder, policy=policy)
     weights = hospital.method.get_sum_weights
     sums = SiteSums(generate_identity("site-1"), hospital.layout, RUN, SumRules(64.0), weights)
-    hospital.endpoint.protection = sums
+    hospital.endpoint.sums = sums
     return hospital, sums
 
 

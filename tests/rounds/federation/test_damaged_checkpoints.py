@@ -16,7 +16,7 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.params import compute_digest
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.rounds.endpoints.server import SERVER
-from flare_sparse.rounds.endpoints.site_state import SiteSnapshot
+from flare_sparse.rounds.endpoints.site import SiteSnapshot
 from flare_sparse.rounds.federation import Event, RoundRecord, RoundRules
 
 SITE = "site-2"

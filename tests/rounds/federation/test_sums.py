@@ -34,7 +34,6 @@ from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.server_sums import RequestSums, ServerSums
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.endpoints.stages import SiteStage
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.federation.sums import sum_replies
 from flare_sparse.rounds.local.run import Transport, run_locally
@@ -152,17 +151,17 @@ def test_no_object_of_the_server_holds_a_value_of_a_site() -> None:
     """What learning received: one contribution with the sum, and NaN for every site."""
     federation = build_federation(settings={"rounds": 1})
     exchanges = []
-    start = type(federation.server.protection).start_sum
+    start = type(federation.server.sums).start_sum
 
     def record(*arguments: Any) -> Any:
         exchanges.append(start(*arguments))
         return exchanges[-1]
 
-    type(federation.server.protection).start_sum = record  # type: ignore[method-assign]
+    type(federation.server.sums).start_sum = record  # type: ignore[method-assign]
     try:
         federation.run()
     finally:
-        type(federation.server.protection).start_sum = start  # type: ignore[method-assign]
+        type(federation.server.sums).start_sum = start  # type: ignore[method-assign]
     exchange = exchanges[0]
     replies = {site: _contribution(site) for site in federation.sites}
     total, summed = exchange.finish(replies)
@@ -272,9 +271,9 @@ def test_server_that_asks_for_three_sums_of_one_request_reads_the_first() -> Non
     for members in ((0, 1, 2, 3), (0, 3, 4), (1, 2, 4)):
         assignments = dict.fromkeys([names[i] for i in members], Assignment(request, UpdateSpec("weights", full)))
         attempt = federation.server.encode_requests(assignments)
-        assert isinstance(federation.server.protection, ServerSums)
-        federation.server.protection.current = RequestSums()
-        exchange = federation.server.protection.start_sum(assignments, attempt.sequence)
+        assert isinstance(federation.server.sums, ServerSums)
+        federation.server.sums.current = RequestSums()
+        exchange = federation.server.sums.start_sum(assignments, attempt.sequence)
         assert exchange is not None
         _, total = sum_replies(exchange, federation.deliver(attempt), federation.yield_sum_replies, None)
         read.append(total is not None)
@@ -307,8 +306,8 @@ def test_site_that_signs_another_number_than_it_reports_has_no_part_in_the_sum()
     request = Request("train", 1, Patch.from_vector(federation.bench.weights, full), full)
     assignments = dict.fromkeys(sorted(federation.sites), Assignment(request, UpdateSpec("weights", full)))
     attempt = federation.server.encode_requests(assignments)
-    assert isinstance(federation.server.protection, ServerSums)
-    exchange = federation.server.protection.start_sum(assignments, attempt.sequence)
+    assert isinstance(federation.server.sums, ServerSums)
+    exchange = federation.server.sums.start_sum(assignments, attempt.sequence)
     assert exchange is not None
     replies = dict(federation.deliver(attempt))
     replies["site-2"] = replace(replies["site-2"], num_examples=replies["site-2"].num_examples + 1)
@@ -317,13 +316,13 @@ def test_site_that_signs_another_number_than_it_reports_has_no_part_in_the_sum()
     # The values of an attempt leave once; the next one remembers whom it was over.
     again = pack_message(Step.VALUES, exchange.sum_id, b"")
     assert refuses(lambda: federation.stages["site-1"].answer(again)) == "E_REQUEST"
-    known = federation.server.protection.current
+    known = federation.server.sums.current
     assert (known.kind, known.round, known.survivors) == ("train", 1, {"site-1", "site-3", "site-4"})
-    federation.server.protection.start_sum(assignments, attempt.sequence + 1)
-    assert federation.server.protection.current is known
+    federation.server.sums.start_sum(assignments, attempt.sequence + 1)
+    assert federation.server.sums.current is known
     other = Assignment(request, UpdateSpec("weights", full))
     with pytest.raises(ValueError, match="all sites have the same assignment"):
-        federation.server.protection.start_sum({**assignments, "site-2": other}, attempt.sequence)
+        federation.server.sums.start_sum({**assignments, "site-2": other}, attempt.sequence)
 
 
 def test_swapped_key_is_refused_by_every_site() -> None:
@@ -410,7 +409,7 @@ def test_values_in_the_clear_are_rejected() -> None:
             raise
 
     federation.server.decode = record  # type: ignore[method-assign]
-    federation.endpoints["site-1"].protection = SiteStage()
+    federation.endpoints["site-1"].sums = None
     federation.run()
     assert federation.records[0].rejected == {"site-1": "E_SEALED"}
     assert len(errors) == 1

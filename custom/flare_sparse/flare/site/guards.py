@@ -173,8 +173,8 @@ class SiteLastGate(FLComponent):
             return wrap(HELLO, get_site_session(fl_ctx).build_hello(fl_ctx))
         if extract(SUM, result) is not None:
             # Used once: a job must not send the same reply again.
-            reply = get_site_session(fl_ctx).get_endpoint(fl_ctx).protection.take_reply()
-            if reply is None:
+            sums = get_site_session(fl_ctx).get_endpoint(fl_ctx).sums
+            if sums is None or (reply := sums.take_reply()) is None:
                 raise PolicyRefusal("this site's policy: a message of a sum that this site has not made")
             return wrap(SUM, reply)
         if _is_description(result, fl_ctx):
@@ -220,10 +220,10 @@ class SiteLastGate(FLComponent):
         expected = _encode_approved(approved, endpoint, policy)
         _check_approved(message, meta, approved, expected)
         # Checked again on the encoded message: only now is its size known, and rounding may have changed the norm.
-        rounded = None if endpoint.protection.is_summed else expected.received
+        rounded = None if endpoint.sums else expected.received
         values = approved.patch.values if rounded is None else rounded
         values = values - (_get_reference(approved, endpoint) if approved.content == "weights" else 0)
-        size = max(len(message), endpoint.protection.message_bytes)
+        size = max(len(message), endpoint.sums.message_bytes if endpoint.sums else 0)
         mask, layout = approved.patch.mask, endpoint.site.layout
         raise_refusals(policy.find_refusals(approved.content, _count_usage(endpoint), mask, values, layout, size))
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
@@ -267,7 +267,8 @@ def _discard_withheld(fl_ctx: FLContext) -> None:
     """Drop the update that waits for a sum: values of a result that did not leave must not leave in a sum."""
     # A site whose endpoint cannot be built has no such update.
     with suppress(Exception):
-        get_site_session(fl_ctx).get_endpoint(fl_ctx).protection.discard()
+        if sums := get_site_session(fl_ctx).get_endpoint(fl_ctx).sums:
+            sums.discard()
 
 
 def _encode_approved(approved: Update, endpoint: SiteEndpoint, policy: Policy) -> Encoded:
@@ -278,12 +279,12 @@ def _encode_approved(approved: Update, endpoint: SiteEndpoint, policy: Policy) -
     """
     assert endpoint.request is not None, "an update answers a request"
     if approved.content != "metrics":
-        if policy.masked and not endpoint.protection.is_summed:
+        if policy.masked and endpoint.sums is None:
             raise PolicyRefusal(
                 f"this site's policy: masked: the server could read the {approved.content}; set wire.aggregation: "
                 "masked"
             )
-        if not endpoint.protection.is_withheld(approved.patch):
+        if endpoint.sums is not None and not endpoint.sums.is_withheld(approved.patch):
             raise PolicyRefusal("this site's policy: a filter of the job changed the values that wait for the sum")
     return endpoint.encode_message(endpoint.request, approved)
 

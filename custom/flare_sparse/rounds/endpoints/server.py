@@ -20,7 +20,7 @@ from ...wire.ledger import Ledger
 from ..link import ServerLink, Vector, name_new_start, name_request
 from .events import parse_events, validate_metrics, validate_num_examples
 from .plans import InitialModel, choose_values, correct_variances, find_target, plan_request, plan_update
-from .stages import ServerStage
+from .server_sums import ServerSums
 from .update_store import UpdateStore
 
 SERVER = "server"
@@ -110,7 +110,7 @@ class ServerEndpoint:
         run: id of the run, 16 hex digits.
         values: number format on the wire.
         ledger: receives one line per message.
-        protection: how the server reads updates; None: one by one.
+        sums: the sums of the job; None: each update carries its values.
         seed: seed of the run, for the rounding of quantized values.
         updates: memory for the updates of a round; None: the default.
     """
@@ -121,12 +121,12 @@ class ServerEndpoint:
         run: str,
         values: ValueType,
         ledger: Ledger,
-        protection: ServerStage | None = None,
+        sums: ServerSums | None = None,
         seed: int = 0,
         updates: UpdateStore | None = None,
     ):
         self.layout, self.run, self.values, self.ledger = layout, run, values, ledger
-        self.protection, self.seed, self.updates = protection or ServerStage(), seed, updates or UpdateStore()
+        self.sums, self.seed, self.updates = sums, seed, updates or UpdateStore()
         self._sequence, self._link, self._round = 0, ServerLink(), _OpenRound()
         self._initial: InitialModel | None = None
         self._builders: set[str] = set()
@@ -404,7 +404,10 @@ class ServerEndpoint:
         # A site without training examples answers every request with metrics only.
         if message.content not in (expected.content, "metrics"):
             raise RejectedMessage("E_KIND", "content", expected.content, message.content, site)
-        self.protection.check(message, choose_values(message.content, self.values, self._initial), site)
+        if self.sums is not None and message.content != "metrics":
+            raise RejectedMessage("E_SEALED", f"values of {message.content}", "masked", message.values, site)
+        if message.values != (values := choose_values(message.content, self.values, self._initial)):
+            raise RejectedMessage("E_DTYPE", "values", values, message.values, site)
 
 
 def _find_common(sent: Sequence[_Sent]) -> _Sent | None:

@@ -35,11 +35,9 @@ from ...privacy.secure_aggregation.messages import (
 )
 from ...privacy.secure_aggregation.party import BOX_BYTES
 from ...privacy.secure_aggregation.rings import Ring, RingFormat
-from ...wire.codec import Decoded
-from ...wire.formats import ValueType
-from ...wire.ledger import Ledger, LedgerLine
+from ...wire.ledger import Ledger
+from ...wire.plan import Plan
 from ...wire.quantized import find_exact_values
-from .stages import ServerStage
 
 
 def build_ring(content: Content, mask: Mask, layout: Layout, rules: SumRules) -> RingFormat:
@@ -112,7 +110,7 @@ class RequestSums:
 
 
 @dataclass(eq=False)
-class ServerSums(ServerStage):
+class ServerSums:
     """What the server knows of the sums of a job.
 
     Attributes:
@@ -132,11 +130,6 @@ class ServerSums(ServerStage):
     root: RootCertificate
     ledger: Ledger
     current: RequestSums = field(default_factory=RequestSums)
-
-    def check(self, message: Decoded, values: ValueType, site: str) -> None:
-        if message.content != "metrics":
-            raise RejectedMessage("E_SEALED", f"values of {message.content}", "masked", message.values, site)
-        super().check(message, values, site)
 
     def start_sum(self, assignments: Mapping[str, Assignment], sequence: int) -> SumExchange | None:
         """Return the sum over the updates of an attempt; None if its requests ask for metrics only.
@@ -289,22 +282,22 @@ class SumExchange:
         """Add a message to the ledger; keys, shares and reveals count as messages without values."""
         has_values = step == Step.VALUES and direction == "up"
         content = self.assignment.expected.content if has_values else "metrics"
-        total = self.sums.layout.size
-        line = LedgerLine(
-            run=self.sum_id.run,
+        plan = Plan(
+            self.sums.layout,
+            self.sum_id.run,
             round=self.sum_id.round,
             sequence=self.sum_id.sequence,
-            site=site,
-            direction=direction,
             kind=self.sum_id.kind,
-            content=content,
+        )
+        self.sums.ledger.record(
+            plan,
+            site,
+            direction,
+            content,
             encoding="shared" if has_values else step.name.lower(),
             values="masked",
-            scalars_total=total,
             scalars_sent=self.mask.count if has_values else 0,
             payload_bytes=size,
             selection_bytes=0,
-            dense_bytes=4 * total if content in ("weights", "delta") else 0,
             floor_bytes=self._section_bytes if has_values else 0,
         )
-        self.sums.ledger.lines.append(line)

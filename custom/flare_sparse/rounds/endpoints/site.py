@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ...core.checkpoint.store import Store
@@ -13,6 +15,7 @@ from ...core.errors import (
     MissingBase,
     OutOfMemory,
     RejectedMessage,
+    RequestRefused,
     TaskFailed,
     abbreviate,
     describe_exception,
@@ -34,10 +37,52 @@ from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describ
 from .plans import InitialModel, choose_values, correct_variances, plan_request, plan_update
 from .request_checks import ChangeLimit, check_kind, check_trainable, is_standstill
 from .request_log import RequestLog
-from .site_state import SiteMemory, SiteSnapshot
-from .stages import SiteStage
+from .site_sums import SiteSums
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SiteMemory:
+    """What a site carries from one update to the next.
+
+    Attributes:
+        residual: rounding residual that is added to the next update (error feedback); None: zero.
+        method: tensors that the method keeps at the site.
+    """
+
+    residual: Tensor | None = None
+    method: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SiteSnapshot:
+    """A site's checkpoint, written before each update is sent.
+
+    Attributes:
+        name: name of the answer.
+        after: name of the last answer before it that counted; None: none.
+        held: name of the vector that the site holds.
+        mask: live entries of that vector.
+        values: ``(mask.count,)`` their values; all others are zero.
+        memory: memory after the answer.
+    """
+
+    name: str
+    after: str | None
+    held: str
+    mask: Mask
+    values: Tensor
+    memory: SiteMemory
+
+    @property
+    def vector(self) -> Vector:
+        """The vector that the site held, without values."""
+        return Vector(self.held, self.mask)
+
+    def to_vector(self) -> Tensor:
+        """Return the values ``(P,)`` of the vector that the site held."""
+        return self.mask.put(self.values, torch.zeros(self.mask.size))
 
 
 @dataclass(frozen=True)
@@ -87,7 +132,7 @@ class SiteEndpoint:
         values: number format on the wire.
         store: receives a checkpoint before each update is sent. None: after a crash the site needs the full model, and
             the tensors that the method keeps at the site are lost.
-        protection: keeps the values of updates for sums; None: each update carries its values.
+        sums: keeps the values of updates for their sums; None: each update carries its values.
         limits: what this site refuses beside requests that its copy of the job does not have.
         initial: the model of the job's seed, which the first request then need not carry; None: it does.
 
@@ -104,13 +149,12 @@ class SiteEndpoint:
         run: str,
         values: ValueType,
         store: Store | None = None,
-        protection: SiteStage | None = None,
+        sums: SiteSums | None = None,
         limits: RequestLimits = NO_LIMITS,
         initial: InitialModel | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
-        self.protection = protection or SiteStage()
-        self.requests, self.changes, self.initial = limits.requests, limits.changes, initial
+        self.sums, self.requests, self.changes, self.initial = sums, limits.requests, limits.changes, initial
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._link: SiteLink[SiteMemory] = SiteLink()
@@ -214,7 +258,7 @@ class SiteEndpoint:
             update = replace(update, metrics={**update.metrics, **subgroups})
         notices = list(self.site.trainer.notices)
         # Of a sum the server must not learn that one of its terms is zero.
-        if not self.protection.is_summed and is_standstill(update, self.site.weights, self.site.layout):
+        if self.sums is None and is_standstill(update, self.site.weights, self.site.layout):
             notices.append(MODEL_UNCHANGED)
         # Reported once, with the number of the first attempt, so that the server knows a repeated report.
         reported = {event.event for event in self.events}
@@ -257,13 +301,12 @@ class SiteEndpoint:
             CheckpointError: the checkpoint could not be written; nothing may be sent.
         """
         residual = self._current.memory.residual
-        is_summed = self.protection.is_summed
-        if is_summed:
+        if self.sums is not None:
             request_id = RequestId(request.kind, request.round)
-            self.protection.withhold(update, request_id, self.site.weights, self.compute_model_digest())
+            self.sums.withhold(update, request_id, self.site.weights, self.compute_model_digest())
         encoded = self.encode_message(request, update)
         # Error feedback applies to model values only: an update of scores or metrics leaves the residual unchanged.
-        if update.content in ("weights", "delta") and not is_summed:
+        if update.content in ("weights", "delta") and self.sums is None:
             residual = encoded.residual
             # An entry that is switched off keeps no residual: it would arrive with it when it is regrown.
             if update.is_complete and residual is not None:
@@ -277,7 +320,9 @@ class SiteEndpoint:
         Raises:
             RejectedMessage: as in :meth:`encode`.
         """
-        sent = self.protection.seal(update)
+        # The values of a summed update leave in its sum alone.
+        is_summed, empty = self.sums is not None, Patch.empty(self.site.layout.size)
+        sent = replace(update, patch=empty, content="metrics") if is_summed else update
         return encode(
             sent.patch,
             self.plan_update(request),
@@ -286,6 +331,16 @@ class SiteEndpoint:
             residual=self._current.memory.residual,
             generator=make_generator(self.method.seed, "rounding", self.site.name, request.kind, request.round),
         )
+
+    def answer_sum(self, data: Any) -> np.ndarray:
+        """Return the reply to a question of a sum: see :meth:`SiteSums.answer`.
+
+        Raises:
+            RequestRefused: also if updates of this site carry their values.
+        """
+        if self.sums is None:
+            raise RequestRefused("a step of a sum, but updates of this site's copy of the job carry their values")
+        return self.sums.answer(data)
 
     def plan_update(self, request: Request) -> Plan:
         """Return the plan of the update that answers ``request``."""

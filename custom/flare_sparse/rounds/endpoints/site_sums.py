@@ -30,7 +30,6 @@ from ...privacy.secure_aggregation.party import SumParty
 from ...privacy.secure_aggregation.rings import RingFormat
 from .request_log import RequestLog
 from .server_sums import build_ring, compute_reference, compute_shares
-from .stages import SiteStage
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Withheld:
     model_digest: str
 
 
-class SiteSums(SiteStage):
+class SiteSums:
     """Answers the steps of the sums of a job. Nothing is kept on disk but the records of the revealed sums.
 
     Args:
@@ -64,8 +63,6 @@ class SiteSums(SiteStage):
         requests: records of the revealed sums; None: they are remembered as long as this process runs.
 
     """
-
-    is_summed = True
 
     def __init__(
         self,
@@ -89,6 +86,12 @@ class SiteSums(SiteStage):
     def withhold(self, update: Update, request: RequestId, model: Tensor, model_digest: str = "") -> None:
         """Keep the values of an update for its sum.
 
+        Args:
+            update: the update.
+            request: id of the request that it answers.
+            model: ``(P,)`` the model of the request.
+            model_digest: its digest; a sum has values of one model only.
+
         Raises:
             RejectedMessage: a value is not finite, or above the bound of the ring. Nothing may be sent.
         """
@@ -103,14 +106,12 @@ class SiteSums(SiteStage):
         ring.encode(values, 1.0)
         self._withheld = Withheld(request, update, values, ring, model_digest)
 
-    def seal(self, update: Update) -> Update:
-        """Return an update as its message has it, without values."""
-        return Update(Patch.empty(self.layout.size), "metrics", update.num_examples, update.metrics)
-
     def discard(self) -> None:
+        """Drop the values that wait for a sum: they may not leave."""
         self._withheld = self._party = None
 
     def is_withheld(self, patch: Patch) -> bool:
+        """Whether the values that wait for a sum are exactly these."""
         if self._withheld is None:
             return False
         own = self._withheld.update.patch
@@ -118,9 +119,16 @@ class SiteSums(SiteStage):
 
     @property
     def message_bytes(self) -> int:
+        """Length of the message of a sum with the values that wait for it; 0: none wait."""
         return HEADER_BYTES + FINGERPRINT_BYTES + self._withheld.ring.section_bytes if self._withheld else 0
 
     def answer(self, data: Any) -> np.ndarray:
+        """Return the reply to a question of a sum, which is not trusted.
+
+        Raises:
+            RejectedMessage: the message is malformed, or holds keys or shares that are not those of their sites.
+            RequestRefused: this site does not take part in such a sum, or a step is out of order.
+        """
         step, raw_id, payload = unpack_message(data, "server")
         sum_id = read_sum_id(raw_id)
         if step == Step.KEYS:
@@ -134,6 +142,7 @@ class SiteSums(SiteStage):
         return self._reply
 
     def take_reply(self) -> np.ndarray | None:
+        """Return the last reply once, for a process that lets only this site's own messages leave; None: none."""
         reply, self._reply = self._reply, None
         return reply
 

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from ...core.checkpoint.packing import check_state
 from ...core.checkpoint.store import Store
+from ...core.errors import RoundFailed
 from ...core.exchange import EVALUATE, Patch
 from ...methods.method import Method
-from ...tasks.task import Metric
+from ...tasks.task import EPSILON, Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
 from .events import ENDED_EARLY, TENSORS_CUT_OFF, UPDATE_DISCARDED, EventLog
 from .progress import ModelComparison, Progress, describe_cut_tensors
 from .records import BestModel, Evaluation, Outcome, RoundRecord
 from .roster import Connections, Roster
-from .rounds import QuorumMissed, Round, RoundRunner
+from .rounds import DIVERGENCE_CODES, PERSONAL_DIVERGENCE_CODES, QuorumMissed, Round, RoundRunner
 from .rules import RoundRules, SiteHistory
 
 _LOG = logging.getLogger(__name__)
@@ -111,14 +112,14 @@ class Federation:
             QuorumMissed: the round failed for another reason, the sites diverged in their own training after the last
                 round, or the run already stepped back from this round.
         """
-        if personal := ", ".join(failure.diverged_personally):
+        if personal := ", ".join(failure.list_majority(PERSONAL_DIVERGENCE_CODES)):
             # The last model is sound: what diverged is one more training, with settings of its own.
             raise QuorumMissed(
                 f"{failure} Most sites ({personal}) diverged in their own training after the last round: lower its "
                 "learning rate or its pull (method.finetune.lr, method.finetune.proximal or method.adapt_lr).",
                 failure.result,
             ) from failure
-        diverged = ", ".join(failure.diverged)
+        diverged = ", ".join(failure.list_majority(DIVERGENCE_CODES))
         if not diverged or self.store is None or not progress.records:
             raise failure
         last = progress.records[-1]
@@ -216,15 +217,44 @@ class Federation:
     def _build_record(
         self, result: Round, evaluation: Evaluation, previous: Progress[Any], state: Any, method: Method[Any, Any]
     ) -> RoundRecord:
-        return RoundRecord.from_result(
-            result,
-            evaluation,
+        """Return the record of a round.
+
+        Raises:
+            RoundFailed: a site asked is in none of the fields, or in two.
+        """
+        last, learned, messages, mask = result.last, result.learned, result.messages, method.model(state).mask
+        record = RoundRecord(
+            kind=last.attempt.kind,
+            round=last.attempt.round,
+            sequence=last.attempt.sequence,
+            sites_asked=result.asked,
+            sites_contributed=result.contributed,
+            rejected=last.rejected,
+            abstained=[update.site for update in last.accepted if update.site not in set(result.contributed)],
+            timed_out=last.timed_out,
+            quarantined=result.quarantined,
+            excluded=result.excluded,
+            capped=learned.capped if learned else {},
+            clipped=learned.clipped if learned else {},
+            attempts=result.attempts,
             evaluated_round=previous.committed,
-            mask=method.model(state).mask,
+            evaluation=evaluation,
+            bytes_down=sum(line.payload_bytes for line in messages if line.direction == "down"),
+            bytes_up=sum(line.payload_bytes for line in messages if line.direction == "up"),
+            dense_bytes=sum(line.dense_bytes for line in messages),
+            sparsity=1 - mask.count / max(mask.size, 1),
+            seconds=result.seconds,
             committed_at=time.time(),
-            events=self._events.take(result.last.attempt.round),
-            figures=method.measure(state) if result.learned else None,
+            events=self._events.take(last.attempt.round),
+            figures=dict(method.measure(state)) if learned else {},
+            spent_epsilon={
+                update.site: update.metrics[EPSILON] for update in last.accepted if EPSILON in update.metrics
+            },
         )
+        # A site that is counted twice or not at all is a defect of this package, and a record must not hide it.
+        if not record.is_balanced:
+            raise RoundFailed(f"round {record.round}: not every site asked has exactly one outcome: {record}")
+        return record
 
     def _load_progress(self, store: Store, start: Progress[Any]) -> Progress[Any]:
         """Return the progress of the newest checkpoint, or ``start`` without one; report its rounds again."""

@@ -10,13 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from ...cohorts.subgroups import split_metric
-from ...core.errors import RoundFailed
 from ...core.exchange import EVALUATE, Contribution, Patch
 from ...core.mask import Mask
 from ...methods.aggregation.weighted import cap
 from ...tasks.task import COUNTS, EPSILON, TEST_EXAMPLES, get_count_name
 from .events import Event
-from .rounds import Round
 
 
 @dataclass(frozen=True)
@@ -169,66 +167,6 @@ class RoundRecord:
     events: list[Event] = field(default_factory=list)
     spent_epsilon: dict[str, float] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def from_result(
-        cls,
-        result: Round,
-        evaluation: Evaluation,
-        *,
-        evaluated_round: int,
-        mask: Mask,
-        committed_at: float,
-        events: Sequence[Event] = (),
-        figures: Mapping[str, float] | None = None,
-    ) -> RoundRecord:
-        """Return the record of a round.
-
-        Args:
-            result: of the round.
-            evaluation: of the model that the round started from.
-            evaluated_round: round of that model.
-            mask: live entries of the committed model.
-            committed_at: seconds since 1970.
-            events: events since the previous record.
-            figures: what the method measures of the server's step; None: nothing.
-
-        Raises:
-            RoundFailed: a site asked is in none of the fields, or in two.
-        """
-        last, messages = result.last, result.messages
-        record = cls(
-            kind=last.attempt.kind,
-            round=last.attempt.round,
-            sequence=last.attempt.sequence,
-            sites_asked=result.asked,
-            sites_contributed=result.contributed,
-            rejected=last.rejected,
-            abstained=[update.site for update in last.accepted if update.site not in set(result.contributed)],
-            timed_out=last.timed_out,
-            quarantined=result.quarantined,
-            excluded=result.excluded,
-            capped=result.learned.capped if result.learned else {},
-            clipped=result.learned.clipped if result.learned else {},
-            attempts=result.attempts,
-            evaluated_round=evaluated_round,
-            evaluation=evaluation,
-            bytes_down=sum(line.payload_bytes for line in messages if line.direction == "down"),
-            bytes_up=sum(line.payload_bytes for line in messages if line.direction == "up"),
-            dense_bytes=sum(line.dense_bytes for line in messages),
-            sparsity=1 - mask.count / max(mask.size, 1),
-            seconds=result.seconds,
-            committed_at=committed_at,
-            events=list(events),
-            figures=dict(figures or {}),
-            spent_epsilon={
-                update.site: update.metrics[EPSILON] for update in last.accepted if EPSILON in update.metrics
-            },
-        )
-        # A site that is counted twice or not at all is a defect of this package, and a record must not hide it.
-        if not record.is_balanced:
-            raise RoundFailed(f"round {record.round}: not every site asked has exactly one outcome: {record}")
-        return record
 
     @property
     def outcomes(self) -> dict[str, str]:

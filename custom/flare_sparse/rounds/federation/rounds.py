@@ -63,17 +63,7 @@ class QuorumMissed(RoundFailed):
         super().__init__(text)
         self.result = result
 
-    @property
-    def diverged(self) -> list[str]:
-        """Sites that could not compute with the model, if they are more than half of the sites that replied."""
-        return self._list_majority(DIVERGENCE_CODES)
-
-    @property
-    def diverged_personally(self) -> list[str]:
-        """Sites whose own training after the last round diverged, if they are more than half of those that replied."""
-        return self._list_majority(PERSONAL_DIVERGENCE_CODES)
-
-    def _list_majority(self, codes: frozenset[str]) -> list[str]:
+    def list_majority(self, codes: frozenset[str]) -> list[str]:
         """Return the sites rejected with one of the codes, if they are more than half of the sites that replied."""
         replied = len(self.result.accepted) + len(self.result.rejected)
         sites = sorted(site for site, code in self.result.rejected.items() if code in codes)
@@ -198,8 +188,8 @@ class RoundRunner:
         accepted = [reply for reply in replies.values() if isinstance(reply, Contribution)]
         self.events.add_reports(sorted(accepted, key=lambda contribution: contribution.site))
         total, failure = None, ""
-        if self.connections.exchange_sum is not None:
-            exchange = self.endpoint.protection.start_sum(assignments, attempt.sequence)
+        if self.connections.exchange_sum is not None and self.endpoint.sums is not None:
+            exchange = self.endpoint.sums.start_sum(assignments, attempt.sequence)
             if exchange is not None:
                 replies, total = sum_replies(exchange, replies, self.connections.exchange_sum, deadline)
                 failure = exchange.failure

@@ -10,7 +10,7 @@ from ...core.errors import WireError
 from ...core.exchange import Contribution
 from ...privacy.secure_aggregation.messages import Step
 from ..endpoints.server_sums import SumExchange
-from .roster import Reply, SumQuestions, SumReply, SumTransport
+from .roster import Reply, SumQuestions, SumTransport
 
 _LOG = logging.getLogger(__name__)
 
@@ -79,19 +79,14 @@ def _send(
     # In the order of arrival: integers of a ring have one sum in every order, so each reply is added and forgotten.
     for site, answer in transport(SumQuestions(questions, seconds)):
         # A site may answer twice: the first answer counts.
-        if site in questions and site not in codes:
-            codes[site] = _accept(step, site, answer, exchange, examples)
+        if site not in questions or site in codes:
+            continue
+        codes[site] = answer if isinstance(answer, str) else ""
+        if isinstance(answer, np.ndarray):
+            try:
+                exchange.accept(step, site, answer, examples)
+            except WireError as error:
+                codes[site] = error.code
     # In the order of names, so that a ledger of equal runs is equal.
     lines[first_line:] = sorted(lines[first_line:], key=lambda line: line.site)
     return codes
-
-
-def _accept(step: Step, site: str, answer: SumReply, exchange: SumExchange, examples: Mapping[str, int]) -> str:
-    """Take one reply and return the reason code of its site; empty if it is accepted."""
-    if isinstance(answer, str):
-        return answer
-    try:
-        exchange.accept(step, site, answer, examples)
-    except WireError as error:
-        return error.code
-    return ""

@@ -28,7 +28,6 @@ from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.server_sums import ServerSums
 from ..endpoints.site import SiteEndpoint
 from ..endpoints.site_sums import SiteSums
-from ..endpoints.stages import SiteStage
 from ..federation import (
     Connections,
     Federation,
@@ -132,13 +131,13 @@ def run_locally(
     ledger = Ledger() if ledger is None else ledger
     values, run = transport.values, course.run
     rules = transport.sum_rules
-    protection, stages = (None, {}) if rules is None else build_sums(method, run, rules, list(sites), ledger)
-    server = ServerEndpoint(method.layout, run, values, ledger, protection, method.seed)
+    sums, site_sums = (None, {}) if rules is None else build_sums(method, run, rules, list(sites), ledger)
+    server = ServerEndpoint(method.layout, run, values, ledger, sums, method.seed)
     initial = InitialModel(weights, method.layout) if transport.builds_initial else None
     endpoints = {
         name: site
         if isinstance(site, Exception)
-        else SiteEndpoint(site, method, run, values, course.stores(name), stages.get(name), initial=initial)
+        else SiteEndpoint(site, method, run, values, course.stores(name), site_sums.get(name), initial=initial)
         for name, site in sorted(sites.items())
     }
     logs = {name: course.egress(name) for name, endpoint in endpoints.items() if isinstance(endpoint, SiteEndpoint)}
@@ -159,7 +158,7 @@ def run_locally(
 
 def build_sums(
     method: Method[Any, Any], run: str, rules: SumRules, names: list[str], ledger: Ledger
-) -> tuple[ServerSums, dict[str, SiteStage]]:
+) -> tuple[ServerSums, dict[str, SiteSums]]:
     """Return both ends of the sums of a run in this process.
 
     The sites' certificates are generated for it: they prove nothing here, but the messages are those of a federation.
@@ -230,7 +229,7 @@ class LocalSites:
             endpoint = self.endpoints[name]
             assert not isinstance(endpoint, Exception), "a site that failed has no part in a sum"
             try:
-                reply = endpoint.protection.answer(question)
+                reply = endpoint.answer_sum(question)
             except FlareSparseError as error:
                 self.on_site_error(name, error)
                 self._record(name, Outgoing("refusal", [error.code]))
