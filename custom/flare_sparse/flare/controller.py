@@ -60,6 +60,8 @@ from .workspace import get_workspace
 RESULTS = "flare_sparse"
 """Folder below the server's app folder that holds the record of a run."""
 
+READY = "the controller of flare-sparse has started"
+"""Line of the server's log from which on a job's statistics can be read."""
 STATS = "flare_sparse"
 """Group of a running job's statistics (``show_stats``) that holds the rounds so far."""
 
@@ -98,6 +100,7 @@ class FederatedController(Controller):
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         watch_command()
+        self.log_info(fl_ctx, READY)
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Required by FLARE; there is nothing to release."""

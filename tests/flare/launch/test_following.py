@@ -20,11 +20,11 @@ from nvflare.fuel.flare_api.api_spec import (
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare.controller import RESULTS, STATS, FederatedController
+from flare_sparse.flare.controller import READY, RESULTS, STATS, FederatedController
 from flare_sparse.flare.launch import connection as connection_module
 from flare_sparse.flare.launch import submission
 from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, JobFailed, ServerConnection
-from flare_sparse.flare.launch.submission import DROPPED, START_S, JobFollower, is_dropped, is_lost
+from flare_sparse.flare.launch.submission import DROPPED, JobFollower, is_dropped, is_lost
 from flare_sparse.results.runs.record import GrowingRecord
 
 LINE = "round {}/9  3/3 sites  4.0 kB  1.0 s"
@@ -72,9 +72,9 @@ class FakeServer:
     A step is a status, or an exception that every request raises until the next login.
     """
 
-    def __init__(self, *script: str | type[Exception], rounds: int = 0, started: float = 1.0):
+    def __init__(self, *script: str | type[Exception], log: str = READY, rounds: int = 0, started: float = 1.0):
         self.script: Iterator[str | type[Exception]] = iter(script)
-        self.started, self.running = started, True
+        self.log, self.started, self.running = log, started, True
         self.rounds = [build_line(number) for number in range(1, rounds + 1)]
         self.clients: dict[str, list[dict[str, str]]] = {}
         self.requests: list[str] = []
@@ -100,6 +100,11 @@ class FakeServer:
     def get_job_meta(self, job: str) -> dict[str, Any]:
         return {"job_id": job, "status": "RUNNING", "submit_time": 2.0}
 
+    def get_job_logs(self, job: str, target: str) -> dict[str, Any]:
+        assert (job, target) == ("J", "server")
+        self.requests.append("log")
+        return {"logs": {"server": self.log}}
+
     def show_stats(self, job: str, target: str) -> dict[str, Any]:
         assert (job, target) == ("J", "server")
         self.requests.append("lines")
@@ -124,7 +129,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     fake = SimpleNamespace(monotonic=lambda: time.now, sleep=lambda s: setattr(time, "now", time.now + s))
     for module in (connection_module, submission):
         monkeypatch.setattr(module, "time", fake)
-    monkeypatch.setattr(submission, "START_S", 0.0)
     return time
 
 
@@ -151,16 +155,27 @@ def follow(
 pytestmark = pytest.mark.usefixtures("clock")
 
 
-def test_lines_are_read_only_once_the_process_has_had_time_to_start(
+def test_lines_are_read_only_after_the_job_has_logged_its_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """FLARE calls a job RUNNING seconds before its process can answer; each question until then is a traceback."""
-    monkeypatch.setattr(submission, "START_S", START_S)
-    server = FakeServer("SUBMITTED", *["RUNNING"] * 7, "FINISHED:COMPLETED", rounds=2)
-    status, lines = follow(server, monkeypatch, tmp_path)
+    server = FakeServer("SUBMITTED", "RUNNING", "RUNNING", "RUNNING", "FINISHED:COMPLETED", log="")
+
+    def get_job_logs(job: str, target: str) -> dict[str, Any]:
+        server.requests.append("log")
+        return {"logs": {"server": READY} if server.requests.count("log") > 2 else {}}
+
+    monkeypatch.setattr(server, "get_job_logs", get_job_logs)
+    status, _ = follow(server, monkeypatch, tmp_path)
     assert status == "FINISHED:COMPLETED"
-    assert server.requests == ["login", "lines", "lines"]
-    assert [line for line in lines if line.startswith("round")] == [LINE.format(1), LINE.format(2)]
+    assert server.requests == ["login", "log", "log", "log", "lines"]
+
+
+def test_lines_are_read_once_the_log_stays_silent_for_a_minute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = FakeServer(*["RUNNING"] * 40, "FINISHED:COMPLETED", log="", rounds=2)
+    _, lines = follow(server, monkeypatch, tmp_path)
+    assert server.requests.count("log") == 31
+    assert lines[-3:-1] == [LINE.format(1), LINE.format(2)]
 
 
 def test_committed_lines_grow_in_the_output_once_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

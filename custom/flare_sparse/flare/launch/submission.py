@@ -22,7 +22,7 @@ from nvflare.recipe.spec import Recipe
 from ...results.runs.model_files import replace_record
 from ...results.runs.progress import ProgressFormatter
 from ...results.runs.record import ROUNDS, GrowingRecord
-from ..controller import RESULTS, STATS
+from ..controller import READY, RESULTS, STATS
 from ..recipe import SparseRecipe
 from .connection import (
     LOST,
@@ -42,8 +42,8 @@ UNANSWERED = ": no reply (deployment timeout)"
 ABORT_S = 120.0
 """Seconds to wait for the end of an aborted job."""
 POLL_S = 2.0
-START_S = 10.0
-"""Seconds that a job's process needs to start; asked before that, FLARE's server logs an error."""
+START_S = 60.0
+"""Seconds after which a job's rounds are asked for although its log does not say that it has started."""
 MISSES = 2
 """Number of successive rounds without a site after which the command looks for the reason."""
 DROPPED = "DROPPED"
@@ -81,6 +81,7 @@ class JobFollower:
         self.shown: set[int] = set() if shown is None else shown
         self.dropped: list[str] = []
         self._asks_at: float | None = None
+        self._is_ready = False
         self._misses: dict[str, int] = {}
 
     def follow(self) -> str:
@@ -133,9 +134,14 @@ class JobFollower:
         Raises:
             JobFailed: the server was restarted and does not run the job any more.
         """
-        self._asks_at = time.monotonic() + START_S if self._asks_at is None else self._asks_at
-        if time.monotonic() < self._asks_at:
-            return
+        if not self._is_ready:
+            # FLARE calls a job RUNNING seconds before its process can answer; each question until then leaves an error
+            # in the server's log.
+            self._asks_at = time.monotonic() + START_S if self._asks_at is None else self._asks_at
+            has_started = self._connection.ask(partial(has_logged_start, job=self._job))
+            self._is_ready = has_started or time.monotonic() >= self._asks_at
+            if not self._is_ready:
+                return
         lines = self._connection.ask(partial(self._read_rounds, known=record.count))
         record.append(lines)
         for line in lines:
@@ -166,6 +172,22 @@ class JobFollower:
         # record that is downloaded at the end holds all rounds.
         except Exception:  # noqa: BLE001
             return []
+
+
+def has_logged_start(session: Session, job: str) -> bool:
+    """Return whether the log of the server's job process says that its controller has started.
+
+    Raises:
+        NoConnection, SessionClosed, AuthenticationError: the connection is lost.
+    """
+    try:
+        log = session.get_job_logs(job, "server")["logs"].get("server") or ""
+    except LOST:
+        raise
+    # The log does not exist yet, or its owner does not let this admin read it.
+    except Exception:  # noqa: BLE001
+        return False
+    return READY in log
 
 
 def fetch_rounds(session: Session, job: str, known: int) -> list[dict[str, Any]]:
