@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from nnunet_data import require_nnunet
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
 from flare_sparse.config.study import Study
 from flare_sparse.config.yaml_files import STARTERS, find_configuration, list_configurations
+from flare_sparse.tasks.data.phantom import write_phantoms
 
 
 def call(*words: object) -> Result:
@@ -56,6 +58,20 @@ def test_job_with_a_component_runs_and_says_what_it_saved(tmp_path: Path, monkey
     assert "site-1" in sums["sites"]
 
 
+@pytest.mark.slow
+def test_data_of_nnunet_are_planned(tmp_path: Path) -> None:
+    require_nnunet()
+    result = call("init", "nnunet", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "plan of 10 cases: 3d_fullres, patch [48, 64, 48], batch size 2" in result.output
+    study = Study.load(tmp_path / "study.yaml")
+    assert study.config.task.name == "nnunet"
+    assert len(list((tmp_path / "data").rglob("*_dseg.nii.gz"))) == 10
+    refused = call("init", "nnunet", "--out", tmp_path / "other", "--data", tmp_path / "data" / "site-1" / "sub-0101")
+    assert refused.exit_code == 2
+    assert "expected nnU-Net's dataset.json" in refused.output
+
+
 @pytest.mark.parametrize(("separator", "mark"), [(",", "."), (";", ",")])
 def test_columns_kinds_labels_and_sites_of_a_table_are_filled_in(separator: str, mark: str, tmp_path: Path) -> None:
     table = tmp_path / "cohort.csv"
@@ -85,6 +101,26 @@ def test_scale_of_a_number_is_filled_in(tmp_path: Path) -> None:
     (tmp_path / "ages.csv").write_text("x,age\n" + "".join(f"{n},{20 + n % 3}\n" for n in range(300)))
     assert call("init", "table", "--data", tmp_path / "ages.csv", "--out", tmp_path / "study").exit_code == 0
     assert Study.load(tmp_path / "study" / "study.yaml").config.task.config.target_scale == (21, 0.816)
+
+
+def test_shapes_labels_and_sites_of_images_are_filled_in(tmp_path: Path) -> None:
+    write_phantoms(tmp_path / "brains", 2, 2, 1, labels=True)
+    tasks = {}
+    for kind in ("brain_age", "segmentation"):
+        result = call("init", kind, "--data", tmp_path / "brains", "--out", tmp_path / kind)
+        assert result.exit_code == 0, result.output
+        config = Study.load(tmp_path / kind / "study.yaml").config
+        assert config.simulator is not None
+        assert config.simulator.data.partition is not None
+        assert config.simulator.data.partition.name == "natural"
+        tasks[kind] = yaml.safe_load((tmp_path / kind / "study.yaml").read_text())["task"]
+    assert (tasks["brain_age"]["shape"], tasks["brain_age"]["downsample"]) == ([52, 64, 52], 2)
+    assert tasks["segmentation"]["classes"] == {"class_1": 1, "class_2": 2, "class_3": 3}
+    assert tasks["segmentation"]["patch"] == [48, 64, 48]
+    refused = call("init", "brain_age", "--data", tmp_path / "brain_age", "--out", tmp_path / "none")
+    assert refused.exit_code == 1
+    assert "no BIDS data set" in refused.output
+    assert not (tmp_path / "none").exists()
 
 
 def test_table_that_cannot_be_a_study_leaves_nothing(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_own_code_of_a_bundle_travels_where_code_does(own: Path, tmp_path: Path)
     app = tmp_path / "jobs/study/app"
     assert (app / "custom/bundled/nets.py").read_text() == NET
     client = json.loads((app / "config/config_fed_client.json").read_text())
-    task = next(part for part in client["components"] if part["id"] == "task")["args"]["task"]
+    task = next(part for part in client["components"] if part["id"] == "task")["args"]["part"]
     # FLARE builds these, and thus asks the site's policy for each.
     assert task["path"] == "flare_sparse.tasks.bundles.task.BundleTask"
     assert task["args"]["class_0"] == {"path": OWN, "args": {"out_channels": 4}}

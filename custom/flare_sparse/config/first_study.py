@@ -1,14 +1,26 @@
-"""The first study that ``flare-sparse init table --data`` writes of a table: each choice is said."""
+"""First studies that ``flare-sparse init --data`` writes, of a table, of images, of nnU-Net: each choice is said."""
 
+import json
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import DataError, list_first
+from ..core.errors import ConfigError, DataError, list_first
+from ..tasks.data import bids
+from ..tasks.data.bids import CaseFiles
+from ..tasks.data.cases import find_cases
+from ..tasks.data.nifti import format_shape, read_nifti
+from ..tasks.data.phantom import write_phantoms
 from ..tasks.data.tables import Spelling, Table, read_table
-from .yaml_files import format_yaml
+from ..tasks.nnunet.fingerprint import compute_fingerprint, count_samples, merge_fingerprints
+from ..tasks.nnunet.plan import build_plan, list_configurations
+from ..tasks.nnunet.raw import DATASET, find_raw_cases
+from ..tasks.task import Cohort
+from .yaml_files import CONFIGURATIONS, STARTERS, format_yaml, read_yaml
 
 SITE_NAMES = ("hospital", "site", "center", "centre", "clinic", "region", "institution", "ward", "klinik", "zentrum")
 TARGET_NAMES = ("target", "outcome", "label", "died", "death", "event", "readmitted", "diagnosis", "tod", "y")
@@ -79,6 +91,18 @@ def describe_table(path: Path) -> tuple[str, list[str]]:
     return header + format_yaml(study), notes
 
 
+def write_example(path: Path) -> None:
+    """Write an invented table of 300 patients of three hospitals."""
+    draw = random.Random(1)  # noqa: S311, nothing secret
+    lines = ["patient,hospital,age,sex,stage,marker,readmitted"]
+    for number in range(300):
+        age, stage, marker = draw.gauss(60, 12), draw.randrange(3), draw.gauss(0, 1)
+        risk = 0.05 * (age - 60) + 0.8 * (stage - 1) + 0.7 * marker + draw.gauss(0, 1)
+        cells = [number, "ABC"[number % 3], f"{age:.0f}", draw.choice("FM"), ("I", "II", "III")[stage], f"{marker:.2f}"]
+        lines.append(",".join(map(str, [*cells, int(risk > 0)])))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def _find_decimal(table: Table) -> Table:
     """Return the table with the decimal mark by which more of its columns are numbers; a point, if none."""
     tables = table, replace(table, spelling=Spelling(decimal=","), _numbers={})
@@ -127,3 +151,185 @@ def _sort_features(table: Table, names: list[str]) -> tuple[set[str], dict[str, 
         else:
             left_out.append(name)
     return numbers, categories, left_out
+
+
+LOOKED_AT = 20
+"""Volumes that are read, spread over the data set."""
+INPUT_SIDE = 32
+"""Longest side of a network's input that volumes are averaged to, as in the package's own job."""
+MOST_CLASSES = 100
+
+
+def describe_images(kind: str, path: Path) -> tuple[str, list[str]]:
+    """Return a study of volumes as YAML, and what was inferred from them, in sentences.
+
+    Args:
+        kind: ``brain_age``, of a BIDS data set; or ``segmentation``, of any that the task reads.
+        path: a data set, or a folder of several, which are the sites.
+
+    Raises:
+        DataError: there is no such data set, or no volume or label map of it can be read.
+    """
+    study = read_yaml(CONFIGURATIONS / STARTERS[kind][0])
+    if kind == "brain_age":
+        cohort, task, notes = _look_at_brains(path)
+    else:
+        cohort, task, notes = _look_at_cases(path)
+    sites, partition = _find_sites(cohort)
+    notes.append(f"sites: {sites}")
+    simulator = {} if partition["kind"] == "natural" else {"sites": 3}
+    study |= {
+        "name": "study",
+        "task": {**study["task"], **task},
+        "simulator": simulator | {"data": {"path": str(path.resolve()), "partition": partition}},
+    }
+    # The quorum of the package's own job is that of its four sites.
+    study.pop("federation", None)
+    header = "".join(f"# {note}\n" for note in (f"Written from {path.name}. Correct what is wrong:", *notes))
+    return header + format_yaml(study), notes
+
+
+def _look_at_brains(path: Path) -> tuple[Cohort, dict[str, Any], list[str]]:
+    cohort = bids.read_cohort(path)
+    files = [file for subject in bids.read_subjects(path).values() for file in subject.images]
+    volumes = [read_nifti(file, None) for file in _spread(files)]
+    if not volumes:
+        raise DataError(f"{path}: no subject has an image sub-*/anat/*_T1w.nii.gz")
+    shape, shapes = _choose(volumes, lambda image: image.shape[:3])
+    downsample = max(1, round(max(shape) / INPUT_SIDE))
+    notes = [
+        f"{len(cohort.ids)} subjects with a row, {len(files)} images; voxels {format_shape(shape)}",
+        f"an input voxel is the mean of {downsample} x {downsample} x {downsample}",
+    ]
+    task: dict[str, Any] = {"shape": list(shape), "downsample": downsample}
+    if shapes > 1:
+        task["skip_bad_subjects"] = True
+        notes.append(f"{shapes} shapes among {len(volumes)} images: those of others are skipped, and counted")
+    ages = cohort.columns.get("age")
+    if ages is None or np.isnan(ages).all():
+        raise DataError(f"{path}: participants.tsv has no column age with numbers")
+    if missing := int(np.isnan(ages).sum()):
+        task["skip_bad_subjects"] = True
+        notes.append(f"{missing} subjects without an age are skipped, and counted")
+    return cohort, task, notes
+
+
+def _look_at_cases(path: Path) -> tuple[Cohort, dict[str, Any], list[str]]:
+    cases = find_cases(path)
+    labelled = [case for case in cases.values() if not case.problem and case.labels is not None]
+    looked_at: list[CaseFiles] = _spread(labelled)
+    if not looked_at:
+        raise DataError(f"{path}: no case has an image and a label map")
+    images = [read_nifti(case.images[0], None) for case in looked_at]
+    maps = [np.asanyarray(read_nifti(case.require_labels(), None).dataobj) for case in looked_at]
+    values = sorted({int(value) for voxels in maps for value in np.unique(voxels)} - {0})
+    if not values or len(values) > MOST_CLASSES:
+        raise DataError(f"{path}: the label maps have {len(values)} values above 0; expected 1 to {MOST_CLASSES}")
+    channels = len(looked_at[0].images) if len(looked_at[0].images) > 1 else (*images[0].shape, 1)[3]
+    sides = np.min([image.shape[:3] for image in images], axis=0)
+    # U-Nets halve a patch four times.
+    patch = [int(min(64, max(16, side // 16 * 16))) for side in sides]
+    spacing, spacings = _choose(images, lambda image: tuple(round(float(s), 2) for s in image.header.get_zooms()[:3]))
+    task: dict[str, Any] = {"classes": {f"class_{value}": value for value in values}, "patch": patch}
+    task |= {"channels": int(channels)} if channels > 1 else {}
+    task |= {"spacing": list(spacing)} if spacings > 1 else {}
+    notes = [
+        f"{len(cases)} cases, {len(labelled)} with a label map; smallest sides {format_shape(sides.tolist())}",
+        f"classes: values {list_first([str(value) for value in values], 12)} of {len(maps)} label maps; name them",
+        f"patch {format_shape(patch)}" + (f", {channels} channels" if channels > 1 else ""),
+    ]
+    if spacings > 1:
+        notes.append(f"{spacings} voxel sizes: all are resampled to the commonest, {format_shape(spacing)} mm")
+    return bids.index_cases(cases), task, notes
+
+
+def _spread(items: Sequence[Any]) -> list[Any]:
+    """Return at most ``LOOKED_AT`` items, spread over all."""
+    return list(items[:: -(-len(items) // LOOKED_AT) or 1])
+
+
+def _choose(images: Sequence[Any], measure: Any) -> tuple[tuple[Any, ...], int]:
+    """Return the commonest measure of some images, and how many there are."""
+    found = [measure(image) for image in images]
+    return max(found, key=found.count), len(set(found))
+
+
+def _find_sites(cohort: Cohort) -> tuple[str, Mapping[str, Any]]:
+    names = cohort.columns.get("site")
+    if names is not None and len(set(map(str, names))) > 1:
+        return f"{len(set(map(str, names)))}, of the column site or the folders", {"kind": "natural"}
+    return "neither a column site nor several folders, so three at random", {"kind": "iid"}
+
+
+PHANTOM = {
+    "channel_names": {"0": "T1w"},
+    "labels": {"background": 0, "grey_matter": 1, "white_matter": 2, "ventricles": 3},
+    "file_ending": ".nii.gz",
+}
+"""The part of ``dataset.json`` that all sites of the phantoms share."""
+SUBJECTS = 5
+
+
+def write_nnunet_study(out: Path, data: Path | None) -> list[str]:
+    """Write ``study.yaml`` and ``plan.json``, and without data also two sites of phantoms.
+
+    Args:
+        out: folder to write to.
+        data: a raw data set of nnU-Net (``imagesTr``, ``labelsTr``, ``dataset.json``), dealt out to two sites, or a
+            folder of such data sets, ``site-1``, ``site-2``, ...; None: phantoms.
+
+    Returns:
+        What was inferred, in sentences.
+
+    Raises:
+        ConfigError: the folder is none of the two.
+        DataError: a data set cannot be read.
+    """
+    folders = [_write_phantoms(out / "data" / f"site-{n}", n) for n in (1, 2)] if data is None else find_data_sets(data)
+    samples = count_samples(sum(len(find_raw_cases(folder)) for folder in folders))
+    merged = merge_fingerprints([compute_fingerprint(folder, samples) for folder in folders])
+    plan = build_plan(merged, "Dataset001_Federation")
+    configuration = next(name for name in ("3d_fullres", "2d") if name in list_configurations(plan))
+    entry = plan["plans"]["configurations"][configuration]
+    located: dict[str, Any] = {"path": "data/{site}" if data is None else str(data.absolute() / "{site}")}
+    if data is not None and folders == [data]:
+        located = {"path": str(data.absolute()), "partition": {"kind": "iid"}}
+    training = {"epochs": 1, "batch_size": entry["batch_size"], "optimizer": "sgd", "lr": 0.01, "momentum": 0.99}
+    training |= {"nesterov": True, "weight_decay": 3.0e-5, "clip_norm": 12, "schedule": {"kind": "poly"}}
+    study = {
+        "name": "study",
+        "seed": 1,
+        "method": {"name": "fedavg", "rounds": 10, "training": training},
+        "task": {"name": "nnunet", "plan": "plan.json", "configuration": configuration},
+        "simulator": {"sites": max(len(folders), 2), "data": located},
+    }
+    (out / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
+    head = "# nnU-Net over several sites, with its own plan (plan.json). See docs/nnunet.md.\n"
+    (out / "study.yaml").write_text(head + format_yaml(study), encoding="utf-8")
+    return [
+        f"plan of {merged.cases} cases: {configuration}, patch {entry['patch_size']}, batch size {entry['batch_size']}",
+        "rounds and epochs are small, for a first run: nnU-Net trains 1,000 epochs of 250 minibatches",
+    ]
+
+
+def find_data_sets(data: Path) -> list[Path]:
+    """Return the data sets in a folder: itself, or one for each site.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (data / DATASET).is_file():
+        return [data]
+    found = sorted(file.parent for file in data.glob(f"*/{DATASET}"))
+    if not found:
+        raise ConfigError(f"--data {data}: expected nnU-Net's {DATASET} in it, or in a folder for each site")
+    if wrong := [folder.name for folder in found if not folder.name.startswith("site-")]:
+        raise ConfigError(f"--data {data}: expected folders site-1, site-2, ...; found {', '.join(wrong)}")
+    return found
+
+
+def _write_phantoms(folder: Path, seed: int) -> Path:
+    """Write one site of phantoms in BIDS, with the ``dataset.json`` that names channels and labels."""
+    write_phantoms(folder, 1, SUBJECTS, seed, labels=True)
+    (folder / DATASET).write_text(json.dumps(PHANTOM), encoding="utf-8")
+    return folder

@@ -181,7 +181,7 @@ _INSTALLED, _SOURCE = Path(__file__).parents[1] / "app_configs", Path(__file__).
 CONFIGURATIONS = _INSTALLED if _INSTALLED.is_dir() else _SOURCE
 """Folder of the configurations: in the wheel below the package, in the repository beside it."""
 STARTERS = {
-    "table": ("starters/table/study.yaml", "starters/table/patients.csv"),
+    "table": ("starters/table/study.yaml",),
     "segmentation": ("neurosfl_segmentation.yaml",),
     "brain_age": ("neurosfl_brain_age.yaml",),
     "script": ("starters/script/study.yaml", "starters/script/client.py", "starters/script/model.py"),
