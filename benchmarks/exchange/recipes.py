@@ -103,8 +103,7 @@ def read_ledger(workspace: Path, name: str) -> int:
     ends = ["site-1", "site-2"] if name == "swarm" else ["server"]
     files = [workspace / end / "simulate_job" / "sparse_exchange.jsonl" for end in ends]
     lines = [json.loads(line) for file in files if file.is_file() for line in file.read_text().splitlines()]
-    # Between sites, both ends have a line for each message.
-    return sum(line["sent_bytes"] for line in lines) // (2 if name == "swarm" else 1)
+    return int(sum(line["sent_bytes"] for line in lines))
 
 
 def format_table(cells: list[dict[str, Any]]) -> str:
