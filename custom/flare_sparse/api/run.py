@@ -24,9 +24,8 @@ from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
 from ..results.audit.attacks import REFERENCES, audit_run
 from ..results.report.card import write_card
-from ..results.runs.adaptation import ADAPTED, adapt_to_site
 from ..results.runs.continuation import EXPIRED, expire_checkpoints
-from ..results.runs.evaluation import choose_evaluation_file, evaluate_cohort, evaluate_matrix
+from ..results.runs.evaluation import ADAPTED, adapt_to_site, choose_evaluation_file, evaluate_cohort, evaluate_matrix
 from ..results.runs.folder import RunFolder
 from ..results.runs.load import load_model, load_study
 from ..results.runs.received import explain_damage, parse_record

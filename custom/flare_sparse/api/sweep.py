@@ -24,13 +24,12 @@ from ..results.runs.sweep import (
     Trial,
     expand_grid,
     find_best_of_methods,
-    find_unequal_validation,
     rank_settings,
 )
 from .report import compare_runs
 from .start import Overrides, launch, list_overrides
 
-RECORD, WINNER, FIGURE = "sweep.json", "best.yaml", "sweep.png"
+RECORD, WINNER = "sweep.json", "best.yaml"
 _LOG = logging.getLogger(__name__)
 
 
@@ -42,7 +41,6 @@ class Sweep:
         path: folder of the sweep, with ``sweep.json``, ``best.yaml`` and a result folder for each run.
         results: settings with their runs, best first.
         metric: name, unit and mode of the task's metric.
-        warning: why the settings cannot be compared; empty: they can.
         methods: where methods were values: each with its best settings, the metric on the test subjects of all seeds,
             and the paired difference from the first method, with its 95 % interval; the best on validation first.
     """
@@ -50,7 +48,6 @@ class Sweep:
     path: Path
     results: tuple[SettingsResult, ...]
     metric: dict[str, Any]
-    warning: str
     methods: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -122,7 +119,7 @@ def sweep(
             raise ConfigError(f"no run of the sweep finished; {first.label}: {reason}")
         ranked, metric = rank_settings(results, failures), dict(next(iter(results.values()))["metric"])
         methods = tuple(_compare_methods(ranked, metric["name"], folder, observer))
-        result = Sweep(folder, tuple(ranked), metric, find_unequal_validation(ranked), methods)
+        result = Sweep(folder, tuple(ranked), metric, methods)
         _write(result, file, shared)
         return result
 
@@ -229,8 +226,8 @@ def _is_finished(study: Study, out: Path) -> bool:
 
 
 def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
-    """Write the record, the configuration with the settings that won, and the figure, if matplotlib is installed."""
-    ranked, metric, folder, warning = sweep.results, sweep.metric, sweep.path, sweep.warning
+    """Write the record, and the configuration with the settings that won."""
+    ranked, metric, folder = sweep.results, sweep.metric, sweep.path
     best, unit = ranked[0], metric["unit"]
     rows = [
         {
@@ -243,7 +240,7 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
         }
         for r in ranked
     ]
-    record = {"metric": metric, "config": str(file), "overrides": overrides, "results": rows, "warning": warning}
+    record = {"metric": metric, "config": str(file), "overrides": overrides, "results": rows}
     record["methods"] = list(sweep.methods)
     write_json(folder / RECORD, record)
     won = f"{folder.name} of {len(ranked)} settings with {len(best.values)} seeds: {', '.join(best.settings)}."
@@ -251,14 +248,7 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
         f"# Settings that won {won}",
         f"# {metric['name']} on validation examples, mean over the seeds: {best.mean:.4g} {unit}".rstrip(),
         *(f"# seed {seed} has no result with these settings" for seed in best.failures),
-        *([f"# {warning}"] if warning else []),
     ]
     winner = Study.load(file, [*overrides, *best.settings])
     copy_user_code(winner.user_code, folder)
     (folder / WINNER).write_text("\n".join(lines) + "\n" + dump_config(winner.config), encoding="utf-8")
-    try:
-        from ..results.report.figures import draw_sweep, render_png
-    except ImportError:
-        return
-    label = f"{metric['name']} ({unit})" if unit else metric["name"]
-    (folder / FIGURE).write_bytes(render_png(draw_sweep, (list(ranked), sweep.methods, label)))

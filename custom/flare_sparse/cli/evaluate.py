@@ -92,7 +92,7 @@ def evaluate(
 
 def _adapt(run: Run, data: Path) -> dict[str, Any]:
     """Adapt the run's model to the data, show the figures unless they are asked for as JSON, and return them."""
-    from ..results.runs.adaptation import ADAPTATION, ADAPTED
+    from ..results.runs.evaluation import ADAPTATION, ADAPTED
 
     figures = run.adapt(data)
     if not JSON.get():

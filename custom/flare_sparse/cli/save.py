@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..core.errors import ConfigError, require_extra
+from ..core.errors import ConfigError
 from .console import out as console
 from .options import ModelName
 from .screen import Screen
@@ -52,8 +52,8 @@ def save(
     [dim]flare-sparse save runs/neurosfl_brain_age --format sparse[/]
     """
     from ..compute.structure.compact import compact_model
+    from ..results.runs.exports import save_csr, save_small_run
     from ..results.runs.load import describe_missing, load_study, load_trained_model
-    from ..results.runs.small import save_csr, save_small_run
 
     study = load_study(run)
     network = load_trained_model(study, model)
@@ -82,9 +82,8 @@ def _save_onnx(study: Study, network: nn.Module, folder: Path, data: Path | None
         ConfigError: onnx is not installed, there is no data, or the network cannot be exported.
     """
     from ..compute.structure.compact import compact_model
+    from ..results.runs.exports import export_onnx
 
-    with require_extra("--format onnx", "onnx"):
-        from ..results.runs.onnx_export import export_onnx
     # Most networks have no such unit, or cannot be traced.
     with suppress(ConfigError):
         network = compact_model(network)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from ..results.runs.progress import format_bytes
@@ -42,9 +41,9 @@ def sweep(
 
     All combinations of the values are run, as local runs (--env local), without FLARE. The same command continues an
     interrupted sweep: finished runs are kept, others resumed, failed ones too. Settings with a run without a result are
-    ranked last. Writes a table (sweep.json), a figure (sweep.png, with the extra report) and the configuration with the
-    settings that won (best.yaml). With several seeds, some test subjects of one seed are validation subjects of
-    another; with --seeds 1 they choose nothing (docs/evaluation.md).
+    ranked last. Writes a table (sweep.json) and the configuration with the settings that won (best.yaml). With several
+    seeds, some test subjects of one seed are validation subjects of another; with --seeds 1 they choose nothing
+    (docs/evaluation.md).
 
     Methods are values like others; a setting that one of them lacks is left out of its runs. The best settings of each
     are then compared on the same test subjects, with paired 95 % intervals.
@@ -65,8 +64,6 @@ def sweep(
     console.print(_build_table(list(result.results), result.metric["name"]))
     if result.methods:
         console.print(_build_methods_table(result.methods))
-    if result.warning:
-        console.print(f"[bold yellow]WARN[/] {escape(result.warning)}")
     console.print(f"best settings: {result.winner}", markup=False)
 
 

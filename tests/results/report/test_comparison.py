@@ -77,7 +77,7 @@ def test_predictions_are_computed_once_and_belong_to_one_model(printed: Any) -> 
     content = json.loads(file.read_text())
     assert set(content["subjects"]) <= set(range(10))
     assert "sub-" not in file.read_text(), "no identifier of a subject"
-    content["predictions"]["run"] = [[0.0]] * len(content["sites"])
+    content["values"]["run"] = [[0.0]] * len(content["sites"])
     file.write_text(json.dumps(content))
     mean_age = float(np.mean(content["targets"]))
     described = json.loads(call(folder, "--json").stdout)["runs"][0]

@@ -17,10 +17,10 @@ from flare_sparse.api.local import run as run_in_process
 from flare_sparse.cli import app
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
+from flare_sparse.results.runs.exports import export_onnx
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.load import load_study
 from flare_sparse.results.runs.model_files import read_mask, read_model
-from flare_sparse.results.runs.onnx_export import export_onnx
 
 
 @pytest.fixture(scope="module")

@@ -22,20 +22,6 @@ from .bootstrap import (
 from .predictions import RUN, Predictions, number_labels
 from .results import RunResult, group_by_seed, label_groups
 
-DEFINITIONS = {
-    "final.all": "mean of the sites' values, weighted by test examples; the value over all examples for means over "
-    "examples, such as MAE and accuracy, and a mean of values within sites for AUC, C-index, R2 and F1",
-    "pooled": "over the test subjects of all sites at once; needs their predictions on this machine",
-    "differences": "first minus second on the same test subjects, with a 95 % bootstrap interval over 10,000 resamples "
-    "of the subjects within their site; ahead and behind: the interval excludes 0, and the subjects are at least five "
-    "more than the sites",
-    "notes": "metrics that a comparison lacks, and sites that one of groups leaves out, because identifiers or targets "
-    "are not the same in both",
-    "auc_across_sites": "ranks the subjects of all sites together, as c_index_across_sites does; a task's own auc and "
-    "c_index are those of final.all",
-    "c_index_within_sites": "over pairs of subjects of one site with at least four, where a predictor is another "
-    "model at each site",
-}
 TARGET_TOLERANCE = 1e-5
 """Largest relative difference of one subject's target in two runs: their tasks may scale it in single precision."""
 
@@ -74,7 +60,6 @@ def describe_runs(runs: Sequence[RunResult], notes: Mapping[str, str]) -> dict[s
         notes: by label, why a run has no predictions.
     """
     return {
-        "definitions": DEFINITIONS,
         "runs": [_describe_run(run, notes.get(run.label, "")) for run in runs],
         "groups": describe_groups(runs),
     }

@@ -1,8 +1,9 @@
 """Evaluation of a finished run's models on data at hand, without a federation."""
 
 import re
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,22 @@ from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 from ...cohorts.split import Part
 from ...config.assemble import Assembly, open_site
 from ...config.study import Study
+from ...core.checkpoint.writing import write_json
 from ...core.errors import ConfigError, DataError, FlareSparseError
 from ...core.observer import SILENT, Observer
 from ...core.params import compute_digest
 from ...core.seeds import make_generator
 from ...methods.method import Method, describe_site_model
 from ...tasks.task import TEST_EXAMPLES, Examples, SiteData, Task
-from ...training import LocalTask, build_site
+from ...training import LocalTask, Site, build_site
 from .load import list_run_models, read_run_model
+from .model_files import read_mask, read_model, save_model
 from .results import CROSS_SITE_FILE, EVALUATIONS
 
 LEVEL = 0.95
 """Level of the bootstrap intervals."""
-
-
-@dataclass(frozen=True)
-class CohortResult:
-    """Metrics of one model on one cohort.
-
-    Attributes:
-        examples: number of examples.
-        skipped: number of unusable examples that the task skipped.
-        metrics: the task's metrics.
-        intervals: lower and upper bound of the bootstrap interval, by metric.
-        notes: the task's notes on the examples, and why a metric has no interval.
-    """
-
-    examples: int
-    skipped: int
-    metrics: dict[str, float]
-    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+ADAPTED, ADAPTATION = "adapted", "adaptation.json"
+"""Folder of a result folder with a folder for each new site, and the file of figures in it."""
 
 
 class EvaluationSet:
@@ -82,7 +68,7 @@ class EvaluationSet:
             LocalTask.open(data.site, self.task, evaluated, assembly.network, assembly.method.seed, hardware)
         )
 
-    def evaluate(self, weights: Tensor, resamples: int = 0) -> CohortResult:
+    def evaluate(self, weights: Tensor, resamples: int = 0) -> dict[str, Any]:
         """Return the metrics of a model ``(P,)``, computed as the sites of the run compute them.
 
         Args:
@@ -111,7 +97,13 @@ class EvaluationSet:
             del self.task.metrics
         metrics.pop(TEST_EXAMPLES, None)
         intervals, notes = self._compute_intervals(captured, metrics, resamples)
-        return CohortResult(self.size, self.skipped, metrics, intervals, (*self._notes, *notes))
+        return {
+            "examples": self.size,
+            "skipped": self.skipped,
+            "metrics": metrics,
+            "intervals": intervals,
+            "notes": [*self._notes, *notes],
+        }
 
     def _compute_intervals(
         self, captured: Sequence[tuple[Tensor, Tensor]], metrics: dict[str, float], resamples: int
@@ -162,7 +154,7 @@ def evaluate_cohort(run: Path, study: Study, data: SiteData, split: Part, model:
     cohort = EvaluationSet(assembly, data, split)
     if not cohort.size:
         raise DataError(f"{data.path}: there are no {'' if split == 'all' else f'{split} '}examples to evaluate on")
-    result = asdict(cohort.evaluate(weights, resamples))
+    result = cohort.evaluate(weights, resamples)
     absent = f"left out: {len(data.withdrawn)} subjects who have withdrawn from the run" if data.withdrawn else ""
     notes = (_note_model(assembly.method, model), _note_training_data(study, data.path, split), absent)
     return {
@@ -200,7 +192,7 @@ def evaluate_matrix(run: Path, study: Study, observer: Observer = SILENT) -> dic
     for site, data in sites.items():
         cohort = EvaluationSet(assembly, data, "test")
         examples[site] = cohort.size
-        results[site] = {name: cohort.evaluate(weights[name]).metrics if cohort.size else {} for name in names}
+        results[site] = {name: cohort.evaluate(weights[name])["metrics"] if cohort.size else {} for name in names}
     return {
         "run": run.resolve().name,
         "run_id": assembly.run_id,
@@ -210,6 +202,42 @@ def evaluate_matrix(run: Path, study: Study, observer: Observer = SILENT) -> dic
         "examples": examples,
         "results": results,
     }
+
+
+def adapt_to_site(assembly: Assembly, site: Site, run: Path, folder: Path) -> dict[str, Any]:
+    """Adapt the model in ``run`` to a site, write the result to ``folder`` and return the figures.
+
+    Raises:
+        ConfigError: the model does not belong to this job, or the method does not adapt.
+        DataError: the site has no training examples.
+    """
+    if not site.num_examples:
+        raise DataError(f"site {site.name!r} has no training examples; adaptation needs some")
+    weights = read_model(run / "model.safetensors", assembly.layout)
+    live = read_mask(run / "model.safetensors", assembly.layout)
+    site.weights = weights.clone()
+    before = site.evaluate(weights)
+    began = time.perf_counter()
+    adapted = assembly.method.adapt(site, live).cpu()
+    seconds = time.perf_counter() - began
+    folder.mkdir(parents=True, exist_ok=True)
+    after = site.evaluate(adapted)
+    assert site.evaluated is not None, "the adapted model was evaluated"
+    save_model(folder / "model.safetensors", *site.evaluated)
+    figures = {
+        "method": assembly.method.name,
+        "site": site.name,
+        "training_examples": site.num_examples,
+        "before": before,
+        "after": after,
+        # An adaptation may prune further.
+        "sparsity": 1 - int((live.take(adapted) != 0).sum()) / adapted.numel(),
+        "adaptation_seconds": seconds,
+        "sha256_before": compute_digest(weights),
+        "sha256_after": compute_digest(adapted),
+    }
+    write_json(folder / ADAPTATION, figures)
+    return figures
 
 
 def _note_model(method: Method[Any, Any], model: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from itertools import count
@@ -108,19 +108,9 @@ class Predictions:
     def write(self, file: Path) -> None:
         """Write the predictions as JSON."""
         file.parent.mkdir(exist_ok=True)
-        content = {
-            "identity": self.identity,
-            "kind": self.kind,
-            "sites": self.sites.tolist(),
-            "subjects": self.subjects.tolist(),
-            "targets": self.targets.tolist(),
-            "predictions": {name: values.tolist() for name, values in self.values.items()},
-            "digests": self.digests,
-            "site_models": self.site_models,
-            "pooled": self.pooled,
-            "note": self.note,
-        }
-        write_json(file, content)
+        arrays = {name: getattr(self, name).tolist() for name in ("sites", "subjects", "targets")}
+        values = {name: rows.tolist() for name, rows in self.values.items()}
+        write_json(file, {**asdict(self), **arrays, "values": values})
 
     @classmethod
     def read(cls, file: Path, identity: str) -> Predictions | None:
@@ -130,18 +120,14 @@ class Predictions:
             if content["identity"] != identity:
                 return None
             count = len(content["sites"])
-            return cls(
-                identity,
-                content["kind"],
-                np.array(content["sites"], dtype=str),
-                np.array(content["subjects"], dtype=np.int64),
-                np.array(content["targets"], dtype=np.float64).reshape(count, -1),
-                {name: np.array(v, dtype=np.float64).reshape(count, -1) for name, v in content["predictions"].items()},
-                content["digests"],
-                tuple(content["site_models"]),
-                content["pooled"],
-                content["note"],
-            )
+            to_rows = {name: np.array(v, dtype=np.float64).reshape(count, -1) for name, v in content["values"].items()}
+            arrays = {
+                "sites": np.array(content["sites"], dtype=str),
+                "subjects": np.array(content["subjects"], dtype=np.int64),
+                "targets": np.array(content["targets"], dtype=np.float64).reshape(count, -1),
+                "values": to_rows,
+            }
+            return cls(**{**content, **arrays, "site_models": tuple(content["site_models"])})
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

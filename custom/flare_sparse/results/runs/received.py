@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import yaml
 
@@ -19,14 +19,6 @@ R = TypeVar("R")
 _MARKUP = str.maketrans({"<": "(", ">": ")", "[": "(", "]": ")", "`": "'", "|": "/"})
 _FORMULA = re.compile(r"\s*[=+@-](?![\d.\s])")
 _LONGEST = 4000
-
-
-class _InFolder(Protocol):
-    @property
-    def path(self) -> Path: ...
-
-
-S = TypeVar("S", bound=_InFolder)
 
 
 def parse_record(text: str) -> Any:
@@ -55,13 +47,14 @@ def neutralize(value: Any) -> Any:
     return [neutralize(item) for item in value] if isinstance(value, list) else value
 
 
-def explain_damage(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Return a method of a run that raises ConfigError where the record of its folder is damaged."""
+def explain_damage(read: Callable[P, R]) -> Callable[P, R]:
+    """Return a function of a run, its first argument, that raises ConfigError where the record is damaged."""
 
     @wraps(read)
-    def call(run: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        run: Any = args[0]
         with name_damage(run.path):
-            return read(run, *args, **kwargs)
+            return read(*args, **kwargs)
 
     return call
 

@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from ...core.errors import ConfigError
-from ...tasks.task import VALIDATION, get_count_name
+from ...tasks.task import VALIDATION
 
 _BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
@@ -52,14 +52,12 @@ class SettingsResult:
         settings: their overrides.
         values: the task's metric of the final model on validation examples, by seed of a finished run that has it.
         failures: why a run failed or lacks the metric, by seed.
-        examples: validation examples of the final model, by seed.
         sent: bytes of all messages of a finished run, on average; None without one.
     """
 
     settings: tuple[str, ...]
     values: dict[int, float]
     failures: dict[int, str]
-    examples: dict[int, float]
     sent: float | None
 
     @property
@@ -155,31 +153,10 @@ def _gather(
     """Return the result of some settings from the summaries of their finished runs, by seed."""
     metrics = {seed: summary["final"]["metrics"] for seed, summary in summaries.items()}
     name = f"{VALIDATION}{metric}"
-    count = get_count_name(name)
     values = {seed: own[name] for seed, own in metrics.items() if own.get(name) is not None}
     lacking = {seed: _explain_lack(metric) for seed in metrics.keys() - values.keys()}
-    examples = {seed: own[count] for seed, own in metrics.items() if count in own}
     sent = [sum(way["payload_bytes"] for way in s["traffic"].values()) for s in summaries.values()]
-    return SettingsResult(
-        settings, values, dict(sorted({**failures, **lacking}.items())), examples, mean(sent) if sent else None
-    )
-
-
-def find_unequal_validation(results: Sequence[SettingsResult]) -> str:
-    """Return a warning about settings that were evaluated on other validation examples; empty if there are none."""
-    by_seed: dict[int, dict[float, str]] = {}
-    for result in results:
-        for seed, count in result.examples.items():
-            by_seed.setdefault(seed, {}).setdefault(count, ", ".join(result.settings))
-    unequal = [(seed, counts) for seed, counts in sorted(by_seed.items()) if len(counts) > 1]
-    if not unequal:
-        return ""
-    seed, counts = unequal[0]
-    shown = "; ".join(f"{count:g} with {settings}" for count, settings in sorted(counts.items()))
-    return (
-        f"the settings cannot be compared: they have different numbers of validation examples (seed {seed}: {shown}), "
-        "probably because a setting decides which examples are used"
-    )
+    return SettingsResult(settings, values, dict(sorted({**failures, **lacking}.items())), mean(sent) if sent else None)
 
 
 def _explain_lack(metric: str) -> str:
