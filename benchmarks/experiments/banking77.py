@@ -34,7 +34,7 @@ from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation import Outcome
-from flare_sparse.rounds.local.run import Course, Watcher
+from flare_sparse.rounds.local.run import Course
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, Site, build_site
 
@@ -82,11 +82,12 @@ def run(name: str, rank: int, seed: int, options: argparse.Namespace, checkpoint
         config,
         assembly,
         {site: open_validated_site(site, own, assembly, seed) for site, own in examples.items()},
-        course=Course(stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end), resume=True),
-        watcher=Watcher(
+        course=Course(
+            stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
+            resume=True,
             on_round=lambda record: print(
                 f"{label} round {record.round}: {record.evaluation.overall}, {record.seconds:.0f} s", flush=True
-            )
+            ),
         ),
     )
     lines = [line for line in ledger.lines if line.kind == "train"]

@@ -35,7 +35,7 @@ from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.params import Layout
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.results.runs.record import RecordWriter, sum_traffic
-from flare_sparse.rounds.local.run import Course, Watcher
+from flare_sparse.rounds.local.run import Course
 from flare_sparse.tasks.segmentation import Segmentation, name_metrics
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, Site, SitePrivacy, build_site
@@ -190,9 +190,10 @@ def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder:
         sites,
         ledger=ledger,
         course=Course(
-            stores=lambda end: open_checkpoints(config.job, assembly, folder / "checkpoints", end), resume=True
+            stores=lambda end: open_checkpoints(config.job, assembly, folder / "checkpoints", end),
+            resume=True,
+            on_round=commit,
         ),
-        watcher=Watcher(on_round=commit),
     )
     record.finish(outcome)
     sent = sum(int(part["payload_bytes"]) for part in sum_traffic(ledger).values())

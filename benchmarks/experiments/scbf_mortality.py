@@ -40,7 +40,7 @@ from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.exchange import Contribution
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.rounds.federation import RoundRecord
-from flare_sparse.rounds.local.run import Watcher, run_locally
+from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.tasks.classes import compute_risk_metrics
 from flare_sparse.tasks.task import VALIDATION, Examples
 from flare_sparse.training import LocalTask, Site, build_site
@@ -232,7 +232,7 @@ def run(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> Ru
             sites,
             assembly.task.metric,
             ledger=ledger,
-            watcher=Watcher(on_round=add_seconds),
+            course=Course(on_round=add_seconds),
         )
     up = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
     result.uploaded = sum(line.scalars_sent for line in up) / (len(up) * assembly.layout.size)

@@ -28,7 +28,7 @@ from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.rings import Ring
 from flare_sparse.rounds.federation import Outcome, RoundRules
 from flare_sparse.rounds.local.dry_run import DryTrainer
-from flare_sparse.rounds.local.run import Course, Transport, Watcher, run_locally
+from flare_sparse.rounds.local.run import Course, Transport, run_locally
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Metric
 from flare_sparse.training import Site
@@ -105,8 +105,9 @@ def run(name: str, settings: dict[str, Any], layout: Layout, weights: torch.Tens
         weights.clone(),
         sites,
         Metric("none", "", "min"),
-        course=Course(rules=RoundRules(min_sites=len(SITES))),
-        watcher=Watcher(on_round=lambda record: commits.append(time.perf_counter())),
+        course=Course(
+            rules=RoundRules(min_sites=len(SITES)), on_round=lambda record: commits.append(time.perf_counter())
+        ),
         transport=Transport(sum_rules=SumRules(BOUND) if sums == "masked" else None),
     )
     # The first commit ends the scores or the first round; the last one is the evaluation.

@@ -119,7 +119,7 @@ def test_subjects_of_a_site_that_was_drawn_late_start_after_the_last_round_befor
     gone = Withdrawals(frozenset({f"s{leaving}"}))
     touched = trace_withdrawal(done, gone)
     assert touched.start is not None
-    assert touched.start.round == first[late] - 1
+    assert touched.start["round"] == first[late] - 1
     assert touched.rounds[late][0] == first[late]
     never = run(tmp_path / "never", write_table(tmp_path / "fewer.csv", lambda i: i != leaving), method, **history)
     assert digest(done)[0] != digest(never)[0]

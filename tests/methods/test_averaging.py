@@ -18,7 +18,7 @@ from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.averaging import FineTuning
 from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation import Reply, RoundRules
-from flare_sparse.rounds.local.run import Course, Watcher, run_locally
+from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.training.loop import TrainingDiverged
 
 AVERAGING = ["fedavg", "fedavg_ft", "neurosfl", "fedsparsify"]
@@ -44,8 +44,7 @@ def run(bench: Any, name: str, folder: Path, *, killed_after: int | None = None,
         bench.weights,
         bench.sites(),
         bench.task.metric,
-        course=Course(stores=lambda end: Store(folder / end, {}), resume=resume),
-        watcher=Watcher(on_round=on_round),
+        course=Course(stores=lambda end: Store(folder / end, {}), resume=resume, on_round=on_round),
     )
     return compute_digest(outcome.weights)
 

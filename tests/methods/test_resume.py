@@ -15,7 +15,7 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation import Reply, RoundRecord, RoundRules
-from flare_sparse.rounds.local.run import Course, Transport, Watcher, run_locally
+from flare_sparse.rounds.local.run import Course, Transport, run_locally
 from flare_sparse.wire.ledger import Ledger
 
 BOTH_WAYS = {"fraction": 0.2, "down": 0.3, "decay": 0.8}
@@ -47,7 +47,7 @@ def run(bench: Any, name: str, folder: Path, values: Any = "float32", *, resume:
     method = bench.method(name, **settings)
     outcome, ledger = run_locally(
         method, bench.weights, bench.sites(), bench.task.metric, transport=Transport(values),
-        course=Course(stores=stores(folder), resume=resume), watcher=Watcher(**watched),
+        course=Course(stores=stores(folder), resume=resume, **watched),
     )  # fmt: skip
     return facts(outcome, ledger)
 

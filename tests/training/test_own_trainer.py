@@ -12,7 +12,7 @@ from toy import Plain, ToyBench
 
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.mask import Mask
-from flare_sparse.rounds.local.run import Watcher, run_locally
+from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.tasks.task import Metric
 from flare_sparse.training import Site, Trainer, Training
 from flare_sparse.training.private import SilentTrainer
@@ -39,7 +39,7 @@ def run(name: str, trainers: list[Any], **settings: Any) -> Any:
 
     sites = {f"site-{i}": Site(f"site-{i}", trainer) for i, trainer in enumerate(trainers, start=1)}
     method, metric = BENCH.method(name, rounds=2, **settings), Metric("mean", "", "max")
-    return run_locally(method, BENCH.weights, sites, metric, watcher=Watcher(on_site_error=fail))[0]
+    return run_locally(method, BENCH.weights, sites, metric, course=Course(on_site_error=fail))[0]
 
 
 def test_federated_rounds_run_with_it() -> None:

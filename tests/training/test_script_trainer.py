@@ -22,7 +22,7 @@ from flare_sparse.privacy.dp.account import PrivacyAccount, build_entry
 from flare_sparse.privacy.dp.accounting import Charge
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.scripts import ScriptBudget
-from flare_sparse.rounds.local.run import Watcher, run_locally
+from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.tasks.script import ScriptTask
 from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training.script_exchange import (
@@ -403,7 +403,7 @@ def test_method_runs_over_scripts(name: str) -> None:
         key: Site(key, ScriptTrainer(key, TASK, LAYOUT, 1, script, range(2), "steps"))
         for key, script in scripts.items()
     }
-    outcome, _ = run_locally(method, START.clone(), sites, TASK.metric, watcher=Watcher(on_site_error=_raise))
+    outcome, _ = run_locally(method, START.clone(), sites, TASK.metric, course=Course(on_site_error=_raise))
     assert outcome.rounds[-1].evaluation.overall["accuracy"] in (0.25, 0.5)
     kinds = {request.kind for script in scripts.values() for request in script.requests}
     assert kinds == {"train", "evaluate"} | ({"score"} if name == "neurosfl" else set())

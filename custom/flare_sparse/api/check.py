@@ -31,7 +31,7 @@ from ..privacy.dp.account import PrivacyAccount
 from ..privacy.dp.forecast import Forecast
 from ..results.runs.local import run_assembly
 from ..rounds.federation import Outcome
-from ..rounds.local.run import Watcher
+from ..rounds.local.run import Course
 from ..tasks.adaptation import AdaptableTask
 from ..tasks.script import ScriptTask
 from ..tasks.task import Examples, SiteData, Task, load_examples
@@ -207,7 +207,7 @@ def _check_round(study: Study, assembly: Assembly, opened: list[OpenedSite]) -> 
 
     def run() -> Outcome:
         short = replace(assembly, method=build_method(config, assembly.layout))
-        return run_assembly(config, short, sites, watcher=Watcher(on_site_error=note))[0]
+        return run_assembly(config, short, sites, course=Course(on_site_error=note))[0]
 
     tried_outcome = attempt("first round", run, lambda _: "one step at each site, and the metrics of the result")
     outcome = tried_outcome.result

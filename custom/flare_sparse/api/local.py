@@ -24,7 +24,7 @@ from ..results.runs.model_files import save_site_model
 from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.egress import EGRESS_FOLDER, EgressLog
 from ..rounds.federation import RoundRecord
-from ..rounds.local.run import Course, Watcher
+from ..rounds.local.run import Course
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..tasks.task import SiteData
 from ..training import Site
@@ -84,8 +84,9 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
                 egress=lambda site: EgressLog(
                     folder.path / EGRESS_FOLDER / site, config.name, permit=config.permit, is_durable=False
                 ),
+                on_round=commit,
+                on_site_error=errors.report,
             ),
-            watcher=Watcher(commit, errors.report),
             ledger=ledger,
         )
     finally:

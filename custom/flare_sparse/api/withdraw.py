@@ -40,19 +40,6 @@ Line = Mapping[str, Any]
 """A line of ``rounds.jsonl``."""
 
 
-@dataclass(frozen=True)
-class Commit:
-    """A committed round that a run without the data can start from.
-
-    Attributes:
-        round: the round.
-        sequence: number of its checkpoints.
-    """
-
-    round: int
-    sequence: int
-
-
 def list_touched_rounds(lines: Sequence[Line], site: str) -> list[int]:
     """Return the rounds to which a site sent values or metrics."""
     return [line["round"] for line in lines if site in _list_senders(line)]
@@ -75,8 +62,8 @@ def find_start(lines: Sequence[Line], sites: Iterable[str], config: RunConfig, *
     return next((i for i, line in enumerate(lines) if names & _list_traces(line, leaves=leaves)), len(lines))
 
 
-def find_commit(folder: Path, lines: Sequence[Line]) -> Commit | None:
-    """Return the newest commit among some lines whose checkpoints are all in a folder; None without one.
+def find_commit(folder: Path, lines: Sequence[Line]) -> Line | None:
+    """Return the newest one among some lines whose checkpoints are all in a folder; None without one.
 
     Args:
         folder: folder of the checkpoints of one run, with a folder for each end.
@@ -86,7 +73,7 @@ def find_commit(folder: Path, lines: Sequence[Line]) -> Commit | None:
     for count in range(len(lines), 0, -1):
         line = lines[count - 1]
         if line["sequence"] in committed and _has_sites(folder, lines[:count]):
-            return Commit(line["round"], line["sequence"])
+            return line
     return None
 
 
@@ -139,7 +126,7 @@ class Touched:
         rounds: rounds to which each affected site sent values or metrics; the last one is the final evaluation.
         found: number of withdrawn subjects, or of their examples, in the parts of the split, by site.
         moved: number of other examples that change their part of the split, by site.
-        start: commit from which the run is made again; None: from the start.
+        start: line of the committed round from which the run is made again; None: from the start.
         is_untouched: no round contains the data, so the model need not be made again.
         id: column of the table with the identifiers of the subjects.
     """
@@ -147,7 +134,7 @@ class Touched:
     rounds: dict[str, list[int]]
     found: dict[str, dict[str, int]] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
-    start: Commit | None = None
+    start: Line | None = None
     is_untouched: bool = False
     id: str | None = None
 
@@ -225,14 +212,14 @@ def withdraw(
     if folder.path.resolve() == run.path.resolve() or folder.is_finished or folder.has_checkpoint:
         raise ConfigError(f"{folder.path}: holds a run already; withdraw from that one, or remove it first")
     with folder.claim():
-        source = f"after round {touched.start.round}" if touched.start else "the start"
+        source = f"after round {touched.start['round']}" if touched.start else "the start"
         replace(everyone, note=f"This model was trained without them, from {source}.").write(folder.path)
         if touched.start is not None:
             checkpoints = run.path / FINAL / f"{study.config.name}-{study.run_id}"
             copy_checkpoints(
                 checkpoints,
                 lambda end: study.open_checkpoints(folder.path / CHECKPOINTS, end),
-                below=touched.start.sequence + 1,
+                below=touched.start["sequence"] + 1,
             )
         remove_traces(run.path, touched.rounds)
         note = f"The model in this folder has learned from them and must not be used; see {folder.path.name}."

@@ -79,8 +79,8 @@ def _describe(touched: Touched) -> list[str]:
                 else ""
             )
         )
-    start = touched.start
-    lines.append(f"train again {f'after round {start.round}' if start else 'from the start'}")
+    source = f"after round {touched.start['round']}" if touched.start else "from the start"
+    lines.append(f"train again {source}")
     return lines
 
 

@@ -22,7 +22,7 @@ from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.results.report.tables import build_privacy
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.rounds.federation import RoundRecord, RoundRules
-from flare_sparse.rounds.local.run import Course, Watcher, run_locally
+from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.training import Site, SitePrivacy
 from flare_sparse.wire.ledger import Ledger
 
@@ -59,8 +59,7 @@ def test_record_has_the_spent_epsilon_and_the_run_goes_on_without_a_site_whose_b
         sites,
         bench.task.metric,
         ledger=ledger,
-        course=Course(rules=RoundRules(retries=0)),
-        watcher=Watcher(on_round=folder.commit),
+        course=Course(rules=RoundRules(retries=0), on_round=folder.commit),
     )
     summary = folder.finish(outcome)
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]

@@ -15,7 +15,7 @@ from flare_sparse.core.errors import DataError, MissingBase, RoundFailed, format
 from flare_sparse.flare import executor
 from flare_sparse.flare.payload import MISSING_BASE_HEADER, get_refusal_code
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
-from flare_sparse.rounds.local.run import Watcher, run_locally
+from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, Site, Training, build_site
 
@@ -62,7 +62,7 @@ def test_failing_site_is_rejected_with_the_code_of_the_executor(failure: str, mo
         bench.weights,
         sites,
         bench.task.metric,
-        watcher=Watcher(on_site_error=lambda *error: errors.append(error)),
+        course=Course(on_site_error=lambda *error: errors.append(error)),
     )
     assert outcome.rounds[0].rejected == {"site-1": code}
     assert outcome.rounds[0].sites_contributed == ["site-2", "site-3"]
@@ -98,7 +98,7 @@ def test_site_that_cannot_load_its_data_is_rejected_in_every_round(error: Except
         bench.weights,
         sites,
         bench.task.metric,
-        watcher=Watcher(on_site_error=lambda _, error: reports.add(format_site_error(error))),
+        course=Course(on_site_error=lambda _, error: reports.add(format_site_error(error))),
     )
     assert len(reports) == 1, "one report for all rounds"
     without = {name: site for name, site in bench.sites().items() if name != "site-2"}
@@ -116,7 +116,7 @@ def test_run_in_which_every_site_fails_names_the_codes() -> None:
             bench.weights,
             sites,
             bench.task.metric,
-            watcher=Watcher(on_site_error=lambda *_: None),
+            course=Course(on_site_error=lambda *_: None),
         )
     assert SECRET not in str(failed.value)
 

@@ -12,8 +12,7 @@ degrees of freedom as there are subjects less strata, as the interval of a strat
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -99,10 +98,6 @@ class Difference:
     by_site: dict[str, float] = field(default_factory=dict)
     sites_that_gain: float | None = None
     worst_site: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
 
 
 def compare_scores(

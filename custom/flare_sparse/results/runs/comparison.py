@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,7 +239,7 @@ class ExampleTests:
             scores = self.collect_scores(RUN, metric, keys), other.collect_scores(name, metric, keys)
             difference = compare_predictors(metric, *scores, targets, sites, subjects)
             if difference is not None:
-                differences[metric.name] = difference.to_dict() | {"subjects": num_subjects}
+                differences[metric.name] = asdict(difference) | {"subjects": num_subjects}
             else:
                 notes.append(_explain_lack(metric, len(keys)))
         return differences, "; ".join(notes)

@@ -8,7 +8,7 @@ from ...config.assemble import Assembly, build_transport
 from ...config.schema import RunConfig
 from ...core.seeds import limit_threads
 from ...rounds.federation import Outcome
-from ...rounds.local.run import FROM_START, UNWATCHED, Course, Watcher, run_locally
+from ...rounds.local.run import FROM_START, Course, run_locally
 from ...training import Site
 from ...wire.ledger import Ledger
 
@@ -19,7 +19,6 @@ def run_assembly(
     sites: Mapping[str, Site | Exception],
     *,
     course: Course = FROM_START,
-    watcher: Watcher = UNWATCHED,
     ledger: Ledger | None = None,
 ) -> tuple[Outcome, Ledger]:
     """Run the rounds of a configuration in this process, over the real messages and with its numbers of threads.
@@ -38,6 +37,5 @@ def run_assembly(
             assembly.task.metric,
             transport=transport,
             course=course,
-            watcher=watcher,
             ledger=ledger,
         )

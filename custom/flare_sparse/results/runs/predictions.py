@@ -96,7 +96,7 @@ class Predictions:
             own, other = (metric.score(self.values[name], self.targets) for name in (RUN, baseline))
             difference = compare_predictors(metric, own, other, self.targets, self.sites, subjects)
             if difference is not None:
-                differences[metric.name] = difference.to_dict()
+                differences[metric.name] = asdict(difference)
         return differences
 
     def number_subjects(self) -> np.ndarray:

@@ -22,7 +22,7 @@ from ...training.local_task import weigh_batches
 from ...training.task_trainer import OBSERVED_BATCH
 from ...wire.ledger import Ledger
 from ..federation import Outcome
-from .run import PLAIN, Transport, Watcher, run_locally
+from .run import PLAIN, Course, Transport, run_locally
 
 
 class DryTrainer(Trainer):
@@ -133,9 +133,9 @@ def dry_run(
     Returns:
         The outcome and the ledger; every message was really encoded.
     """
-    watcher = Watcher(on_site_error=_raise_site_error)
+    course = Course(on_site_error=_raise_site_error)
     metric = Metric("none", "", "min")
-    return run_locally(method, weights, dry_sites, metric, transport=transport, watcher=watcher)
+    return run_locally(method, weights, dry_sites, metric, transport=transport, course=course)
 
 
 def _raise_site_error(_: str, error: Exception) -> None:

@@ -64,7 +64,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class Course:
-    """How a run goes, and where it starts.
+    """How a run goes, where it starts, and what is called meanwhile.
 
     Attributes:
         run: run id, 16 hex digits.
@@ -74,6 +74,9 @@ class Course:
         resume: continue from the checkpoints in ``stores``.
         egress: returns a site's egress log; None: the site has none.
         notes: what the record says of the sites' data, by site.
+        on_round: called with the record of each committed round.
+        on_site_error: called with the name and the error of a site that fails. As in FLARE, the server learns the code
+            of the error alone, and the run continues with the other sites.
     """
 
     run: str = "0" * 16
@@ -83,23 +86,11 @@ class Course:
     resume: bool = False
     egress: Callable[[str], EgressLog | None] = lambda site: None
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Watcher:
-    """What is called while a run proceeds.
-
-    Attributes:
-        on_round: called with the record of each committed round.
-        on_site_error: called with the name and the error of a site that fails. As in FLARE, the server learns the code
-            of the error alone, and the run continues with the other sites.
-    """
-
     on_round: Callable[[RoundRecord], None] = lambda record: None
     on_site_error: Callable[[str, Exception], None] = log_site_error
 
 
-PLAIN, FROM_START, UNWATCHED = Transport(), Course(), Watcher()
+PLAIN, FROM_START = Transport(), Course()
 
 
 def run_locally(
@@ -110,7 +101,6 @@ def run_locally(
     *,
     transport: Transport = PLAIN,
     course: Course = FROM_START,
-    watcher: Watcher = UNWATCHED,
     ledger: Ledger | None = None,
 ) -> tuple[Outcome, Ledger]:
     """Run a method over sites in this process, through the real wire.
@@ -121,8 +111,7 @@ def run_locally(
         sites: sites by name, or the error that kept a site from loading its data.
         metric: metric that selects the best model.
         transport: how messages travel.
-        course: how the run goes, and where it starts.
-        watcher: what is called meanwhile.
+        course: how the run goes, where it starts, and what is called meanwhile.
         ledger: receives a line per message; None: a new ledger.
 
     Returns:
@@ -141,14 +130,14 @@ def run_locally(
         for name, site in sorted(sites.items())
     }
     logs = {name: course.egress(name) for name, endpoint in endpoints.items() if isinstance(endpoint, SiteEndpoint)}
-    local = LocalSites(server, endpoints, logs, watcher.on_site_error)
+    local = LocalSites(server, endpoints, logs, course.on_site_error)
     federation = Federation(
         method,
         server,
         metric,
         Connections(lambda: sorted(endpoints), local.exchange, local.exchange_sum, local.shake_hands),
         rules=course.rules,
-        on_round=watcher.on_round,
+        on_round=course.on_round,
         store=course.stores(SERVER),
     )
     with limit_threads(course.threads):
