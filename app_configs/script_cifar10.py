@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flare_sparse import client as sparse  # sparse: the helpers below
-from flare_sparse.tasks.data.images import read_images
+from flare_sparse.tasks.images import read_images
 
 
 class Net(nn.Sequential):
