@@ -6,13 +6,22 @@ import io
 import json
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from flare_sparse.cli.watch import SHOWN_ROUNDS, build_table, follow_folder, show_updates
+from flare_sparse.cli.watch import (
+    REFRESH_S,
+    SHOWN_ROUNDS,
+    build_table,
+    follow_folder,
+    serve_page,
+    show_updates,
+    write_pages,
+)
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.steps import STEP_FILE
 from flare_sparse.results.runs.progress import find_training
@@ -130,6 +139,44 @@ def test_line_that_is_written_in_part_is_shown_when_it_is_whole(tmp_path: Path) 
 def test_table_sums_the_bytes_of_all_rounds_and_estimates_the_time_left() -> None:
     table = build_table([build_line(1), build_line(2)])
     assert str(table.caption) == "2.0 kB in total, 2.0x less than dense, about 2 s left"
+
+
+def test_page_is_served_to_this_machine_under_its_own_names(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    with serve_page(page, 0) as address:
+        host, port = address.removeprefix("http://").split(":")
+        assert host == "127.0.0.1"
+
+        def get(name: str) -> tuple[int, bytes]:
+            connection = HTTPConnection(host, int(port))
+            connection.request("GET", "/any", headers={"Host": name})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+        assert get("localhost:1") == (404, b"")
+        page.write_text("rounds")
+        assert get(f"127.0.0.1:{port}") == get("localhost") == (200, b"rounds")
+        assert get("attacker.example") == (404, b"")
+        with pytest.raises(ConfigError, match=f"--page {port}: .*choose another port"), serve_page(page, int(port)):
+            pass
+        with pytest.raises(ConfigError, match="--page -1: a port is 0 to 65535"), serve_page(page, -1):
+            pass
+    # An error of the block ends the server, and does not wait for it.
+    with pytest.raises(KeyError), serve_page(page, 0):
+        raise KeyError
+
+
+def test_page_shows_the_table_and_loads_itself_again_until_the_run_has_ended(tmp_path: Path) -> None:
+    page, hostile = tmp_path / "page.html", {**line(2), "kind": "<script>alert(1)</script>"}
+    updates = write_pages(iter([[line(1)], [line(1), hostile]]), page, None)
+    assert next(updates) == [line(1)]
+    reload = f'<meta http-equiv="refresh" content="{REFRESH_S}">'
+    assert reload in page.read_text()
+    assert "5.000" in page.read_text()
+    list(updates)
+    assert reload not in page.read_text()
+    assert "6.000" in page.read_text()
+    assert "<script>" not in page.read_text()
 
 
 def test_sites_within_a_round_are_shown_in_the_table(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import ConfigError
+from ..core.threads import run_beside
 from ..results.runs.progress import (
     CELLS,
     ProgressFormatter,
@@ -27,6 +32,8 @@ from ..results.runs.progress import (
     format_cells,
     format_duration,
 )
+from .console import build_table as build_plain_table
+from .console import err
 from .console import out as stdout
 from .options import JSON
 
@@ -35,8 +42,14 @@ if TYPE_CHECKING:
 
 SHOWN_ROUNDS = 12
 """Lines of the live table; older ones scroll away."""
-EVERY_S = 2.0
-"""Seconds between two looks."""
+EVERY_S, REFRESH_S = 2.0, 5
+"""Seconds between two looks, and after which a page loads itself again."""
+_PORT, MAX_PORT = re.compile(r"-?\d+"), 65535
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">REFRESH
+<link rel="icon" href="data:,"><title>flare-sparse watch</title><style>{stylesheet} pre {{ overflow-x: auto; }}</style>
+</head><body style="color: {foreground}; background: {background}"><pre>{code}</pre></body></html>
+"""
 
 
 def watch(
@@ -49,6 +62,14 @@ def watch(
     ],
     kit: Annotated[
         Path | None, typer.Option(help="Startup kit of an admin of the federation that runs the job")
+    ] = None,
+    page: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|PORT",
+            help="Also write an HTML page, which loads itself again in a browser while the run goes on; or serve it at "
+            "http://127.0.0.1:PORT",
+        ),
     ] = None,
 ) -> None:
     """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
@@ -63,26 +84,103 @@ def watch(
 
         flare-sparse watch runs/neurosfl_brain_age
 
-        flare-sparse watch /opt/flare/site-1
+        flare-sparse watch runs/neurosfl_brain_age --page live.html
+
+        flare-sparse watch /opt/flare/site-1 --page 8080
 
         flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
     """
+    with ExitStack() as stack:
+        file = None if page is None else Path(page)
+        if page is not None and _PORT.fullmatch(page):
+            file = Path(stack.enter_context(TemporaryDirectory())) / "page.html"
+            address = stack.enter_context(serve_page(file, int(page)))
+            err.print(f"page: {address}", markup=False)
+        try:
+            _watch(run, kit, file)
+        except KeyboardInterrupt:
+            stdout.print("no longer watching; the run continues")
+
+
+def _watch(run: str, kit: Path | None, page: Path | None) -> None:
     from ..results.runs.received import name_damage
 
     folder = Path(run)
-    is_site = kit is None and (folder / "startup").is_dir() and (folder / "local").is_dir()
+    if kit is None and (folder / "startup").is_dir() and (folder / "local").is_dir():
+        _watch_site(folder, page, as_json=JSON.get())
+        return
+    updates = follow_folder(folder, EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
+    on_this_machine = folder if kit is None else None
+    if page is not None:
+        updates = write_pages(updates, page, on_this_machine)
+    with name_damage(folder):
+        show_updates(stdout, updates, json.dumps if JSON.get() else None, on_this_machine)
+
+
+@contextmanager
+def serve_page(file: Path, port: int) -> Iterator[str]:
+    """Serve a page to browsers on this machine alone while the block runs; yield its address.
+
+    Raises:
+        ConfigError: there is no such port, or it is not free.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A site of the internet whose name resolves to this machine must not read it through a browser here.
+            is_own = self.headers.get("Host", "").partition(":")[0] in ("127.0.0.1", "localhost")
+            self.send_response(200 if is_own and file.exists() else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(file.read_bytes() if is_own and file.exists() else b"")
+
+        def log_message(self, *_: Any) -> None:
+            """Print no line for a request: the terminal has the table."""
+
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"--page {port}: a port is 0 to {MAX_PORT}; a file of this name is ./{port}")
     try:
-        for text in follow_site(folder) if is_site else ():
-            stdout.print(json.dumps({"now": text}) if JSON.get() else text, markup=False, soft_wrap=True)
-        updates = follow_folder(folder, EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
-        with name_damage(folder):
-            show_updates(stdout, updates, json.dumps if JSON.get() else None, folder if kit is None else None)
-    except KeyboardInterrupt:
-        stdout.print("no longer watching; the run continues")
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise ConfigError(f"--page {port}: {error.strerror}; choose another port") from error
+    with server, run_beside(lambda _: server.serve_forever()):
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
-def follow_site(kit: Path) -> Iterator[str]:
-    """Yield a line when a record of a site's kit has changed, or a training has gone on; it never ends.
+def write_page(file: Path, table: Table, *, has_ended: bool = False) -> None:
+    """Write a table as a page, which loads itself again until the run has ended."""
+    from ..core.checkpoint.writing import replace_atomically
+
+    screen = Console(record=True, file=io.StringIO(), width=100)
+    screen.print(table)
+    refresh = "" if has_ended else f'<meta http-equiv="refresh" content="{REFRESH_S}">'
+    with replace_atomically(file) as part:
+        part.write_text(screen.export_html(code_format=_PAGE.replace("REFRESH", refresh)), encoding="utf-8")
+
+
+def write_pages(
+    updates: Iterator[list[Mapping[str, Any]]], file: Path, folder: Path | None
+) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield the updates; write the table of the run as a page at each, and once more at its end."""
+    lines: list[Mapping[str, Any]] = []
+    for lines in updates:
+        write_page(file, build_table(lines, _find_now(folder, lines)))
+        yield lines
+    write_page(file, build_table(lines), has_ended=True)
+
+
+def _find_now(folder: Path | None, lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how far each site is in the round after the last committed one; an admin elsewhere sees none."""
+    return [] if folder is None else find_training(folder, lines[-1]["round"] if lines else 0)
+
+
+def follow_site(kit: Path) -> Iterator[list[str]]:
+    """Yield what was asked of a site, and how far its trainings are, whenever a line of it changes; it never ends.
+
+    Nothing of other sites is in a kit.
 
     Raises:
         ConfigError: the folder is no kit.
@@ -99,9 +197,23 @@ def follow_site(kit: Path) -> Iterator[str]:
             for run in summarize_requests(kit)
         ]
         found = [*asked, *find_training(kit, jobs=running)]
-        yield from (text for text in found if text not in shown)
+        if found != shown:
+            yield found
         shown = found
         time.sleep(EVERY_S)
+
+
+def _watch_site(kit: Path, page: Path | None, *, as_json: bool) -> None:
+    """Print a line for each change at a site until Ctrl-C."""
+    shown: list[str] = []
+    for lines in follow_site(kit):
+        for text in lines:
+            if text not in shown:
+                stdout.print(json.dumps({"now": text}) if as_json else text, markup=False, soft_wrap=True)
+        if page is not None:
+            rows = [[text] for text in lines]
+            write_page(page, build_plain_table(f"site {kit.resolve().name}", ["now"], rows, left=["now"]))
+        shown = lines
 
 
 def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, Any]]]:
@@ -215,8 +327,7 @@ def show_updates(
         return
     with Live(build_table(shown), console=console, auto_refresh=False) as live:
         for lines in updates:
-            now = [] if folder is None else find_training(folder, lines[-1]["round"] if lines else 0)
-            live.update(build_table(lines, now), refresh=True)
+            live.update(build_table(lines, _find_now(folder, lines)), refresh=True)
 
 
 def build_table(lines: Sequence[Mapping[str, Any]], now: Sequence[str] = ()) -> Table:

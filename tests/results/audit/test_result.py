@@ -38,7 +38,7 @@ def test_planted_leak_has_the_exact_figures() -> None:
 def test_separated_scores_are_a_complete_leak() -> None:
     figures = measure([9.0, 8, 7, 6, -6, -7, -8, -9], [True] * 4 + [False] * 4, resamples=50)
     names = ("auc", "balanced_accuracy", "tpr_at_1_percent_fpr")
-    assert figures == {**dict.fromkeys(names, 1.0), "intervals": {name: [1.0, 1.0] for name in names}}
+    assert figures == {**dict.fromkeys(names, 1.0), "interval": [1.0, 1.0], "intervals": {n: [1.0, 1.0] for n in names}}
 
 
 def test_scores_without_information_are_at_chance_within_their_interval() -> None:

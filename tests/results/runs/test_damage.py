@@ -79,6 +79,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
     "dpia": lambda run, made: ["evidence", run, "--out", run / "dpia.md"],
     "withdraw": lambda run, made: ["withdraw", run, "B", "--dry-run"],
     "watch": lambda run, made: ["watch", run, "--json"],
+    "page": lambda run, made: ["watch", run, "--page", run / "page.html"],
     "continue": lambda run, made: [
         "run", made / "study.yaml", "--env", "local", "--set", "method.rounds=2", "--start", run,
         "--out", run / "more",

@@ -36,6 +36,8 @@ def measure_rankings(
 ) -> dict[str, Any]:
     """Return the figures of an attack by name, means over its rankings, and their 95 % bootstrap ``intervals``.
 
+    ``interval`` is that of the AUC.
+
     Args:
         rankings: one for each model or pair of sites that is attacked.
         is_member: ``(n,)`` bool.
@@ -65,7 +67,7 @@ def measure_rankings(
             drawn[name].append(np.mean([s(weights) for s in parts], axis=0))
     ends = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
     intervals = {name: np.nanquantile(np.concatenate(values), ends).tolist() for name, values in drawn.items()}
-    return {**figures, "intervals": intervals}
+    return {**figures, "interval": intervals["auc"], "intervals": intervals}
 
 
 def build_balanced_accuracy(guesses: np.ndarray, is_member: np.ndarray) -> Statistic:

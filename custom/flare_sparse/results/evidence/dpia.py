@@ -84,7 +84,7 @@ class Section:
 
 
 def write_dpia(run: RunResult, facts: dict[str, Any], file: Path) -> None:
-    """Write the annex, in the format that the name of the file ends with: .md or .docx.
+    """Write the annex, in the format that the name of the file ends with: .md, .docx or .pdf.
 
     Args:
         run: the run.
@@ -95,13 +95,14 @@ def write_dpia(run: RunResult, facts: dict[str, Any], file: Path) -> None:
         ConfigError: the file has another ending, or the extra evidence is not installed.
     """
     title, sections = f"Annex to a data protection impact assessment: {run.summary['name']}", build_dpia(run, facts)
+    writers = {".docx": _write_docx, ".pdf": _write_pdf}
     if file.suffix == ".md":
         file.write_text(format_dpia(title, sections), encoding="utf-8")
-    elif file.suffix == ".docx":
-        with require_extra("an annex as .docx", "evidence"):
-            _write_docx(title, sections, file)
-    else:
-        raise ConfigError(f"{file}: an annex is a file that ends with .md or .docx")
+        return
+    if file.suffix not in writers:
+        raise ConfigError(f"{file}: an annex is a file that ends with .md, {', '.join(writers)}")
+    with require_extra(f"an annex as {file.suffix}", "evidence"):
+        writers[file.suffix](title, sections, file)
 
 
 def build_dpia(run: RunResult, facts: dict[str, Any]) -> list[Section]:
@@ -169,6 +170,55 @@ def format_dpia(title: str, sections: Sequence[Section]) -> str:
         if section.columns:
             parts.append(format_markdown(section.columns, section.rows))
     return "\n\n".join(parts) + "\n"
+
+
+def _write_pdf(title: str, sections: Sequence[Section], file: Path) -> None:
+    """Write pages in landscape, with their numbers; the head of a table stands on each page that it goes on.
+
+    Raises:
+        ConfigError: the fonts that every reader of PDF has lack a letter.
+    """
+    from xml.sax.saxutils import escape
+
+    from reportlab.lib import colors
+    from reportlab.lib.pagesizes import A4, landscape
+    from reportlab.lib.styles import getSampleStyleSheet
+    from reportlab.platypus import LongTable, Paragraph, SimpleDocTemplate, Spacer
+
+    for letter in format_dpia(title, sections):
+        if not letter.encode("cp1252", errors="ignore"):
+            raise ConfigError(f"{file}: a PDF has no letter {letter!r}; expected Western European letters. Write .docx")
+    styles = getSampleStyleSheet()
+    body = styles["BodyText"]
+    cell = body.clone("cell", fontSize=8, leading=10)
+    look = [
+        ("GRID", (0, 0), (-1, -1), 0.4, colors.lightgrey),
+        ("BACKGROUND", (0, 0), (-1, 0), colors.whitesmoke),
+        ("VALIGN", (0, 0), (-1, -1), "TOP"),
+    ]
+    document = SimpleDocTemplate(
+        str(file), pagesize=landscape(A4), leftMargin=50, rightMargin=50, title=title, invariant=1
+    )
+    story = [Paragraph(escape(title), styles["Title"])]
+    for section in sections:
+        story.append(Paragraph(escape(section.title), styles["Heading2"]))
+        story += [Paragraph(escape(_strip_marks(paragraph)), body) for paragraph in section.paragraphs]
+        if section.columns:
+            rows = [
+                [Paragraph(escape(_strip_marks(str(value))), cell) for value in row]
+                for row in (section.columns, *section.rows)
+            ]
+            # Wider where the text is longer, or still to be written; none so narrow that words break.
+            lengths = [max(len(str(cells[n])) for cells in section.rows) for n in range(len(section.columns))]
+            shares = [max(min(length or 90, 90), 14) for length in lengths] if section.rows else [1] * len(lengths)
+            widths = [document.width * share / sum(shares) for share in shares]
+            story += [Spacer(1, 6), LongTable(rows, widths, repeatRows=1, style=look)]
+
+    def number_page(canvas: Any, _: Any) -> None:
+        canvas.setFont("Helvetica", 8)
+        canvas.drawRightString(landscape(A4)[0] - 50, 30, f"{title}, page {canvas.getPageNumber()}")
+
+    document.build(story, onFirstPage=number_page, onLaterPages=number_page)
 
 
 def _write_docx(title: str, sections: Sequence[Section], file: Path) -> None:

@@ -55,5 +55,5 @@ def build_attacks(runs: Sequence[RunResult]) -> ReportTable | None:
 
 
 def _format_auc(attack: Mapping[str, Any]) -> str:
-    low, high = attack["intervals"]["auc"]
+    low, high = attack["interval"]
     return f"{attack['auc']:.3f} [{low:.3f}, {high:.3f}]"
