@@ -56,6 +56,7 @@ def test_winner_by_validation_becomes_a_configuration_and_finished_runs_are_kept
     winner = load_config(out / "best.yaml")
     assert (winner.method.config.training.lr, winner.seed) == (0.03, 4)
     assert (out / "best.yaml").read_text().startswith("# Settings that won sweep of 2 settings with 2 seeds: method.")
+    assert (out / "sweep.png").stat().st_size > 1000
     lost = min(summaries)
     shutil.rmtree(lost)
     written = {path: (path / "summary.json").stat().st_mtime_ns for path in summaries if path != lost}

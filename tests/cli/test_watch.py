@@ -16,6 +16,7 @@ from rich.console import Console
 from flare_sparse.cli.watch import (
     REFRESH_S,
     SHOWN_ROUNDS,
+    build_sites_table,
     build_table,
     follow_folder,
     serve_page,
@@ -25,6 +26,8 @@ from flare_sparse.cli.watch import (
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.steps import STEP_FILE
 from flare_sparse.results.runs.progress import find_training
+
+HOSTILE = "<script>alert(1)</script>"
 
 
 def line(number: int) -> dict[str, Any]:
@@ -167,7 +170,7 @@ def test_page_is_served_to_this_machine_under_its_own_names(tmp_path: Path) -> N
 
 
 def test_page_shows_the_table_and_loads_itself_again_until_the_run_has_ended(tmp_path: Path) -> None:
-    page, hostile = tmp_path / "page.html", {**line(2), "kind": "<script>alert(1)</script>"}
+    page, hostile = tmp_path / "page.html", {**line(2), "sites_asked": ["a", HOSTILE]}
     updates = write_pages(iter([[line(1)], [line(1), hostile]]), page, None)
     assert next(updates) == [line(1)]
     reload = f'<meta http-equiv="refresh" content="{REFRESH_S}">'
@@ -176,7 +179,20 @@ def test_page_shows_the_table_and_loads_itself_again_until_the_run_has_ended(tmp
     list(updates)
     assert reload not in page.read_text()
     assert "6.000" in page.read_text()
-    assert "<script>" not in page.read_text()
+    assert HOSTILE not in page.read_text()
+    assert "alert(1)" in page.read_text()
+
+
+def test_sites_are_shown_with_what_they_sent_and_why_they_are_missing() -> None:
+    refused = {**line(2), "sites_asked": ["a", HOSTILE], "rejected": {HOSTILE: "E_NORM: 17.3 of the patient"}}
+    late = {**line(1), "timed_out": ["b"]}
+    lines = [late, {**refused, "site_metrics": {"a": {"mae": 2.5}}, "spent_epsilon": {"a": 0.75}}]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(build_sites_table(lines))
+    rows = [[cell.strip() for cell in text.strip("│ ").split("│")] for text in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["a", "2 of 2", "2.500", "0.75", "answered"] in rows
+    assert ["b", "0 of 1", "-", "-", "did not reply in time"] in rows
+    assert [HOSTILE, "0 of 1", "-", "-", "E_NORM"] in rows
 
 
 def test_sites_within_a_round_are_shown_in_the_table(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from ..results.runs.sweep import (
 from .report import compare_runs
 from .start import Overrides, launch, list_overrides
 
-RECORD, WINNER = "sweep.json", "best.yaml"
+RECORD, WINNER, FIGURE = "sweep.json", "best.yaml", "sweep.png"
 _LOG = logging.getLogger(__name__)
 
 
@@ -226,7 +226,7 @@ def _is_finished(study: Study, out: Path) -> bool:
 
 
 def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
-    """Write the record, and the configuration with the settings that won."""
+    """Write the record, the configuration with the settings that won, and the figure, if matplotlib is installed."""
     ranked, metric, folder = sweep.results, sweep.metric, sweep.path
     best, unit = ranked[0], metric["unit"]
     rows = [
@@ -252,3 +252,9 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
     winner = Study.load(file, [*overrides, *best.settings])
     copy_user_code(winner.user_code, folder)
     (folder / WINNER).write_text("\n".join(lines) + "\n" + dump_config(winner.config), encoding="utf-8")
+    try:
+        from ..results.report.figures import draw_sweep, render_png
+    except ImportError:
+        return
+    label = f"{metric['name']} ({unit})" if unit else metric["name"]
+    (folder / FIGURE).write_bytes(render_png(draw_sweep, (list(ranked), sweep.methods, label)))

@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from .console import build_table, err
+from .console import Screen, build_table, err
 from .console import out as console
 from .options import JSON
-from .screen import Screen
 
 
 def audit(

@@ -6,7 +6,8 @@
 import inspect
 import re
 from collections.abc import Collection, Iterable, Sequence
-from functools import cache
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typer.core import TyperGroup
 
 from ..core.errors import ConfigError, FlareSparseError
 from ..core.findings import Finding
+from ..results.runs.progress import Printer
 
 _PAGE = re.compile(r"\bdocs/([\w./-]+\.md)")
 
@@ -54,9 +56,19 @@ out = PageConsole(highlight=False, soft_wrap=True)
 err = PageConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
-def get_exit_code(error: FlareSparseError) -> int:
-    """Return 2 for a wrong configuration, 1 for any other error."""
-    return 2 if isinstance(error, ConfigError) else 1
+class Screen(Printer):
+    """Prints a line for each round, problems with the data to standard error.
+
+    Args:
+        console: receives the lines.
+    """
+
+    def __init__(self, console: Console = out):
+        super().__init__(partial(console.print, markup=False), partial(err.print, markup=False))
+        self._console = console
+
+    def wait(self, text: str) -> AbstractContextManager[Any]:
+        return self._console.status(text)
 
 
 COLOURS = {"PASS": "bold green", "FAIL": "bold red"}
@@ -111,4 +123,4 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except FlareSparseError as error:
             print_error(error)
-            raise typer.Exit(get_exit_code(error)) from error
+            raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error

@@ -7,10 +7,9 @@ from typing import Annotated
 import typer
 
 from ..core.findings import Finding
-from .console import err, print_finding
+from .console import Screen, err, print_finding
 from .console import out as console
 from .options import JSON
-from .screen import Screen
 
 
 def describe(

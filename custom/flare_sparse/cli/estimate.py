@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -74,7 +74,8 @@ def estimate(
             raise ConfigError("--subjects is for one method; leave it or --methods out")
         names = [name.strip() for name in methods.split(",")]
         compared = compare_methods(config, set_ or (), names, measures=measure)
-        _show_methods(compared, shlex.join([str(config), *_repeat(set_ or ())]), rate, as_json=JSON.get())
+        typed = [str(config), *(word for override in set_ or () for word in ("--set", override))]
+        _show_methods(compared, shlex.join(typed), rate, as_json=JSON.get())
         return
     study = Study.load(config, set_ or ())
     figures = compute_figures(study)
@@ -111,40 +112,28 @@ def _show_methods(
         row = {"method": name, "fits": True, "bytes": total, "dense_bytes": dense}
         if rate is not None:
             row["seconds_on_link"] = compute_seconds(found, rate)
-        rows.append({**row, **_pick_needs(found), "command": f"flare-sparse run {study} --set method.name={name}"})
+        if needs := found.get("memory"):
+            row |= {"memory_bytes": needs["total"], "training_seconds": needs["training_seconds"]}
+        rows.append({**row, "command": f"flare-sparse run {study} --set method.name={name}"})
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
     fitting = [row for row in rows if row["fits"]]
-    heads = [] if rate is None else [f"at {rate / 1e6:g} Mbit/s"]
-    heads += ["memory", "training"] if any("memory_bytes" in row for row in fitting) else []
+    more = {
+        "seconds_on_link": (f"at {(rate or 0) / 1e6:g} Mbit/s", format_duration),
+        "memory_bytes": ("memory", format_bytes),
+        "training_seconds": ("training", format_duration),
+    }
+    asked = [name for name in more if any(name in row for row in fitting)]
     cells = [
-        [
-            *(str(row["method"]), format_bytes(row["bytes"]), compare_with_dense(row["bytes"], row["dense_bytes"])),
-            *([] if rate is None else [format_duration(row["seconds_on_link"])]),
-            *(
-                [format_bytes(row["memory_bytes"]), format_duration(row["training_seconds"])]
-                if "memory_bytes" in row
-                else []
-            ),
-        ]
+        [row["method"], format_bytes(row["bytes"]), compare_with_dense(row["bytes"], row["dense_bytes"])]
+        + [more[name][1](row[name]) for name in asked]
         for row in fitting
     ]
-    stdout.print(build_table("", ("method", "bytes", "than dense", *heads), cells))
+    stdout.print(build_table("", ("method", "bytes", "than dense", *(more[name][0] for name in asked)), cells))
     for row in rows:
         text = row["command"] if row["fits"] else f"{row['method']} does not fit: {row['reason']}"
         stdout.print(text, markup=False, soft_wrap=True)
-
-
-def _repeat(overrides: Sequence[str]) -> list[str]:
-    """Return the options that give the overrides."""
-    return [word for override in overrides for word in ("--set", override)]
-
-
-def _pick_needs(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the memory of a step and the time of all, where they were measured."""
-    needs = figures.get("memory")
-    return {} if needs is None else {"memory_bytes": needs["total"], "training_seconds": needs["training_seconds"]}
 
 
 def _show(console: Console, figures: dict[str, Any]) -> None:

@@ -10,10 +10,9 @@ import typer
 
 from ..cohorts.split import Part
 from ..core.errors import ConfigError
-from .console import build_table
+from .console import Screen, build_table
 from .console import out as console
 from .options import JSON
-from .screen import Screen
 
 if TYPE_CHECKING:
     from ..api.run import Run
@@ -112,10 +111,12 @@ def _adapt(run: Run, data: Path) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any], metric: Metric) -> None:
+    from ..results.report.tables import label_model
+
     of_split = "" if result["split"] == "all" else f" {result['split']}"
     skipped = f", {result['skipped']} skipped" if result["skipped"] else ""
     examples = f"{result['examples']}{of_split} examples{skipped}"
-    title = f"{result['run']}: {_format_model(result['model'])} on {result['cohort']}, {examples}"
+    title = f"{result['run']}: {label_model(result['model'])} on {result['cohort']}, {examples}"
     rows = []
     for name in _order_metrics(result["metrics"], metric):
         bounds = result["intervals"].get(name)
@@ -127,17 +128,15 @@ def _show(result: dict[str, Any], metric: Metric) -> None:
 
 
 def _show_matrix(record: dict[str, Any], metric: Metric) -> None:
+    from ..results.report.tables import label_model
+
     sites = list(record["results"])
     title = f"{record['run']}: {_label_metric(metric.name, metric)} of each model (row) on each site's test examples"
     rows = []
     for model in record["results"][sites[0]]:
         values = [record["results"][site][model].get(metric.name) for site in sites]
-        rows.append([_format_model(model), *("-" if value is None else f"{value:.3f}" for value in values)])
+        rows.append([label_model(model), *("-" if value is None else f"{value:.3f}" for value in values)])
     console.print(build_table(title, ["model", *(f"{site}\n{record['examples'][site]}" for site in sites)], rows))
-
-
-def _format_model(name: str) -> str:
-    return f"{name} model" if name in ("final", "best") else f"model of {name}"
 
 
 def _order_metrics(metrics: dict[str, float], metric: Metric) -> list[str]:

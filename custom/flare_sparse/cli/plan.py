@@ -12,9 +12,8 @@ import typer
 
 from ..core.errors import ConfigError
 from ..tasks.nnunet.planner import Planner
-from .console import err
+from .console import Screen, err
 from .console import out as console
-from .screen import Screen
 
 if TYPE_CHECKING:
     from ..tasks.nnunet.fingerprint import Fingerprint

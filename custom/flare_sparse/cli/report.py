@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from ..core.errors import ConfigError
-from .console import err
+from .console import Screen, err
 from .console import out as console
 from .options import JSON
-from .screen import Screen
 
 
 def report(

@@ -18,10 +18,9 @@ from rich.status import Status
 from ..api.deployment import Env
 from ..core.threads import run_beside
 from ..results.runs.progress import find_training
-from .console import PageConsole
+from .console import PageConsole, Screen
 from .console import out as stdout
 from .options import JSON, ConfigFile, Overrides, StartFrom
-from .screen import Screen
 
 if TYPE_CHECKING:
     from .outcome import RunProgress

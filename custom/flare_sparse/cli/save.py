@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..core.errors import ConfigError
+from .console import Screen
 from .console import out as console
 from .options import ModelName
-from .screen import Screen
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,11 +90,8 @@ def _print_plugins(section: str) -> None:
 
     plugins = list_plugins(section)
     if plugins:
-        table = Table("name", "class", "distribution", box=None, pad_edge=False, title=f"installed {section}s")
-        table.title_justify = "left"
-        for plugin in plugins:
-            table.add_row(f"[bold]{escape(plugin.name)}[/]", escape(plugin.path), escape(plugin.distribution))
-        console.print(table)
+        rows = [(plugin.name, plugin.path, plugin.distribution) for plugin in plugins]
+        console.print(_build_table(("name", "class", "distribution"), rows, f"installed {section}s"))
     page = {"method": "docs/new-method.md", "task": "docs/own-task.md"}[section]
     console.print(f"\nA {section} of your own is one class: {page}", markup=False)
 
@@ -107,23 +104,15 @@ def find_source(method: type[Method[Any, Any]]) -> str:
 def _list_methods() -> Table:
     from ..methods.registry import METHODS
 
-    table = Table("name", "what happens in a round", "source", box=None, pad_edge=False)
-    for name, method in METHODS.items():
-        table.add_row(f"[bold]{name}[/]", escape(get_first_line(method)), escape(find_source(method)))
-    return table
+    rows = [(name, get_first_line(method), find_source(method)) for name, method in METHODS.items()]
+    return _build_table(("name", "what happens in a round", "source"), rows)
 
 
 def _list_tasks() -> Table:
     from ..tasks.registry import TASKS
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("name", no_wrap=True, min_width=max(map(len, TASKS)))
-    for column in ("what it predicts", "metric", "data that it reads"):
-        table.add_column(column, overflow="fold")
-    for name, task_class in TASKS.items():
-        cells = _describe_target(task_class), _describe_metric(task_class), task_class.reads
-        table.add_row(f"[bold]{name}[/]", *(escape(cell) for cell in cells))
-    return table
+    rows = [(name, _describe_target(task), _describe_metric(task), task.reads) for name, task in TASKS.items()]
+    return _build_table(("name", "what it predicts", "metric", "data that it reads"), rows)
 
 
 def _describe_target(task_class: type[Task]) -> str:
@@ -138,22 +127,25 @@ def _describe_metric(task_class: type[Task]) -> str:
 
 
 def build_settings_table(config: type[BaseModel], section: str, title: str) -> Table:
-    """Return a row for each setting of ``config``; names are folded, never cut, in a narrow terminal.
+    """Return a row for each setting of ``config``.
 
     Args:
         config: class of the settings.
         section: section of the configuration, ``"method"`` or ``"task"``.
         title: line above the table.
     """
-    table = Table(box=None, pad_edge=False, title=escape(title))
-    table.title_justify = "left"
-    rows = list(iterate_settings(config, section))
+    return _build_table(("setting", "default", "allowed", "meaning"), list(iterate_settings(config, section)), title)
+
+
+def _build_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
+    """Return a table without lines, whose first column is as wide as its longest cell."""
+    table = Table(box=None, pad_edge=False, title=None if title is None else escape(title), title_justify="left")
     # rich cuts a word that is wider than its column, and a setting that cannot be read cannot be typed.
-    table.add_column("setting", min_width=max((len(row[0]) for row in rows), default=0), no_wrap=True)
-    for column in ("default", "allowed", "meaning"):
+    table.add_column(columns[0], min_width=max((len(row[0]) for row in rows), default=0), no_wrap=True, style="bold")
+    for column in columns[1:]:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*map(escape, row))
     return table
 
 

@@ -10,10 +10,9 @@ import typer
 from rich.table import Table
 
 from ..results.runs.progress import format_bytes
-from .console import build_table, err
+from .console import Screen, build_table, err
 from .console import out as console
 from .options import JSON, ConfigFile, Overrides
-from .screen import Screen
 
 if TYPE_CHECKING:
     from ..results.runs.sweep import SettingsResult
@@ -41,9 +40,9 @@ def sweep(
 
     All combinations of the values are run, as local runs (--env local), without FLARE. The same command continues an
     interrupted sweep: finished runs are kept, others resumed, failed ones too. Settings with a run without a result are
-    ranked last. Writes a table (sweep.json) and the configuration with the settings that won (best.yaml). With several
-    seeds, some test subjects of one seed are validation subjects of another; with --seeds 1 they choose nothing
-    (docs/evaluation.md).
+    ranked last. Writes a table (sweep.json), a figure (sweep.png, with the extra report) and the configuration with the
+    settings that won (best.yaml). With several seeds, some test subjects of one seed are validation subjects of
+    another; with --seeds 1 they choose nothing (docs/evaluation.md).
 
     Methods are values like others; a setting that one of them lacks is left out of its runs. The best settings of each
     are then compared on the same test subjects, with paired 95 % intervals.
@@ -80,14 +79,11 @@ def _build_methods_table(methods: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _build_table(ranked: list[SettingsResult], metric: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("settings", overflow="fold")
-    has_failures = any(result.failures for result in ranked)
-    for column in (f"validation {metric}", "deviation", "sent", *(["failed"] if has_failures else [])):
-        table.add_column(column, justify="right")
+    rows, has_failures = [], any(result.failures for result in ranked)
     for result in ranked:
         mean, deviation = ("-" if value is None else f"{value:.4g}" for value in (result.mean, result.deviation))
         sent = "-" if result.sent is None else format_bytes(result.sent)
         failed = ", ".join(f"seed {seed}" for seed in result.failures)
-        table.add_row(", ".join(result.settings), mean, deviation, sent, *([failed] if has_failures else []))
-    return table
+        rows.append([", ".join(result.settings), mean, deviation, sent, *([failed] if has_failures else [])])
+    columns = ["settings", f"validation {metric}", "deviation", "sent", *(["failed"] if has_failures else [])]
+    return build_table("", columns, rows)

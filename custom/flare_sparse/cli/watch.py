@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -45,9 +45,12 @@ SHOWN_ROUNDS = 12
 EVERY_S, REFRESH_S = 2.0, 5
 """Seconds between two looks, and after which a page loads itself again."""
 _PORT, MAX_PORT = re.compile(r"-?\d+"), 65535
+WIDTH = 64
+"""Characters of a line of a page; so many fit a phone."""
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">REFRESH
-<link rel="icon" href="data:,"><title>flare-sparse watch</title><style>{stylesheet} pre {{ overflow-x: auto; }}</style>
+<link rel="icon" href="data:,"><title>flare-sparse watch</title><style>{stylesheet}
+pre {{ font: min(1rem, calc((100vw - 1rem) / 39))/1.3 monospace; }} body {{ margin: .5rem; }}</style>
 </head><body style="color: {foreground}; background: {background}"><pre>{code}</pre></body></html>
 """
 
@@ -150,12 +153,12 @@ def serve_page(file: Path, port: int) -> Iterator[str]:
             server.shutdown()
 
 
-def write_page(file: Path, table: Table, *, has_ended: bool = False) -> None:
-    """Write a table as a page, which loads itself again until the run has ended."""
+def write_page(file: Path, shown: RenderableType, *, has_ended: bool = False) -> None:
+    """Write what the terminal shows as a page, which loads itself again until the run has ended."""
     from ..core.checkpoint.writing import replace_atomically
 
-    screen = Console(record=True, file=io.StringIO(), width=100)
-    screen.print(table)
+    screen = Console(record=True, file=io.StringIO(), width=WIDTH)
+    screen.print(shown)
     refresh = "" if has_ended else f'<meta http-equiv="refresh" content="{REFRESH_S}">'
     with replace_atomically(file) as part:
         part.write_text(screen.export_html(code_format=_PAGE.replace("REFRESH", refresh)), encoding="utf-8")
@@ -167,9 +170,9 @@ def write_pages(
     """Yield the updates; write the table of the run as a page at each, and once more at its end."""
     lines: list[Mapping[str, Any]] = []
     for lines in updates:
-        write_page(file, build_table(lines, _find_now(folder, lines)))
+        write_page(file, build_tables(lines, _find_now(folder, lines)))
         yield lines
-    write_page(file, build_table(lines), has_ended=True)
+    write_page(file, build_tables(lines), has_ended=True)
 
 
 def _find_now(folder: Path | None, lines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -325,9 +328,38 @@ def show_updates(
             # A resumed run first writes the rounds that it has: they are not shown a second time.
             shown = lines if len(lines) > num_known or num_known < len(shown) else shown
         return
-    with Live(build_table(shown), console=console, auto_refresh=False) as live:
+    with Live(build_tables(shown), console=console, auto_refresh=False) as live:
         for lines in updates:
-            live.update(build_table(lines, _find_now(folder, lines)), refresh=True)
+            live.update(build_tables(lines, _find_now(folder, lines)), refresh=True)
+
+
+def build_tables(lines: Sequence[Mapping[str, Any]], now: Sequence[str] = ()) -> RenderableType:
+    """Return the table of the rounds, and below it that of the sites."""
+    return Group(build_table(lines, now), build_sites_table(lines)) if lines else build_table(lines, now)
+
+
+def build_sites_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row for each site: what it contributed, its last metric, its spent budget, and why it is missing now."""
+    metric, spent, rows = lines[-1]["metric"], lines[-1].get("spent_epsilon", {}), []
+    for site in sorted({site for line in lines for site in line["sites_asked"]}):
+        asked = [line for line in lines if site in line["sites_asked"]]
+        values = [line.get("site_metrics", {}).get(site, {}).get(metric) for line in lines]
+        value = next((f"{value:.3f}" for value in reversed(values) if value is not None), "-")
+        contributed = f"{sum(site in line['sites_contributed'] for line in asked)} of {len(asked)}"
+        epsilon = [f"{spent[site]:.2f}" if site in spent else "-"] if spent else []
+        rows.append([site, contributed, value, *epsilon, _explain_absence(site, asked[-1])])
+    columns = ["site", "contributed", str(metric), *(["epsilon"] if spent else []), "last request"]
+    return build_plain_table("", columns, rows, left=("site", "last request"))
+
+
+def _explain_absence(site: str, line: Mapping[str, Any]) -> str:
+    """Return what became of the last request to a site, as one word or the code of the reason."""
+    if site in line["sites_contributed"]:
+        return "answered"
+    if site in line["timed_out"]:
+        return "did not reply in time"
+    reason = line["rejected"].get(site) or line.get("excluded", {}).get(site)
+    return str(reason).partition(":")[0] if reason else "did not contribute"
 
 
 def build_table(lines: Sequence[Mapping[str, Any]], now: Sequence[str] = ()) -> Table:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core.errors import ConfigError
-from .console import err
+from .console import Screen, err
 from .console import out as console
-from .screen import Screen
 
 if TYPE_CHECKING:
     from ..api.withdraw import Touched

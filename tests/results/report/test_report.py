@@ -17,6 +17,8 @@ from skips import require
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
+from flare_sparse.cli.console import build_table
+from flare_sparse.cli.watch import write_page
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.report.card import format_card
 from flare_sparse.results.report.findings import describe_caveat, describe_data, describe_findings, describe_weight
@@ -64,6 +66,24 @@ def page(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     figures = "learning", "traffic", "sites", "gains", "predicted", "layers"
     assert {"report.html", *(f"{name}.png" for name in figures)} == {p.name for p in out.iterdir()}
     return out / "report.html"
+
+
+@pytest.mark.slow
+def test_page_of_a_run_fits_a_phone(browser: Any, finished: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "live.html"
+    result = CliRunner().invoke(app, ["watch", str(finished["neurosfl"]), "--page", str(page)])
+    assert result.exit_code == 0, result.output
+    of_site = tmp_path / "site.html"
+    rows = [["study (run 4f1c09aa51d2e7b3): 22 models, to round 21"], ["site-1: round 4, epoch 1 of 2, step 7 of 20"]]
+    write_page(of_site, build_table("site site-1", ["now"], rows, left=["now"]))
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    for file, text in ((page, "all rounds done"), (of_site, "site-1: round 4")):
+        browser.get(file.as_uri())
+        assert text in browser.find_element("tag name", "body").text
+        assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth"), file
+        assert browser.execute_script("return parseFloat(getComputedStyle(document.querySelector('pre')).fontSize)") > 9
+        assert browser.get_log("browser") == []
 
 
 @pytest.mark.slow
@@ -246,7 +266,7 @@ def test_card_and_page_say_which_sites_contributed_and_which_have_no_test_exampl
     assert "| site-4 | 0 of 2 |" in card
     assert "| target | never asked |" in card
     assert "| site-2 | 1 of 2 | no test examples | - |" in card
-    assert "- round 2, site-2: residual dropped damaged" in card
+    assert f"| site-2 | {run.label} | 2 | residual dropped | damaged |" in card
     table = build_contributions([run])
     assert table.rows == [
         ["site-1", "2 of 2"],
@@ -300,23 +320,19 @@ def test_runs_that_differ_by_seed_only_are_averaged(finished: dict[str, Path], t
 
 
 @pytest.mark.slow
-def test_matrix_has_a_row_for_every_model_and_a_column_for_every_site_and_cohort(finished: dict[str, Path]) -> None:
+def test_matrix_has_a_row_for_every_model_and_a_column_for_every_site(finished: dict[str, Path]) -> None:
     alone, dense = RunResult.read(finished["local_only"]), RunResult.read(finished["fedavg"])
     results = {"site-1": {"site-1": {"mae": 1.0}, "site-2": {"mae": 2.0}}}
     matrix = {"examples": {"site-1": 2, "site-2": 2}, "results": results}
-    held_out = {"cohort": "far", "model": "best", "metrics": {"mae": 3.0}, "examples": 7}
     # cached_property keeps its value in the instance.
-    alone.__dict__["cross_site"], dense.__dict__["evaluations"] = matrix, [held_out]
-    table = build_matrices([replace(dense, label="a"), replace(alone, label="b")])[0]
-    assert len(table.rows) == 3
+    alone.__dict__["cross_site"] = matrix
     table = build_matrices([dense, alone])[0]
-    assert table.columns == ["model", "site-1 (2)", "site-2 (2)", "cohort far (7)"]
+    assert table.columns == ["model", "site-1 (2)", "site-2 (2)"]
     name, own = dense.label, [f"{alone.site_metrics[site]:.3f}" for site in ("site-1", "site-2")]
     final = [f"{dense.site_metrics[site]:.3f}" for site in ("site-1", "site-2")]
-    assert [f"{name}: final model", *final, "-"] in table.rows
-    assert next(row[3] for row in table.rows if row[0] == f"{name}: best model") == "3.000"
-    assert [f"{name}: each site's own model", *own, "-"] in table.rows
-    assert [f"{name}: model of site-2", "2.000", "-", "-"] in table.rows
+    assert [f"{name}: final model", *final] in table.rows
+    assert [f"{name}: each site's own model", *own] in table.rows
+    assert [f"{name}: model of site-2", "2.000", "-"] in table.rows
 
 
 def test_bytes_above_dense_fedavg_are_called_more() -> None:

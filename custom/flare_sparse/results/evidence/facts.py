@@ -25,10 +25,6 @@ def list_deviations(run: RunResult) -> list[dict[str, Any]]:
     Each deviation has a ``kind``, a ``round`` (None: the run as a whole), a ``site`` (None: the round as a whole) and a
     ``detail`` in words.
     """
-    return [*_list_of_run(run), *(deviation for line in run.rounds for deviation in _iterate_round(line))]
-
-
-def _list_of_run(run: RunResult) -> list[dict[str, Any]]:
     summary = run.summary
     deviations = [
         _describe("event", event["detail"], event["round"], event["site"]) for event in summary.get("events", [])
@@ -45,7 +41,7 @@ def _list_of_run(run: RunResult) -> list[dict[str, Any]]:
         if recorded[name] != present[name]:
             detail = f"the run used {name} {recorded[name]}; this evidence was made with {present[name]}"
             deviations.append(_describe("version", detail))
-    return deviations
+    return [*deviations, *(deviation for line in run.rounds for deviation in _iterate_round(line))]
 
 
 def _iterate_round(line: dict[str, Any]) -> Iterator[dict[str, Any]]:

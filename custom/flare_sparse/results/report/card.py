@@ -14,6 +14,7 @@ from ..runs.results import RunResult
 from .attacks import describe_attacks
 from .findings import describe_data, describe_sites, describe_weight, list_absent
 from .tables import (
+    ReportTable,
     build_evaluations,
     build_events,
     build_privacy,
@@ -39,9 +40,15 @@ def write_card(run: RunResult) -> Path:
 def format_card(run: RunResult) -> str:
     """Return the model card of a finished run as Markdown."""
     s = run.summary
-    names = run.metric_names
-    sites = "\n".join(_format_site(run, site) for site in run.sites)
     final = "no overall evaluation" if run.final_metric is None else f"{run.final_metric:.3f}"
+    tables = (
+        build_subgroups([run]),
+        build_evaluations([run]),
+        build_events([run]),
+        build_sizes([run]),
+        build_privacy([run]),
+    )
+    sections = "".join(f"{_format_table(table)}\n" for table in tables if table is not None)
     sparsity = f"{100 * s['sparsity']:.1f} % of its entries are off (zero)" if s["sparsity"] else "dense"
     return f"""---
 {yaml.safe_dump(build_metadata(run), sort_keys=False, allow_unicode=True)}---
@@ -56,17 +63,14 @@ rounds, which ended on {run.times[1]:%Y-%m-%d} (seed {s["seed"]}); {sparsity}.
 
 {run.metric_label} over the test examples of all sites: **{final}**. {describe_weight([run])} {describe_means([run])}
 
-| site | rounds contributed | test examples | {" | ".join([run.metric_label, *names[1:]])} |
-| --- | --- | --- |{" --- |" * len(names)}
-{sites}
-{_format_overall(run)}
-{_describe_subgroups(run)}{_describe_cohorts(run)}
+{_format_sites(run)}
+{_describe_subgroups(run)}
 ## Communication
 
 {format_bytes(run.sum_directions("payload_bytes"))} in {run.sum_directions("messages")} messages; dense FedAvg would
-have sent {format_bytes(run.sum_directions("dense_bytes"))}.{_describe_events(run)}
+have sent {format_bytes(run.sum_directions("dense_bytes"))}.
 
-{_describe_attacks(run)}{_describe_size(run)}## Usage
+{_describe_attacks(run)}{sections}## Usage
 
 ```python
 from flare_sparse import load_model
@@ -81,14 +85,12 @@ beside it. `flare-sparse save` exports it for other libraries and as ONNX.
 
 Not for diagnosis or treatment: the model has not been validated for clinical use. Not for data of scanners, ages or
 diseases that no site had. Federated training does not anonymize: a model can reveal information on its training data.
-{_describe_privacy(run)}"""
+"""
 
 
-def _describe_privacy(run: RunResult) -> str:
-    """Return the section on differential privacy; empty without it."""
-    if (table := build_privacy([run])) is None:
-        return ""
-    return f"\n## Privacy\n\n{table.note}\n\n{format_markdown(table.columns, table.rows)}\n"
+def _format_table(table: ReportTable) -> str:
+    """Return a table with its heading and note."""
+    return f"## {table.title}\n\n{table.note}\n\n{format_markdown(table.columns, table.rows)}\n"
 
 
 def build_metadata(run: RunResult) -> dict[str, Any]:
@@ -130,50 +132,26 @@ def _describe_withdrawn(run: RunResult) -> str:
     return f"\n{text}\n" if text else ""
 
 
-def _format_site(run: RunResult, site: str) -> str:
-    """Return the row of a site, also of one without contributions or test examples."""
-    metrics, part = run.summary["final"]["sites"].get(site, {}), run.contributions.get(site, Participation())
-    rounds = f"{part.contributed} of {part.expected}" if part.expected else "never asked"
-    cells = [site, rounds, describe_tests(metrics)]
-    return "| " + " | ".join([*cells, *(format_metric(metrics.get(name)) for name in run.metric_names)]) + " |"
-
-
-def _format_overall(run: RunResult) -> str:
-    overall = run.summary["final"]["metrics"]
-    cells = ["all sites", "", f"{overall.get(TEST_EXAMPLES, 0):.0f}"]
-    return "| " + " | ".join([*cells, *(format_metric(overall.get(name)) for name in run.metric_names)]) + " |"
+def _format_sites(run: RunResult) -> str:
+    """Return a row for each site, also for one without contributions or test examples, and one for all sites."""
+    final, names, rows = run.summary["final"], run.metric_names, []
+    for site in run.sites:
+        metrics, part = final["sites"].get(site, {}), run.contributions.get(site, Participation())
+        rounds = f"{part.contributed} of {part.expected}" if part.expected else "never asked"
+        rows.append([site, rounds, describe_tests(metrics), *(format_metric(metrics.get(name)) for name in names)])
+    overall = final["metrics"]
+    total = f"{overall.get(TEST_EXAMPLES, 0):.0f}"
+    rows.append(["all sites", "", total, *(format_metric(overall.get(name)) for name in names)])
+    return format_markdown(["site", "rounds contributed", "test examples", run.metric_label, *names[1:]], rows)
 
 
 def _describe_subgroups(run: RunResult) -> str:
-    """Return the metrics by subgroup, below their largest gap; empty without ``task.subgroups``."""
-    if not (gap := describe_gap(run)):
-        return ""
-    if (table := build_subgroups([run])) is None:
-        return f"\n{gap}\n"
-    return f"\n### Subgroups\n\n**{gap}**\n\n{table.note}\n\n{format_markdown(table.columns, table.rows)}\n"
-
-
-def _describe_cohorts(run: RunResult) -> str:
-    """Return the table of ``flare-sparse evaluate``; empty without any evaluation."""
-    table = build_evaluations([run])
-    if table is None:
-        return ""
-    return f"\n{table.title}: {table.note}\n\n{format_markdown(table.columns, table.rows)}\n"
-
-
-def _describe_events(run: RunResult) -> str:
-    table = build_events([run])
-    return "" if table is None else "\n\nEvents of the run:\n\n" + "\n".join(
-        f"- round {row[2]}, {row[0]}: {row[3]} {row[4]}".rstrip() for row in table.rows
-    )  # fmt: skip
+    """Return the largest gap between subgroups; empty without ``task.subgroups``."""
+    gap = describe_gap(run)
+    return f"\n**{gap}**\n" if gap else ""
 
 
 def _describe_attacks(run: RunResult) -> str:
     """Return the section on ``flare-sparse audit``; empty without an audit."""
     sentences = "\n".join(f"- {sentence}" for sentence in describe_attacks(run))
     return f"## Attacks\n\n{sentences}\n\n" if sentences else ""
-
-
-def _describe_size(run: RunResult) -> str:
-    table = build_sizes([run])
-    return f"## Size\n\n{format_markdown(table.columns, table.rows)}\n\n{table.note}\n\n"

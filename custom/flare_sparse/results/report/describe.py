@@ -9,9 +9,8 @@ from matplotlib.figure import Figure
 
 from ..runs.description import Sites, is_label
 from .figures import get_line_style, render_png
-from .page import embed_figure
+from .page import embed_figure, fill_template
 from .tables import ReportTable
-from .template import fill_template
 
 _ACROSS = 3
 """Histograms side by side."""

@@ -1,11 +1,11 @@
-"""Figures of one or several runs, and of what their models predict for the test subjects.
+"""Figures of one or several runs, of what their models predict for the test subjects, and of a sweep.
 
 Predictions exist only where the data of the sites is (:mod:`flare_sparse.results.runs.predictions`). The metrics in
 figures are those of the record; nothing is measured here.
 """
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from ...core.ranking import bin_risks, estimate_survival, find_curve
 from ...tasks.task import Kind
 from ..runs.predictions import RUN, CasePicture, Predictions
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
+from ..runs.sweep import SettingsResult
 
 # Figures are rendered without a display; the backend must be set before pyplot is imported.
 mpl.use("Agg")
@@ -229,14 +230,10 @@ def explain_missing_predictions(runs: list[RunResult]) -> str:
     lacking = [run.label for run in runs if run.predictions is None]
     if not lacking:
         return ""
-    if all(run.config.get("simulator") is None for run in runs if run.predictions is None):
-        return (
-            f"No predictions of {', '.join(lacking)} are shown (against the truth, ROC, survival, calibration): a site "
-            "of a federation sends metrics, as its policy allows, and no prediction of a person."
-        )
     return (
-        f"No predictions of {', '.join(lacking)} are shown (against the truth, ROC, survival, calibration): "
-        "flare-sparse report computes them where the data of all sites is, without --plain."
+        f"No predictions of {', '.join(lacking)} are shown (against the truth, ROC, survival, calibration): a site of "
+        "a federation sends metrics, as its policy allows, and no prediction of a person. Where the data of all sites "
+        "is on this machine, flare-sparse report computes them, without --plain."
     )
 
 
@@ -322,5 +319,42 @@ def _create_panels(number: int) -> tuple[Figure, list[Axes]]:
     return figure, panels[:number]
 
 
-# Figures are rendered without a display; the backend must be set before pyplot is imported.
-mpl.use("Agg")
+def draw_sweep(
+    content: tuple[Sequence[SettingsResult], Sequence[Mapping[str, Any]], str],
+) -> Figure:
+    """Draw ranked settings, a row each, best on top: a dot for each seed, a bar for their mean.
+
+    Below, where methods were compared, the paired difference of each from the first, with its 95 % interval.
+
+    Args:
+        content: the settings, the methods and the metric.
+    """
+    ranked, methods, metric = content
+    compared = [row for row in methods if row["difference"]]
+    heights = [1.2 + 0.35 * len(ranked), *([1.2 + 0.35 * len(compared)] if compared else [])]
+    size = (8, sum(heights))
+    figure, grid = plt.subplots(len(heights), figsize=size, height_ratios=heights, squeeze=False, layout="constrained")
+    axes, *below = grid[:, 0]
+    for row, result in enumerate(ranked):
+        values = list(result.values.values())
+        axes.plot(values, [row] * len(values), "o", color="C0", alpha=0.6)
+        if result.mean is not None:
+            axes.plot([result.mean], [row], "|", color="C1", markersize=16, markeredgewidth=2)
+    axes.set_yticks(range(len(ranked)), [_label(result) for result in ranked])
+    axes.invert_yaxis()
+    axes.set(xlabel=f"{metric} on validation examples", title="Settings, best first")
+    for place in below:
+        for row, found in enumerate(compared):
+            value, low, high = (found["difference"][name] for name in ("value", "low", "high"))
+            place.errorbar([value], [row], xerr=[[value - low], [high - value]], fmt="o", color="C0", capsize=3)
+        place.axvline(0, color="0.5", linewidth=1)
+        place.set_yticks(range(len(compared)), [row["method"] for row in compared])
+        place.invert_yaxis()
+        name = f"{methods[0]['metric']}: difference from {methods[0]['method']}"
+        place.set(xlabel=f"{name}, same subjects, 95 %")
+    return figure
+
+
+def _label(result: SettingsResult) -> str:
+    failed = f" ({len(result.failures)} failed)" if result.failures else ""
+    return ", ".join(result.settings) + failed

@@ -16,13 +16,12 @@ VERDICTS = {"ahead": "better", "behind": "worse", "undecided": "undecided"}
 
 
 def describe_findings(runs: list[RunResult]) -> list[str]:
-    """Return the findings, one sentence each: gap between subgroups, baselines, traffic, FedAvg, worst site, gains."""
+    """Return the findings, one sentence each: gap between subgroups, baselines, traffic, FedAvg, gains."""
     sentences = [*(describe_gap(run) for run in runs), *(_describe_absent(run) for run in runs)]
     sentences += [_compare_with_baselines(run) for run in runs]
     groups = group_by_seed(runs)
     sentences += [_describe_traffic(*pair) for pair in zip(label_groups(groups), groups, strict=True)]
     sentences += [_compare_with_dense(run, dense) for run in runs if (dense := find_dense_run(run, runs))]
-    sentences += [_describe_worst_site(run) for run in runs if run.worst_site and len(run.site_metrics) > 1][:1]
     unit = f" {runs[0].summary['metric']['unit']}".rstrip()
     sentences += [_describe_gains(label, gains, unit) for label, gains in compute_site_gains(runs).items()]
     return [sentence for sentence in sentences if sentence]
@@ -130,13 +129,6 @@ def _compare_with_dense(run: RunResult, dense: RunResult) -> str:
         f"{run.label} ended {difference} {comparison} than dense FedAvg "
         f"({run.final_metric:.3g} and {dense.final_metric:.3g})."
     )
-
-
-def _describe_worst_site(run: RunResult) -> str:
-    assert run.worst_site is not None
-    site, value = run.worst_site
-    unit = run.summary["metric"]["unit"]
-    return f"The worst site of {run.label} is {site}: {run.metric} {value:.3g} {unit}".rstrip() + "."
 
 
 def _describe_gains(label: str, gains: dict[str, float], unit: str) -> str:

@@ -2,12 +2,14 @@
 
 import base64
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from ..runs.progress import format_bytes
@@ -31,7 +33,6 @@ from .tables import (
     describe_means,
     format_metric,
 )
-from .template import fill_template
 
 TRAFFIC_CAPTION = (
     "Dense FedAvg: the bytes that it would have sent instead of each message. Floor: the values in their number format "
@@ -157,6 +158,13 @@ def write_report(runs: list[RunResult], out: Path, *, pictures: bool = True) -> 
     page = out / "report.html"
     page.write_text(fill_template("page.html.jinja", {**_build_content(runs), "figures": images}), encoding="utf-8")
     return [page, *files]
+
+
+def fill_template(name: str, content: Mapping[str, Any]) -> str:
+    """Return the page of a template; every value in it is escaped."""
+    loader = PackageLoader("flare_sparse.results.report", ".")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template(name).render(**content, version=version("flare-sparse"))
 
 
 def embed_figure(data: bytes, title: str, caption: str, alt: str) -> SimpleNamespace:

@@ -156,48 +156,37 @@ def _format_spread(values: Sequence[float], *, with_range: bool) -> str:
 
 
 def build_matrices(runs: Sequence[RunResult]) -> list[ReportTable]:
-    """Return, for each metric, the values of every model (row) at every site and evaluated cohort (column)."""
+    """Return, for each metric, the values of every model (row) at every site (column)."""
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
     sites = sorted({site for run in runs for site in [*run.sites, *run.cross_site.get("results", {})]})
-    records = sorted((str(record["cohort"]), record["examples"]) for run in runs for record in run.evaluations)
-    cohorts = {cohort: f"cohort {cohort} ({examples})" for cohort, examples in records}
     rows = [row for run in runs for row in _list_models(run)]
     tables = []
     for name in names:
-        cells = [
-            [label, *(format_metric(values.get(column, {}).get(name)) for column in [*sites, *cohorts])]
-            for label, values in rows
-        ]
+        cells = [[label, *(format_metric(values.get(site, {}).get(name)) for site in sites)] for label, values in rows]
         # A row without any value of this metric says nothing.
         kept = [row for row in cells if set(row[1:]) != {"-"}]
         if kept:
-            heads = [*(f"{site} ({_count_tests(runs, site)})" for site in sites), *cohorts.values()]
+            heads = [f"{site} ({_count_tests(runs, site)})" for site in sites]
             tables.append(ReportTable(f"Models by site: {name}", ["model", *heads], kept, _describe_matrix(runs)))
     return tables
 
 
 def _list_models(run: RunResult) -> list[tuple[str, Mapping[str, Mapping[str, Any]]]]:
-    """Return each model of a run with its metrics by site or cohort."""
+    """Return each model of a run with its metrics by site."""
     results = run.cross_site.get("results", {})
     evaluated = {model for values in results.values() for model in values}
     final, best = run.summary["final"]["sites"], run.best_site_metrics
-    models: dict[str, dict[str, Mapping[str, Any]]] = {}
-    if run.personal_model:
-        models["own"] = dict(final)
-    else:
-        models["final"] = dict(final)
+    models: dict[str, dict[str, Mapping[str, Any]]] = {"own" if run.personal_model else "final": dict(final)}
     if best:
         models["best"] = dict(best)
     for model in sorted(evaluated, key=lambda name: (name != "final", name != "best", name)):
         models.setdefault(model, {}).update({site: values[model] for site, values in results.items()})
-    for record in run.evaluations:
-        models.setdefault(str(record["model"]), {})[str(record["cohort"])] = record["metrics"]
     order = ["own", "final", "best"]
-    return [(f"{run.label}: {_label_model(name)}", models[name])
+    return [(f"{run.label}: {label_model(name)}", models[name])
             for name in sorted(models, key=lambda n: (order.index(n) if n in order else len(order), n))]  # fmt: skip
 
 
-def _label_model(name: str) -> str:
+def label_model(name: str) -> str:
     labels = {"own": "each site's own model", "final": "final model", "best": "best model"}
     return labels.get(name, f"model of {name}")
 
@@ -207,7 +196,7 @@ def _describe_matrix(runs: Sequence[RunResult]) -> str:
         " flare-sparse evaluate RUN evaluates the sites' own models at every other site, where all data is on "
         "one machine."
     )  # fmt: skip
-    return f"In brackets: test examples of the site, or examples of a cohort of flare-sparse evaluate.{own}"
+    return f"In brackets: test examples of the site.{own}"
 
 
 def _count_tests(runs: Sequence[RunResult], site: str) -> str:
@@ -232,7 +221,7 @@ def build_evaluations(runs: Sequence[RunResult]) -> ReportTable | None:
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
     names += sorted({name for _, record in records for name in record["metrics"]} - set(names))
     rows = [
-        [str(record["cohort"]), f"{run.label}: {_label_model(str(record['model']))}", f"{record['examples']}"]
+        [str(record["cohort"]), f"{run.label}: {label_model(str(record['model']))}", f"{record['examples']}"]
         + [_format_interval(record, name) for name in names]
         for run, record in records
     ]
