@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -313,3 +314,26 @@ def test_invalid_setting_is_named(arguments: Any, field: Any) -> None:
 def test_mask_that_names_no_array_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"no array matches \['backbone.\*'\]; the arrays are conv.weight"):
         Ends().train(torch.ones(20), StreamSettings(mask=("backbone.*",)))
+
+
+def test_a_restarted_site_goes_on_from_what_it_had_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    how, update, file = StreamSettings(keep=0.25), torch.linspace(-1, 2, 20), tmp_path / "left.safetensors"
+    messages = []
+    for restarts in (False, True):
+        ends = Ends()
+        ends.site = SiteStream(RUN, file)
+        ends.send(START, how)
+        for _ in range(3):
+            ends.receive(ends.train(update, how))
+            if restarts:
+                ends.site = SiteStream(RUN, file)
+                ends.server._link = ends.server._link.forget(["site-1"])
+            ends.send(START, how)
+        messages.append(ends.train(update, how).tobytes())
+        file.rename(tmp_path / str(restarts))
+    assert messages[0] == messages[1]
+    for content in (b"", b"\xff" * 9, (tmp_path / "True").read_bytes()[:-3]):
+        file.write_bytes(content)
+        assert not SiteStream(RUN, file)._link.answers
+        assert "left.safetensors is damaged" in caplog.text
+        caplog.clear()

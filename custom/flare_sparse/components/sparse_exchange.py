@@ -40,6 +40,8 @@ EXCHANGE_FILE = "sparse_exchange.jsonl"
 """Ledger of the job, in its folder at the server."""
 SUMS_FILE = "sparse_exchange.json"
 """Sums of the ledger, beside it."""
+RESIDUALS_FILE = "sparse_exchange.safetensors"
+"""What a site's updates have left, in its folder of the job."""
 
 _STREAM = "flare_sparse.stream"
 _END = "flare_sparse.exchange_end"
@@ -219,7 +221,8 @@ def _get_stream(fl_ctx: FLContext) -> ServerStream | SiteStream:
     stream: ServerStream | SiteStream | None = fl_ctx.get_prop(_STREAM)
     if stream is None:
         run = hashlib.sha256(str(fl_ctx.get_job_id()).encode()).hexdigest()[:16]
-        stream = ServerStream(run) if fl_ctx.get_process_type() == ProcessType.SERVER_JOB else SiteStream(run)
+        is_server = fl_ctx.get_process_type() == ProcessType.SERVER_JOB
+        stream = ServerStream(run) if is_server else SiteStream(run, _find_folder(fl_ctx) / RESIDUALS_FILE)
         fl_ctx.set_prop(_STREAM, stream, private=True, sticky=True)
     return stream
 

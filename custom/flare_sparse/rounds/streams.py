@@ -8,17 +8,22 @@ updates of any algorithm. An update that does not count takes nothing with it: t
 before it. What a message to a site leaves out is in the difference of the next one.
 """
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+import safetensors.torch
 import torch
 from pydantic import AfterValidator, Field
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..compute.structure.nodes import clip_variances
+from ..core.checkpoint.writing import replace_atomically
 from ..core.errors import ConfigError, MissingBase, RejectedMessage
 from ..core.exchange import Patch
 from ..core.mask import Mask, floor_fraction, top_k
@@ -28,10 +33,11 @@ from ..core.settings import Settings
 from ..wire.codec import decode, encode, read_names
 from ..wire.formats import ValueType, load_format
 from ..wire.plan import Plan, is_name
-from .link import ServerLink, SiteLink, Vector, name_request
+from .link import Answer, ServerLink, SiteLink, Vector, name_request
 
 KIND = "model"
 """Kind of all messages."""
+_LOG = logging.getLogger(__name__)
 
 
 class StreamSettings(Settings):
@@ -171,11 +177,12 @@ class SiteStream:
 
     Args:
         run: 16 hex digits that identify the run.
+        file: where the residuals are kept, so that a process which restarts goes on from them; None: in memory alone.
     """
 
-    def __init__(self, run: str):
-        self._run = run
-        self._link = SiteLink[Tensor | None]()
+    def __init__(self, run: str, file: Path | None = None):
+        self._run, self._file = run, file
+        self._link = SiteLink[Tensor | None](answers=load_answers(file))
         self._counted: str | None = None
         self.model: Model | None = None
 
@@ -252,7 +259,31 @@ class SiteStream:
         )
         left = compute_residual(patch, encoded.residual, layout, settings) if feeds_back else None
         self._link = self._link.add_answer(model.answer, self._counted, left)
+        # Before the message leaves: the server may count an answer only if the site still knows what it left.
+        if self._file is not None and left is not None:
+            save_answers(self._file, self._link.answers)
         return encoded.data
+
+
+def save_answers(file: Path, answers: Mapping[str, Answer[Tensor | None]]) -> None:
+    """Replace the file of the residuals of a site's answers, by name."""
+    residuals = {name: answer.memory for name, answer in answers.items() if answer.memory is not None}
+    after = {name: answers[name].after or "" for name in residuals}
+    with replace_atomically(file) as part:
+        safetensors.torch.save_file(residuals, part, after)
+
+
+def load_answers(file: Path | None) -> dict[str, Answer[Tensor | None]]:
+    """Return the answers in a file, without any if it is missing; a damaged one is named in the log and left out."""
+    if file is None or not file.is_file():
+        return {}
+    try:
+        with safe_open(file, "pt") as content:
+            after = content.metadata()
+            return {name: Answer(after[name] or None, content.get_tensor(name)) for name in after}
+    except (SafetensorError, OSError, KeyError, TypeError) as error:
+        _LOG.warning("%s is damaged (%s): what earlier updates left is lost", file, error)
+        return {}
 
 
 def select_change(
