@@ -120,6 +120,7 @@ class ServerStream:
         self._run = run
         self._link = ServerLink()
         self._sent: dict[str, Model] = {}
+        # Of the last model, by the name of what a site holds: the message (None: whole), and the model it leads to.
         self._messages: dict[tuple[str, str, int], tuple[np.ndarray | None, Model]] = {}
 
     def encode(self, model: Model, settings: StreamSettings, site: str) -> tuple[np.ndarray | None, str | None]:

@@ -120,7 +120,7 @@ def compact_network(network: nn.Sequential, observed: Mapping[str, Tensor]) -> n
 
 
 def is_gated(part: Any) -> bool:
-    """Return whether a module is a block with a channel gate, as ``models/gates.py`` builds them."""
+    """Return whether a module is a block with a channel gate, as ``tasks/models/gates.py`` builds them."""
     return isinstance(part, nn.Module) and {"body", "gate"} <= {name for name, _ in part.named_children()}
 
 

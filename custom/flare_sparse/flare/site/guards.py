@@ -164,7 +164,7 @@ class SiteLastGate(FLComponent):
             self.log_error(fl_ctx, f"{_get_code(error)}: a result was withheld; see site_error.txt in the job's folder")
 
     def _rebuild(self, result: Shareable, fl_ctx: FLContext) -> Shareable | None:
-        """Return what may leave as the site makes it again; None: a job of another package, whose result may leave.
+        """Return what to send instead, rebuilt from this site's state; None: another package's result, as it is.
 
         Raises:
             FlareSparseError: the result may not leave.

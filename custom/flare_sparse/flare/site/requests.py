@@ -1,7 +1,4 @@
-"""What servers asked of a site, summarized from its own records of the requests that it answered.
-
-Declaration of a site's people in its startup kit.
-"""
+"""What servers asked of a site, summarized from its own records, and the declaration of its people in its kit."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class RunSummary:
 
     @property
     def last_time(self) -> float:
-        """Unix time at which the last different model was answered; 0: none was."""
+        """Unix time of the newest first answer to a model; 0: none was answered."""
         return max((request.time for request in self.record.requests), default=0.0)
 
     @property

@@ -101,8 +101,9 @@ def compute_epsilon(charges: Iterable[Charge], delta: float) -> float:
 def combine_answers(answers: Sequence[Charge]) -> Charge:
     """Return the charge of several answers to one question, at least one.
 
-    They have the same sample of subjects and independent noise, which together tell as much as one answer with less
-    noise. Added up as if each had a sample of its own, they would seem to tell less than they do.
+    They have the same sample of subjects, so that rate and steps of the first are those of all, and independent noise,
+    which together tell as much as one answer with less noise. Added up as if each had a sample of its own, they would
+    seem to tell less than they do.
 
     >>> combine_answers([Charge(2.0, 0.1, 10)] * 4)
     Charge(noise_multiplier=1.0, sample_rate=0.1, steps=10)

@@ -99,7 +99,7 @@ def _draw_histograms(numbers: Mapping[str, Sites]) -> Figure:
     named = {}
     for axis, (name, by_site) in zip(axes.flat, numbers.items(), strict=False):
         for number, site in enumerate(sites):
-            # Each cell of FLARE's histogram: lower bound, upper bound, rows.
+            # Each cell: lower bound, upper bound, rows.
             bins = by_site.get(site, {}).get("histogram", [])
             if total := sum(count for *_, count in bins):
                 edges = [bins[0][0], *(high for _, high, _ in bins)]

@@ -4,7 +4,6 @@ import base64
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
+from ...core.version import VERSION
 from ..runs.progress import format_bytes
 from ..runs.record import CONFIG
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
@@ -164,7 +164,7 @@ def fill_template(name: str, content: Mapping[str, Any]) -> str:
     """Return the page of a template; every value in it is escaped."""
     loader = PackageLoader("flare_sparse.results.report", ".")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template(name).render(**content, version=version("flare-sparse"))
+    return environment.get_template(name).render(**content, version=VERSION)
 
 
 def embed_figure(data: bytes, title: str, caption: str, alt: str) -> SimpleNamespace:

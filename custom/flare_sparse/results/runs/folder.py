@@ -218,7 +218,9 @@ class RunFolder:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def open_checkpoints(self, study: Study) -> Path:
-        """Return the folder of the checkpoints, which a run that is resumed must have; nothing is deleted.
+        """Return the folder of the checkpoints, which a run that is resumed must have.
+
+        Those that are older than ``federation.checkpoint_days`` are deleted.
 
         Raises:
             CheckpointError: there is no checkpoint, or it belongs to another job; the text names the settings that

@@ -249,7 +249,7 @@ def list_volumes(folder: Path, pattern: str = "anat/*_T1w") -> list[Path]:
 
 
 def read_rows(table: Path, column: str = PARTICIPANT, pattern: re.Pattern[str] = _LABEL) -> dict[str, dict[str, str]]:
-    """Return the rows of ``participants.tsv`` by participant, with empty texts for ``n/a``.
+    """Return the rows of ``participants.tsv``, or of a table of sessions, by label, with empty texts for ``n/a``.
 
     Labels become folder names below the data set, so ``../x`` must not pass: ids that are not plain BIDS labels are
     refused.

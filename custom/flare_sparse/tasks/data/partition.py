@@ -323,7 +323,7 @@ def list_renamed_sites(cohort: Cohort, column: str = "site", missing: str | None
     """Return the sites of a column whose FLARE name differs from the one in the data: FLARE name by name.
 
     Raises:
-        DataError: as :func:`partition_by_site`.
+        DataError: there is no such column, or a row has no value in it.
     """
     names = {str(name): format_site_name(str(name)) for name in np.unique(_get_labels(cohort, column, missing))}
     return {name: flare_name for name, flare_name in names.items() if name != flare_name}
