@@ -80,10 +80,22 @@ def test_compact_network_keeps_gates_that_vary_between_examples(name: str) -> No
 @pytest.mark.parametrize("name", NETWORKS)
 def test_compact_model_is_the_same_function_without_channels_that_no_input_opens(name: str) -> None:
     wrapped, x = network(name)
-    close(wrapped, [1, 3], weight=0.0)
+    close(wrapped, [1, 3], weight=3.0)
     small = compact_model(wrapped.eval())
     assert len(gates(small)) == len(gates(wrapped))
     assert Layout.from_module(small).size < Layout.from_module(wrapped).size
+    assert torch.allclose(small(x), wrapped(x), atol=1e-5)
+
+
+def test_compact_model_leaves_a_gated_layer_without_closed_channels_as_it_is() -> None:
+    """Nothing reads the channels of the last layer, so none of them could be cut."""
+    layers = (nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU())
+    wrapped = add_gates(nn.Sequential(*layers), GateConfig(layers=("0", "2"))).eval()
+    close(wrapped, [])
+    with torch.no_grad():
+        gates(wrapped)[0].open.bias[1] = 0
+    small, x = compact_model(wrapped), torch.randn(3, 1, 8, 8)
+    assert [gate.open.out_features for gate in gates(small)] == [3, 4]
     assert torch.allclose(small(x), wrapped(x), atol=1e-5)
 
 

@@ -72,7 +72,9 @@ def compact_model(model: nn.Module) -> nn.Module:
         closed = {name: _is_never_open(part.get_submodule("gate.open")) for name, part in gated.items()}
         gated_copy = copy.deepcopy(model)
         for name, channels in closed.items():
-            _cut_gated_layer(gated_copy, name, ~channels)
+            # A layer of which nothing is cut needs no reader that can be cut.
+            if bool(channels.any()):
+                _cut_gated_layer(gated_copy, name, ~channels)
         smaller: nn.Module = gated_copy
     else:
         try:
