@@ -121,6 +121,7 @@ def test_plan_is_read_from_a_file_and_names_no_other_code(
         (("patch_size",), [4096, 4096, 4096], r"patch_size: found .*, over 134,217,728 voxels"),
         (("patch_size",), [16.0, 16, 16], r"patch_size: .* whole numbers"),
         (("spacing",), [0.0, 1.0, 1.0], r"spacing: found .* 3 positive numbers"),
+        (("batch_size",), float("nan"), "a number that is not finite"),
         (("architecture", "arch_kwargs", "n_stages"), 99, r"n_stages: found \[99\]"),
         (("architecture", "arch_kwargs", "n_conv_per_stage"), [20000, 1, 1], r"n_conv_per_stage: found"),
         (("architecture", "_kw_requires_import"), [], r"_kw_requires_import: found \[\]"),

@@ -83,7 +83,11 @@ def check_plan(plan: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the text names the entry.
     """
-    if len(json.dumps(plan)) > MAX_CHARACTERS:
+    try:
+        size = len(json.dumps(plan, allow_nan=False))
+    except ValueError as error:
+        raise ConfigError(f"the plan has a number that is not finite: {error}") from error
+    if size > MAX_CHARACTERS:
         raise ConfigError(f"the plan has more than {MAX_CHARACTERS:,} characters")
     try:
         plans, dataset = plan["plans"], plan["dataset"]
