@@ -128,6 +128,10 @@ def test_raw_data_that_is_not_complete_is_refused(tmp_path: Path) -> None:
     (folder / "dataset.json").write_text("{}")
     with pytest.raises(DataError, match="missing: channel_names, labels, file_ending"):
         find_raw_cases(folder)
+    listed = {"case00": {"images": ["a.nii.gz"], "label": "b.nii.gz"}}
+    (folder / "dataset.json").write_text(json.dumps({**DATASET, "dataset": listed}))
+    with pytest.raises(DataError, match=r"dataset lists the files of each case, .* remove the section"):
+        find_raw_cases(folder)
     (folder / "dataset.json").write_text(json.dumps(DATASET))
     image = folder / "imagesTr" / "case00_0000.nii.gz"
     image.rename(image.with_name("case00_0001.nii.gz"))

@@ -126,9 +126,14 @@ def find_raw_cases(folder: Path, derivative: str = "*") -> dict[str, CaseFiles]:
         derivative: in BIDS, folder of the label maps in ``derivatives``; ``*`` is any text.
 
     Raises:
-        DataError: there is no such data set, or it has no cases.
+        DataError: there is no such data set, it has no cases, or it lists them by their files.
     """
     dataset = read_dataset(folder)
+    if _read_json(folder).get("dataset"):
+        raise DataError(
+            f"{folder / DATASET}: dataset lists the files of each case, which is not read; name the files as in "
+            "imagesTr and labelsTr, or as in BIDS, and remove the section"
+        )
     if not (folder / "imagesTr").is_dir():
         cases = find_bids_cases(folder, list_suffixes(dataset), derivative)
     else:
