@@ -425,10 +425,13 @@ def differentiate_block_sample(
         for c in range(first, last):
             if weights.starts[c] == weights.starts[c + 1]:
                 continue
+            # y, the convolution's output, is needed only if the factor is not 0: of a fixed map the gradient does not
+            # depend on it.
             if norm.factors[c] != 0 and len(values):
                 sums[:count] = values[c, z * grid.plane : z * grid.plane + count]
             elif norm.factors[c] != 0:
                 accumulate(sums, slab, weights, c, count)
+            # From here on ``sums`` is the gradient of y: what mean and variance add, then that of the pooled values.
             transform_rows(sums, grid, depth, norm.constants[c], norm.factors[c])
             g = gradient[c, pooled]
             if len(positions):
@@ -449,7 +452,7 @@ def transform_rows(sums: Any, grid: Grid, depth: int, constant: float, factor: f
         for y in range(grid.height):
             row = sums[z * grid.plane + y * grid.row :]
             for i in range(grid.width):
-                # y is not set where the factor is 0.
+                # With factor 0 the row does not hold y but what came before, which may be infinite.
                 row[i] = constant + factor * row[i] if factor != 0 else constant
             row[grid.width : min(grid.row, len(row))] = 0
         sums[z * grid.plane + grid.height * grid.row : (z + 1) * grid.plane] = 0
