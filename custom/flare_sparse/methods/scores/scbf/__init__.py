@@ -1,1 +1,1 @@
-"""Scores of SCBF: norms of channel paths, the groups that a site reveals, and APoZ of units."""
+"""Scores of SCBF: norms of channel paths, and the groups that a site reveals."""
