@@ -24,6 +24,7 @@ from ..results.runs.sweep import (
     Trial,
     expand_grid,
     find_best_of_methods,
+    find_unequal_validation,
     rank_settings,
 )
 from .report import compare_runs
@@ -41,6 +42,7 @@ class Sweep:
         path: folder of the sweep, with ``sweep.json``, ``best.yaml`` and a result folder for each run.
         results: settings with their runs, best first.
         metric: name, unit and mode of the task's metric.
+        warning: why the settings cannot be compared; empty: they can.
         methods: where methods were values: each with its best settings, the metric on the test subjects of all seeds,
             and the paired difference from the first method, with its 95 % interval; the best on validation first.
     """
@@ -48,6 +50,7 @@ class Sweep:
     path: Path
     results: tuple[SettingsResult, ...]
     metric: dict[str, Any]
+    warning: str
     methods: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -119,7 +122,9 @@ def sweep(
             raise ConfigError(f"no run of the sweep finished; {first.label}: {reason}")
         ranked, metric = rank_settings(results, failures), dict(next(iter(results.values()))["metric"])
         methods = tuple(_compare_methods(ranked, metric["name"], folder, observer))
-        result = Sweep(folder, tuple(ranked), metric, methods)
+        result = Sweep(folder, tuple(ranked), metric, find_unequal_validation(ranked), methods)
+        if result.warning:
+            observer.warn(result.warning)
         _write(result, file, shared)
         return result
 
@@ -240,7 +245,7 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
         }
         for r in ranked
     ]
-    record = {"metric": metric, "config": str(file), "overrides": overrides, "results": rows}
+    record = {"metric": metric, "config": str(file), "overrides": overrides, "results": rows, "warning": sweep.warning}
     record["methods"] = list(sweep.methods)
     write_json(folder / RECORD, record)
     won = f"{folder.name} of {len(ranked)} settings with {len(best.values)} seeds: {', '.join(best.settings)}."
@@ -248,6 +253,7 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
         f"# Settings that won {won}",
         f"# {metric['name']} on validation examples, mean over the seeds: {best.mean:.4g} {unit}".rstrip(),
         *(f"# seed {seed} has no result with these settings" for seed in best.failures),
+        *([f"# {sweep.warning}"] if sweep.warning else []),
     ]
     winner = Study.load(file, [*overrides, *best.settings])
     copy_user_code(winner.user_code, folder)

@@ -1,4 +1,4 @@
-"""Search of a sweep, and the order of its settings."""
+"""The settings of a sweep, and their order."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from flare_sparse.results.runs.sweep import (
     Trial,
     expand_grid,
     find_best_of_methods,
+    find_unequal_validation,
     rank_settings,
 )
 
@@ -103,9 +104,18 @@ def test_label_of_a_trial_names_settings_and_seed() -> None:
     assert Trial(("method.training.lr=1e20", "method.rounds=5"), 1).label == "lr=1e20, rounds=5, seed 1"
 
 
+def test_settings_that_choose_other_validation_examples_are_not_comparable() -> None:
+    results = {Trial(("a",), 1): summarize(1.0), Trial(("b",), 1): summarize(2.0)}
+    assert find_unequal_validation(rank_settings(results, {})) == ""
+    results[Trial(("c",), 1)] = summarize(3.0, examples=4.0)
+    warning = find_unequal_validation(rank_settings(results, {}))
+    assert "cannot be compared" in warning
+    assert "(seed 1: 4 with c; 5 with a)" in warning
+
+
 def test_each_method_has_its_best_settings_with_every_seed() -> None:
     results = [
-        SettingsResult((f"method.name={name}", f"a={a}"), values, failures, 1.0)
+        SettingsResult((f"method.name={name}", f"a={a}"), values, failures, {}, 1.0)
         for name, a, values, failures in (
             ("y", 1, {0: 1.0}, {1: "E_DATA"}), ("x", 1, {0: 2.0, 1: 2.0}, {}), ("y", 2, {0: 3.0, 1: 3.0}, {}),
             ("x", 2, {0: 4.0, 1: 4.0}, {}),

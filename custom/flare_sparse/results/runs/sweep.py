@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from ...core.errors import ConfigError
-from ...tasks.task import VALIDATION
+from ...tasks.task import VALIDATION, get_count_name
 
 _BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
@@ -52,12 +52,14 @@ class SettingsResult:
         settings: their overrides.
         values: the task's metric of the final model on validation examples, by seed of a finished run that has it.
         failures: why a run failed or lacks the metric, by seed.
+        examples: validation examples of the final model, by seed.
         sent: bytes of all messages of a finished run, on average; None without one.
     """
 
     settings: tuple[str, ...]
     values: dict[int, float]
     failures: dict[int, str]
+    examples: dict[int, float]
     sent: float | None
 
     @property
@@ -155,8 +157,23 @@ def _gather(
     name = f"{VALIDATION}{metric}"
     values = {seed: own[name] for seed, own in metrics.items() if own.get(name) is not None}
     lacking = {seed: _explain_lack(metric) for seed in metrics.keys() - values.keys()}
+    reasons = dict(sorted({**failures, **lacking}.items()))
+    examples = {seed: own[count] for seed, own in metrics.items() if (count := get_count_name(name)) in own}
     sent = [sum(way["payload_bytes"] for way in s["traffic"].values()) for s in summaries.values()]
-    return SettingsResult(settings, values, dict(sorted({**failures, **lacking}.items())), mean(sent) if sent else None)
+    return SettingsResult(settings, values, reasons, examples, mean(sent) if sent else None)
+
+
+def find_unequal_validation(results: Sequence[SettingsResult]) -> str:
+    """Return a warning if settings were evaluated on different numbers of validation examples; empty otherwise."""
+    for seed in sorted({seed for result in results for seed in result.examples}):
+        counts = {r.examples[seed]: ", ".join(r.settings) for r in reversed(results) if seed in r.examples}
+        if len(counts) > 1:
+            shown = "; ".join(f"{count:g} with {settings}" for count, settings in sorted(counts.items()))
+            return (
+                f"the settings cannot be compared: they have different numbers of validation examples (seed {seed}: "
+                f"{shown}), probably because a setting decides which examples are used"
+            )
+    return ""
 
 
 def _explain_lack(metric: str) -> str:
