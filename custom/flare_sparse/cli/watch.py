@@ -50,7 +50,7 @@ WIDTH = 64
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">REFRESH
 <link rel="icon" href="data:,"><title>flare-sparse watch</title><style>{stylesheet}
-pre {{ font: min(1rem, calc((100vw - 1rem) / 39))/1.3 monospace; }} body {{ margin: .5rem; }}</style>
+pre {{ font: min(1rem, calc((100vw - 1rem) / 39))/1.15 monospace; }} body {{ margin: .5rem; }}</style>
 </head><body style="color: {foreground}; background: {background}"><pre>{code}</pre></body></html>
 """
 
@@ -167,10 +167,12 @@ def write_page(file: Path, shown: RenderableType, *, has_ended: bool = False) ->
 def write_pages(
     updates: Iterator[list[Mapping[str, Any]]], file: Path, folder: Path | None
 ) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield the updates; write the table of the run as a page at each, and once more at its end."""
-    lines: list[Mapping[str, Any]] = []
+    """Yield the updates; write the table of the run as a page when it changes, and once more at its end."""
+    lines, shown = list[Mapping[str, Any]](), None
     for lines in updates:
-        write_page(file, build_tables(lines, _find_now(folder, lines)))
+        if (found := (list(lines), _find_now(folder, lines))) != shown:
+            shown = found
+            write_page(file, build_tables(*found))
         yield lines
     write_page(file, build_tables(lines), has_ended=True)
 
