@@ -43,6 +43,9 @@ from flare_sparse.training.script_exchange import ScriptRequest
 
 FOLDER = Path(__file__).parent
 sys.path.append(str(FOLDER.parent / "experiments"))
+
+from canary_bound import bound_epsilon  # noqa: E402
+
 DELTA = 1e-5
 CANARIES, OTHERS, ROUNDS, EPOCHS = 300, 100, 2, 30
 IMPORT = "    from flare_sparse import client as sparse"
@@ -148,8 +151,6 @@ def measure_canaries(shared: Path, script: str, **privacy: float) -> dict[str, A
         before = compute_losses(net, folder / "data.npz", labels)
         train(process, net, rounds)
         fallen = before - compute_losses(net, folder / "data.npz", labels)
-        from canary_bound import bound_epsilon
-
         return describe_budget(script, budget, bound_epsilon(fallen, is_included, DELTA).epsilon)
 
 
@@ -192,8 +193,6 @@ def measure_lightning(noise: float) -> dict[str, Any]:
         _, module.step, loader = make_private(module, module.step, loader, epochs=4)
         trainer = Trainer(max_epochs=4, logger=False, enable_checkpointing=False, enable_progress_bar=False)
         trainer.fit(module, train_dataloaders=loader)
-        from canary_bound import bound_epsilon
-
         bound = bound_epsilon(module.net.weight.detach()[0].numpy(), is_included, DELTA)
         return describe_budget("lightning", budget, bound.epsilon)
 

@@ -108,10 +108,8 @@ def attack_by_canaries(run: Path, count: int, claim: float) -> dict[str, Any]:
     task, seed, data = study.assembly.task, study.config.seed, study.prepare_sites(run)
     with limit_threads(study.config.torch_threads):
         own = {name: open_site(study.assembly, where).trainer.examples for name, where in data.items()}
-        examples, generator = (
-            AuditedExamples.from_sites(own),
-            np.random.default_rng(derive_seed(seed, "audit canaries")),
-        )
+        examples = AuditedExamples.from_sites(own)
+        generator = np.random.default_rng(derive_seed(seed, "audit canaries"))
         shuffled = generator.permutation(len(examples.sites))
         # Non-members first: the examples that canaries are made of do not train the model.
         shuffled = shuffled[np.argsort(examples.is_member[shuffled], kind="stable")]
