@@ -22,7 +22,7 @@ from ..runs.predictions import RUN, CasePicture, Predictions
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
 from ..runs.sweep import SettingsResult
 
-# Figures are rendered without a display; the backend must be set before pyplot is imported.
+# Figures are rendered without a display.
 mpl.use("Agg")
 
 
@@ -88,6 +88,7 @@ def draw_traffic(runs: list[RunResult]) -> Figure:
             **get_line_style(number),
         )
     left.set(xlabel="request, in order", ylabel="MB", title="Bytes of each request and its replies")
+    left.xaxis.get_major_locator().set_params(integer=True)
     left.set_ylim(bottom=0, top=1.28 * left.get_ylim()[1])
     left.legend(loc="upper center", ncols=min(len(groups), 3 if max(map(len, labels)) < 14 else 2))
     positions = range(len(groups))
