@@ -323,9 +323,11 @@ def test_round_that_was_shown_is_not_shown_again_and_events_precede_their_round(
 
 
 @pytest.mark.parametrize("times", [1, 4])
-@pytest.mark.parametrize("end", [DROPPED, "FINISHED:FAILED_TO_RUN"])
+@pytest.mark.parametrize(
+    ("end", "has_rounds"), [(DROPPED, True), ("FINISHED:FAILED_TO_RUN", True), ("FINISHED:FAILED_TO_RUN", False)]
+)
 def test_job_is_submitted_again_for_a_dropped_or_slow_site_at_most_three_times(
-    times: int, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    times: int, end: str, has_rounds: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     server = FakeServer()
     submitted: list[str] = []
@@ -353,13 +355,15 @@ def test_job_is_submitted_again_for_a_dropped_or_slow_site_at_most_three_times(
     monkeypatch.setattr(submission, "_abort", lambda connection, job: aborted.append(job))
     monkeypatch.setattr(submission, "_list_refusals", lambda connection, job: [f"site-2{submission.UNANSWERED}"])
     connection = connect(server, monkeypatch, tmp_path, lines)
-    ended = submission._follow(connection, None, tmp_path, None, lines.append, has_rounds=True)
+    ended = submission._follow(connection, None, tmp_path, None, lines.append, has_rounds=has_rounds)
     restarts = min(times, submission.MAX_RESTARTS)
     assert submitted == [f"J{number}" for number in range(1, restarts + 2)]
     assert aborted == (submitted[:-1] if end == DROPPED else [])
     assert ended == (submitted[-1], "FINISHED:COMPLETED" if end == DROPPED or times == 1 else end, ended[2])
     assert ended[2].shown == set(range(1, restarts + 2))
-    assert (tmp_path / submission.JOB_FILE).read_text() == f"{submitted[-1]}\n"
+    # A folder names the job of its run, and no job of statistics.
+    named = [file.read_text() for file in tmp_path.glob(submission.JOB_FILE)]
+    assert named == ([f"{submitted[-1]}\n"] if has_rounds else [])
     reason = {
         DROPPED: "connected again, but FLARE has dropped it from the job: job J1 is aborted and submitted again (1 of "
         "at most 3 times); it resumes from its last committed round",

@@ -350,7 +350,9 @@ def _follow(
     for number in range(1, MAX_RESTARTS + 2):
         if job is None:
             job = _submit(connection, recipe)
-            (out / JOB_FILE).write_text(f"{job}\n", encoding="utf-8")
+            # A job of statistics is no run: the folder goes on naming the run's own job.
+            if has_rounds:
+                (out / JOB_FILE).write_text(f"{job}\n", encoding="utf-8")
             on_line(f"job {job}: submitted")
         follower = JobFollower(
             connection,
