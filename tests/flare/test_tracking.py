@@ -98,6 +98,20 @@ def test_figures_that_could_not_be_sent_are_sent_later(
     assert sent[-1] == 0
 
 
+def test_figures_of_a_short_run_are_sent_at_its_end_if_the_service_replies_only_then(
+    mlflow: Any, tmp_path: Path
+) -> None:
+    start_run = mlflow.start_run
+
+    def fail(**_: Any) -> None:
+        mlflow.start_run = start_run
+        raise ConnectionError("MLflow does not reply")
+
+    mlflow.start_run = fail
+    track("mlflow", tmp_path)
+    assert mlflow.calls[-3:] == [("log_metrics", FIGURES, 1), ("log_metrics", FIGURES, 2), ("end_run",)]
+
+
 def test_service_whose_package_is_missing_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert track("wandb", tmp_path, 1)._opened is None

@@ -48,6 +48,7 @@ class Tracker(FLComponent):
         self._unsent: list[tuple[Mapping[str, float], int]] = []
         self._opened: tuple[Log, Callable[[], Any]] | None = None
         self._retry_at = 0.0
+        self._folder: Path | None = None
 
     def log(self, figures: Mapping[str, float], step: int, folder: Path) -> None:
         """Send the figures of a round, and those that could not be sent before.
@@ -58,15 +59,18 @@ class Tracker(FLComponent):
             folder: the server's folder of the job.
         """
         self._unsent.append((figures, step))
+        self._folder = folder
         if time.monotonic() >= self._retry_at:
             self._send(folder)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Send what is left at the end of the job, and close the run."""
         super().handle_event(event_type, fl_ctx)
-        if event_type == EventType.END_RUN and self._opened is not None:
-            self._send(Path())
-            self._opened[1]()
+        # Also if the service did not reply to any round: it may by now.
+        if event_type == EventType.END_RUN and self._folder is not None:
+            self._send(self._folder)
+            if self._opened is not None:
+                self._opened[1]()
 
     def _send(self, folder: Path) -> None:
         try:
