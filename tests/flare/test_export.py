@@ -18,7 +18,7 @@ from flare_sparse.config.schema import DeploymentConfig, RunConfig
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare import controller, executor, session, tracking
 from flare_sparse.flare.job_settings import SITE_SECTIONS, _flatten, check_shown_settings, show_settings
-from flare_sparse.flare.recipe import export_job
+from flare_sparse.flare.recipe import SparseRecipe, export_job
 from flare_sparse.flare.site.setup import CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
@@ -137,6 +137,24 @@ def test_setting_that_flare_would_take_for_a_component_is_shown_as_text() -> Non
         "method.path": "a",
         "method.empty": {},
     }
+
+
+def test_job_sends_figures_only_when_asked_and_only_from_the_server(config: RunConfig, tmp_path: Path) -> None:
+    tracker = tracking.Tracker("mlflow", "brain_age", "p98", {"seed": "0"})
+    texts = {}
+    for name, recipe in {"with": SparseRecipe(config, tracker=tracker), "without": SparseRecipe(config)}.items():
+        recipe.export(str(tmp_path / name))
+        folder = tmp_path / name / config.name / "app" / "config"
+        texts[name] = [(folder / f"config_fed_{side}.json").read_text() for side in ("server", "client")]
+    (component,) = [part for part in json.loads(texts["with"][0])["components"] if part["id"] == tracking.TRACKER_ID]
+    assert component["path"] in CLASSES
+    assert component["args"] == {
+        "service": "mlflow",
+        "experiment_name": "brain_age",
+        "run_name": "p98",
+        "run_tags": {"seed": "0"},
+    }
+    assert not any("mlflow" in text for text in [texts["with"][1], *texts["without"]])
 
 
 @pytest.mark.slow
