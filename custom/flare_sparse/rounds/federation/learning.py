@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -37,8 +38,10 @@ def reject_outliers(result: AttemptResult, get_previous: Callable[[], Patch], ma
     examined = [contribution for contribution in contributed if contribution.content in ("weights", "delta")]
     if max_ratio is None or len(examined) < FEWEST:
         return result
-    previous = get_previous() if any(c.content == "weights" for c in examined) else None
-    norms = {contribution.site: _compute_norm(contribution, previous) for contribution in examined}
+    get_model = cache(get_previous)
+    # Sites that choose their own entries share one vector of the model.
+    get_vector = cache(lambda: get_model().to_vector())
+    norms = {contribution.site: _compute_norm(contribution, get_model, get_vector) for contribution in examined}
     typical = median(norms.values())
     # A median of zero: most sites sent nothing, and any update is infinitely longer.
     if not typical:
@@ -49,12 +52,21 @@ def reject_outliers(result: AttemptResult, get_previous: Callable[[], Patch], ma
     return result
 
 
-def _compute_norm(contribution: Contribution, previous: Patch | None) -> float:
-    """Return the L2 norm of a contribution's delta, infinite if it overflows float32."""
+def _compute_norm(
+    contribution: Contribution, get_model: Callable[[], Patch], get_vector: Callable[[], Tensor]
+) -> float:
+    """Return the L2 norm of a contribution's delta, infinite if it overflows float32.
+
+    Args:
+        contribution: weights or a delta.
+        get_model: returns the model that the site started from; called only for weights.
+        get_vector: returns the vector ``(P,)`` of that model; called only for weights with a mask of their own.
+    """
     values, mask = contribution.patch.values, contribution.patch.mask
-    if contribution.content == "weights" and previous is not None:
+    if contribution.content == "weights":
+        model = get_model()
         # With the model's own mask, as in most methods, the cost follows the number of live entries.
-        values = values - (previous.values if mask == previous.mask else mask.take(previous.to_vector()))
+        values = values - (model.values if mask == model.mask else mask.take(get_vector()))
     return float(torch.linalg.vector_norm(values))
 
 
