@@ -37,7 +37,7 @@ from .uploads import check_settings
 PACKET = "flare_sparse"
 """Only key in the data of a message of this filter."""
 EXCHANGE_FILE = "sparse_exchange.jsonl"
-"""Ledger of the job, in its folder at the server."""
+"""Ledger of the job, in its folder at the server; in a swarm at each site that sends models or receives updates."""
 SUMS_FILE = "sparse_exchange.json"
 """Sums of the ledger, beside it."""
 RESIDUALS_FILE = "sparse_exchange.safetensors"

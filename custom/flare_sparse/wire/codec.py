@@ -121,8 +121,8 @@ def encode(
         plan: the receiver's plan; everything from ``target`` on must be given, if ``name`` is not.
         content: kind of the values.
         trainable: second selection of a request, encoded relative to ``patch.mask``.
-        values: number format. ``Encoded.residual`` is its rounding error. A quantized
-            format sends weights as differences to ``plan.base_vector``; without that, in ``WITHOUT_BASE``.
+        values: number format. ``Encoded.residual`` is its rounding error. A quantized format sends weights as
+            differences to ``plan.base_vector``; without that, in ``WITHOUT_BASE``.
         residual: residual of the previous message.
         generator: source of the rounding of a quantized format, in the same state for every attempt at a request.
         name: returns ``target`` and ``request`` from the values ``(k,)`` that the receiver reads, which it must not

@@ -27,8 +27,8 @@ class LedgerLine:
         selection_bytes: length of the selection and trainable sections.
         dense_bytes: bytes of the message that dense FedAvg would send instead, the model as plain float32; 0 for
             messages that FedAvg does not have (scores, requests for scores, updates without values).
-        floor_bytes: least number of bytes: the values in their format, and the entropy
-            of the selection given the receiver's base.
+        floor_bytes: least number of bytes: the values in their format, and the entropy of the selection given the
+            receiver's base.
     """
 
     run: str

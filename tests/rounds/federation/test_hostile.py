@@ -96,10 +96,6 @@ class History:
     models: list[torch.Tensor]
     updates: list[dict[str, torch.Tensor]]
 
-    def list_honest(self, t: int) -> torch.Tensor:
-        """Return the weights of the honest sites in the ``t``-th round, ``(sites, P)``."""
-        return torch.stack([values for site, values in self.updates[t].items() if site not in HOSTILE])
-
 
 def record_history(federation: LocalFederation) -> tuple[Outcome, History]:
     """Run a federation; return its outcome and history."""

@@ -396,7 +396,7 @@ class ServerEndpoint:
         return patch
 
     def _check_values(self, message: Decoded, expected: UpdateSpec, site: str) -> None:
-        """Raise unless content, protection and number format are those that the job requires.
+        """Raise unless content and number format are those that the job requires, and values that must be masked stay.
 
         Raises:
             RejectedMessage: unexpected content, values that must be masked, or another number format.
