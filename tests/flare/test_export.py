@@ -19,7 +19,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare import controller, executor, session, tracking
 from flare_sparse.flare.job_settings import SITE_SECTIONS, _flatten, check_shown_settings, show_settings
 from flare_sparse.flare.recipe import SparseRecipe, export_job
-from flare_sparse.flare.site.setup import CLASSES
+from flare_sparse.flare.site.setup import CLASSES, SERVER_CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
 
@@ -147,7 +147,7 @@ def test_job_sends_figures_only_when_asked_and_only_from_the_server(config: RunC
         folder = tmp_path / name / config.name / "app" / "config"
         texts[name] = [(folder / f"config_fed_{side}.json").read_text() for side in ("server", "client")]
     (component,) = [part for part in json.loads(texts["with"][0])["components"] if part["id"] == tracking.TRACKER_ID]
-    assert component["path"] in CLASSES
+    assert component["path"] in SERVER_CLASSES
     assert component["args"] == {
         "service": "mlflow",
         "experiment_name": "brain_age",

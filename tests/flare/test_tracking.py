@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -112,14 +113,37 @@ def test_figures_of_a_short_run_are_sent_at_its_end_if_the_service_replies_only_
     assert mlflow.calls[-3:] == [("log_metrics", FIGURES, 1), ("log_metrics", FIGURES, 2), ("end_run",)]
 
 
-def test_service_whose_package_is_missing_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert track("wandb", tmp_path, 1)._opened is None
+@pytest.mark.parametrize("service", ["mlflow", "wandb"])
+def test_service_whose_package_is_missing_ends_no_job_and_the_log_says_how_to_install_it(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, service, None)
+    assert track(service, tmp_path, 1)._opened is None
+    assert "pip install 'flare-sparse[track]'" in caplog.text
 
 
 @pytest.mark.slow
 def test_wandb_writes_to_the_folder_of_the_job_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wandb.proto import wandb_internal_pb2 as messages
+
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
     track("wandb", tmp_path)
-    assert list((tmp_path / FOLDERS["wandb"]).glob("offline-run-*/*.wandb"))
+    (file,) = (tmp_path / FOLDERS["wandb"]).glob("offline-run-*/*.wandb")
+    records = [messages.Record.FromString(data) for data in read_records(file)]
+    assert {record.run.project for record in records} - {""} == {"study"}
+    figures = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+    ]
+    assert [figure["mae"] for figure in figures if "mae" in figure] == [2.5, 2.5]
+
+
+def read_records(file: Path) -> Iterator[bytes]:
+    """The records of a file of W&B that has one block: a head of 7 bytes, then checksum, length, kind and content."""
+    content, position = file.read_bytes(), 7
+    while position + 7 <= len(content):
+        size = int.from_bytes(content[position + 4 : position + 6], "little")
+        yield content[position + 7 : position + 7 + size]
+        position += 7 + size

@@ -10,6 +10,8 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 
+from ..core.errors import require_extra
+
 MLFLOW_VARIABLES = {
     # By default MLflow waits for minutes for a server that does not reply, and the round waits with it.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -75,9 +77,9 @@ class Tracker(FLComponent):
     def _send(self, folder: Path) -> None:
         try:
             if self._opened is None:
-                self._opened = {"tensorboard": _open_tensorboard, "mlflow": _open_mlflow, "wandb": _open_wandb}[
-                    self.service
-                ](self, folder / FOLDERS[self.service])
+                openers = {"tensorboard": _open_tensorboard, "mlflow": _open_mlflow, "wandb": _open_wandb}
+                with require_extra(f"deployment.track: {self.service}", "track"):
+                    self._opened = openers[self.service](self, folder / FOLDERS[self.service])
             while self._unsent:
                 self._opened[0](*self._unsent[0])
                 del self._unsent[0]

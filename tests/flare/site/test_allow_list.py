@@ -18,7 +18,7 @@ from nvflare.private.fed_json_config import FedJsonConfigurator
 
 import flare_sparse
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.flare.site.setup import CLASSES, allow_classes, get_allow_list, read_resources
+from flare_sparse.flare.site.setup import CLASSES, SERVER_CLASSES, allow_classes, get_allow_list, read_resources
 
 
 def kit(folder: Path, **files: Any) -> Path:
@@ -50,6 +50,16 @@ def test_file_of_the_site_overrides_the_default_file(tmp_path: Path) -> None:
     )
     assert allow_classes(site / "local", ["more."]) == ([*CLASSES, "more."], [])
     assert get_allow_list(read_resources(site / "local")) == ["ours.", *CLASSES, "more."]
+
+
+def test_class_that_sends_figures_to_mlflow_is_allowed_at_the_server_and_removed_at_a_site(tmp_path: Path) -> None:
+    server = kit(tmp_path / "server", resources_json={"class_allow_list": []})
+    (server / "startup").mkdir()
+    (server / "startup" / "fed_server.json").write_text("{}")
+    assert allow_classes(server) == ([*CLASSES, *SERVER_CLASSES], [])
+    assert allow_classes(server / "local") == ([], [])
+    site = kit(tmp_path / "site", resources_json={"class_allow_list": [*CLASSES, *SERVER_CLASSES]})
+    assert allow_classes(site) == ([], [*SERVER_CLASSES])
 
 
 def test_second_allow_list_call_writes_nothing(tmp_path: Path) -> None:

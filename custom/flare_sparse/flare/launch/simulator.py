@@ -261,7 +261,7 @@ def _create_workspace(workspace: Path, workplace: Workplace) -> None:
     """Create the empty workspace of a job, with what the simulated server and sites share."""
     shutil.rmtree(workspace, ignore_errors=True)
     (workspace / "local").mkdir(parents=True)
-    allow_classes(workspace, workplace.allowed_classes)
+    allow_classes(workspace, workplace.allowed_classes, at_server=True)
     if workplace.policy:
         shutil.copy2(workplace.policy, workspace / "local" / POLICY_FILE)
 

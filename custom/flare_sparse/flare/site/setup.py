@@ -59,9 +59,10 @@ CLASSES = (
     "flare_sparse.flare.session.SiteSession",
     "flare_sparse.flare.questions.DescriptionController",
     "flare_sparse.flare.questions.StatisticsExecutor",
-    "flare_sparse.flare.tracking.Tracker",
 )
 """The classes of this package that a job may name; none of them takes an import string or a path."""
+SERVER_CLASSES = ("flare_sparse.flare.tracking.Tracker",)
+"""Further classes that a job may name at the server alone: what sends figures to a service has no place at a site."""
 CODE_CLASSES = ("flare_sparse.tasks.script.ScriptTask", "flare_sparse.tasks.bundles.task.BundleTask")
 """Further classes that a job with code (BYOC) may name; no allow-list has them, so a job without code may not."""
 COMPONENTS = (
@@ -131,12 +132,12 @@ def get_allow_list(resources: dict[str, Any]) -> list[str]:
     return entries
 
 
-def find_broad_entries(entries: Sequence[str]) -> list[str]:
-    """Return the entries that let a job call more of this package than its classes, such as the package's prefix."""
-    return [entry for entry in entries if entry.startswith(PACKAGE) and entry not in (*CLASSES, *RECIPE_CLASSES)]
+def find_broad_entries(entries: Sequence[str], classes: Sequence[str] = CLASSES) -> list[str]:
+    """Return the entries that let a job call more of this package than ``classes``, such as the package's prefix."""
+    return [entry for entry in entries if entry.startswith(PACKAGE) and entry not in (*classes, *RECIPE_CLASSES)]
 
 
-def allow_classes(kit: Path, also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def allow_classes(kit: Path, also: Sequence[str] = (), *, at_server: bool = False) -> tuple[list[str], list[str]]:
     """Add this package's classes to the allow-list in a startup kit's ``local/resources.json``.
 
     Broader entries of this package are removed, and logs are no longer streamed to the server: one of FLARE's default
@@ -145,6 +146,7 @@ def allow_classes(kit: Path, also: Sequence[str] = ()) -> tuple[list[str], list[
     Args:
         kit: the startup kit, or its ``local`` folder.
         also: further class paths; one that ends with a dot allows everything below it.
+        at_server: allow ``SERVER_CLASSES``, too, as in the kit of a server.
 
     Returns:
         The entries that were added, and those that were removed; the file is written only when there are some.
@@ -160,8 +162,9 @@ def allow_classes(kit: Path, also: Sequence[str] = ()) -> tuple[list[str], list[
     local = find_local_folder(kit)
     resources = read_resources(local)
     entries = get_allow_list(resources)
-    added = [entry for entry in (*CLASSES, *also) if entry not in entries]
-    broad = find_broad_entries(entries)
+    classes = (*CLASSES, *SERVER_CLASSES) if at_server or is_server(local.parent) else CLASSES
+    added = [entry for entry in (*classes, *also) if entry not in entries]
+    broad = find_broad_entries(entries, classes)
     if added or broad or resources.get(LOG_STREAMING, True):
         remaining = [entry for entry in entries if entry not in broad]
         # Written out, so that enforcement does not depend on FLARE's default.
