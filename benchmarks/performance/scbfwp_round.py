@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.api.start import launch
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.study import Study
 from flare_sparse.results.runs.folder import RunFolder
@@ -64,7 +64,7 @@ def run(folder: Path, rounds: int, prunings: int) -> list[dict[str, Any]]:
         ],
     )
     out = folder / f"pruned-{prunings}"
-    run_in_simulator(Study(config, CONFIG), RunFolder(out))
+    launch("sim", Study(config, CONFIG), RunFolder(out))
     return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
 
 

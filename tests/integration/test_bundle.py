@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flare_sparse.api.local import run as run_in_process
-from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.api.start import launch
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.study import Study
 from flare_sparse.results.runs.folder import RunFolder
@@ -25,7 +25,7 @@ OVERRIDES = (
 def test_bundle_in_a_job_ends_with_the_bits_of_the_local_run(tmp_path: Path) -> None:
     study = Study(load_config(CONFIG, OVERRIDES), CONFIG)
     local = run_in_process(study, RunFolder(tmp_path / "local")).summary
-    summary = run_in_simulator(study, RunFolder(tmp_path / "sim")).summary
+    summary = launch("sim", study, RunFolder(tmp_path / "sim")).summary
     assert {key: summary[key] for key in ("model_sha256", "final", "traffic")} == {
         key: local[key] for key in ("model_sha256", "final", "traffic")
     }

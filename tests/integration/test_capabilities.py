@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flare_sparse.api.local import run as run_in_process
-from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.api.start import launch
 from flare_sparse.config.study import Study
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.wire.envelope import VERSION
@@ -48,7 +48,7 @@ def test_job_continues_with_the_sites_whose_capabilities_suffice(tmp_path: Path)
     """It ends with the bits of a local run of those two sites, of which one has a rank budget of its own."""
     (tmp_path / "job").mkdir()
     file = configuration(tmp_path / "job")
-    flare = run_in_simulator(Study.load(file), RunFolder(tmp_path / "flare")).summary
+    flare = launch("sim", Study.load(file), RunFolder(tmp_path / "flare")).summary
     local = run_in_process(Study.load(file, ["simulator.sites=2"]), RunFolder(tmp_path / "local")).summary
     assert flare["model_sha256"] == local["model_sha256"]
     *rounds, last = jsonl(tmp_path / "flare" / "rounds.jsonl")

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from typer.testing import CliRunner
 
 from flare_sparse.api.local import run as run_in_process
-from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.api.start import launch
 from flare_sparse.cli import app
 from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import load_config
@@ -100,7 +100,7 @@ def test_sites_upload_exactly_the_scalars_of_their_rank_budgets_and_peft_loads_t
 ) -> None:
     """The slots of a local run, which ends with the same bits, give the scalars that FLARE's ledger must count."""
     config = load_config(configuration)
-    flare = run_in_simulator(Study(config, configuration), RunFolder(tmp_path / "flare")).summary
+    flare = launch("sim", Study(config, configuration), RunFolder(tmp_path / "flare")).summary
     assert selected_scalars == {}
     local = run_in_process(Study(config, configuration), RunFolder(tmp_path / "local")).summary
     assert flare["model_sha256"] == local["model_sha256"]

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from flare_sparse.api.local import run as run_in_process
-from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.api.start import launch
 from flare_sparse.cli import app
 from flare_sparse.config.study import Study
 from flare_sparse.results.runs.folder import RunFolder
@@ -40,7 +40,7 @@ def test_gated_simulator_run_equals_a_local_run_and_adapts_to_a_new_site(
     }
     file = tmp_path / "gated.yaml"
     file.write_text(yaml.safe_dump(content))
-    simulated = run_in_simulator(Study.load(file), RunFolder(tmp_path / "sim")).summary
+    simulated = launch("sim", Study.load(file), RunFolder(tmp_path / "sim")).summary
     local = run_in_process(Study.load(file), RunFolder(tmp_path / "local")).summary
     assert simulated["model_sha256"] == local["model_sha256"]
     assert simulated["final"] == local["final"]

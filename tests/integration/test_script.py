@@ -11,7 +11,7 @@ import yaml
 
 from flare_sparse import load_model
 from flare_sparse.api.local import run as run_in_process
-from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.api.start import launch
 from flare_sparse.config.study import Study
 from flare_sparse.results.runs.folder import RunFolder
 
@@ -109,7 +109,7 @@ def configuration(folder: Path, args: str = "") -> Path:
 
 
 def run(file: Path, out: Path, *overrides: str) -> dict[str, Any]:
-    return run_in_simulator(Study.load(file, overrides), RunFolder(out)).summary
+    return launch("sim", Study.load(file, overrides), RunFolder(out)).summary
 
 
 @pytest.mark.long

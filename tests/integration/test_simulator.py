@@ -15,7 +15,7 @@ import yaml
 from egress import assert_logs_equal_ledger
 
 from flare_sparse.api.local import run as run_in_process
-from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.api.start import launch
 from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.observer import Observer
@@ -49,7 +49,7 @@ def configuration(folder: Path, method: dict[str, Any], **more: Any) -> Path:
 
 
 def simulate(file: Path, out: Path) -> dict[str, Any]:
-    return run_in_simulator(Study.load(file), RunFolder(out)).summary
+    return launch("sim", Study.load(file), RunFolder(out)).summary
 
 
 def jsonl(path: Path) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def test_simulation_whose_site_dies_before_the_first_round_starts_again(tmp_path
     said: list[str] = []
     observer = Observer()
     observer.say = said.append  # type: ignore[method-assign]
-    run_in_simulator(Study.load(file), RunFolder(tmp_path / "sim"), observer)
+    launch("sim", Study.load(file), RunFolder(tmp_path / "sim"), observer)
     assert sum("site-2 died before the first round" in line for line in said) == 1
     check_equal_to_a_local_run(file, tmp_path)
 

@@ -1,4 +1,4 @@
-"""A study as a FLARE job."""
+"""A study as a FLARE job, and its run in FLARE's simulator, in a POC federation, or in a running one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..config.study import Study
     from ..core.observer import Observer
     from ..flare.recipe import SparseRecipe
+    from ..results.runs.folder import RunFolder
 
 Env = Literal["local", "sim", "poc", "prod"]
 
@@ -32,10 +33,50 @@ def build_recipe(study: Study, out: Path) -> SparseRecipe:
     return SparseRecipe(config, modules=study.user_code, tracker=tracker)
 
 
-def describe_start(study: Study, environment: str) -> str:
-    """Return the line of text that says what starts where."""
-    method = study.config.method
-    return f"{study.config.name}: {method.name}, {method.config.rounds} rounds, {environment}"
+def run_in_flare(env: Env, study: Study, folder: RunFolder, observer: Observer, kit: Path | None) -> None:
+    """Run the job of a study, and collect its record in the result folder.
+
+    In a running federation each site reads its own data, and with ``folder.resume`` the job that was last submitted
+    from the folder is waited for if the server still runs it.
+
+    Raises:
+        ConfigError: the folder's path contains a space, the federation cannot be started, or the kit cannot log in.
+        JobFailed: the job was refused, or ended without a result.
+    """
+    # FLARE takes seconds to import; a local run must not wait for it.
+    from ..flare.kits import write_kits
+    from ..flare.launch.poc import start_poc
+    from ..flare.launch.simulator import Workplace, resolve_folder, simulate
+    from ..flare.launch.submission import run_deployed
+    from ..flare.recipe import list_user_classes
+    from ..tasks.data.source import write_site_files
+
+    config, out = study.config, resolve_folder(folder.path) if env == "sim" else folder.path
+    start = f"{config.name}: {config.method.name}, {config.method.config.rounds} rounds"
+    if kit is not None:
+        observer.say(f"{start}, submitted with {kit}")
+        recipe, resume = build_recipe(study, out), folder.resume
+        run_deployed(recipe, kit.resolve(), out, on_line=observer.say, resume=resume, before_submission=folder.clear)
+        return
+    checkpoints = folder.open_checkpoints(study)
+    with observer.wait("preparing the sites' data ..."):
+        sites = study.prepare_sites(out, observer)
+    classes = list_user_classes(config)
+    if env == "poc":
+        observer.say(f"{start}, {len(sites)} sites as separate processes (nvflare poc, mTLS)")
+        recipe = build_recipe(study, out)
+        with start_poc(out / "poc", sites, checkpoints, classes) as admin:
+            folder.clear()
+            run_deployed(recipe, admin, out, on_line=observer.say)
+        return
+    site_files = write_site_files(out / "sites", sites.values())
+    observer.say(f"{start}, {len(sites)} sites in FLARE's simulator")
+    kits = out / "kits" if config.is_masked else None
+    if kits:
+        write_kits(kits, sites)
+    recipe = build_recipe(study, out)
+    folder.clear()
+    simulate(recipe, sorted(sites), site_files, out, Workplace(classes, checkpoints=checkpoints, kits=kits), observer)
 
 
 def check_service(service: Service | None, env: str, observer: Observer) -> None:

@@ -1,9 +1,7 @@
 """Start of a study in an environment: ``flare_sparse.run``."""
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,11 +9,12 @@ from ..config.study import Study
 from ..config.user_code import trust_code
 from ..config.withdrawals import Withdrawals
 from ..core.errors import ConfigError, suggest
-from ..core.observer import Observer
+from ..core.observer import SILENT, Observer
 from ..results.runs.folder import RunFolder
 from ..results.runs.progress import Printer
-from .deployment import Env, check_service
-from .run import Run
+from .deployment import Env, check_service, run_in_flare
+from .local import run as run_in_process
+from .run import Run, complete_run
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """``["method.sparsity=0.9"]`` or ``{"method.sparsity": 0.9}``."""
@@ -68,12 +67,15 @@ def run(
 
 
 def check_start(env: str, study: Study, start: str | Path | None, kit: Path | None) -> None:
-    """Refuse a startup kit, or a start, that does not fit the environment.
+    """Refuse an unknown environment, and a startup kit, or a start, that does not fit it.
 
     Raises:
-        ConfigError: the environment needs a kit and has none, or the other way round; or a finished run of this
-            environment leaves nothing that ``--start RUN`` could continue.
+        ConfigError: there is no such environment; it needs a kit and has none, or the other way round; or a finished
+            run of it leaves nothing that ``--start RUN`` could continue.
     """
+    if env not in get_args(Env):
+        raise ConfigError(f"env {env!r}: there is no such environment.{suggest(env, get_args(Env))} Choose local, sim, "
+                          "poc or prod")  # fmt: skip
     if env == "prod" and kit is None:
         raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
     if env != "prod" and kit is not None:
@@ -85,17 +87,11 @@ def check_start(env: str, study: Study, start: str | Path | None, kit: Path | No
         )
 
 
-def launch(
-    env: str,
-    study: Study,
-    folder: RunFolder,
-    observer: Observer,
-    kit: Path | None = None,
-) -> Run:
+def launch(env: Env, study: Study, folder: RunFolder, observer: Observer = SILENT, kit: Path | None = None) -> Run:
     """Run a study in an environment and return the finished run.
 
     Args:
-        env: name of the environment, a module of this package.
+        env: name of the environment.
         study: the study.
         folder: its result folder, prepared.
         observer: hears of the rounds.
@@ -105,18 +101,15 @@ def launch(
         ConfigError: there is no such environment, or the study cannot run in it.
         FlareSparseError: the run failed.
     """
-    if env not in get_args(Env):
-        raise ConfigError(f"env {env!r}: there is no such environment.{suggest(env, get_args(Env))} Choose local, sim, "
-                          "poc or prod")  # fmt: skip
+    check_start(env, study, None, kit)
     check_service(study.config.deployment.track, env, observer)
     trust_code(folder.path)
     # The settings of a result folder bring its list along: who has withdrawn from that run is not in this one either.
     Withdrawals.read(study.folder).inherit(folder.path)
-    # Imported by name: a local run needs nothing of FLARE.
-    environment = importlib.import_module(f".{env}", __package__)
-    begin = partial(environment.run, kit=kit) if env == "prod" else environment.run
-    result: Run = begin(study, folder, observer)
-    return result
+    if env == "local":
+        return run_in_process(study, folder, observer)
+    run_in_flare(env, study, folder, observer, kit)
+    return complete_run(study, folder)
 
 
 def name_run(study: Study, env: str) -> str:
