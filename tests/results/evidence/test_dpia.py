@@ -18,7 +18,7 @@ from flare_sparse.api.run import Run
 from flare_sparse.cli import app
 from flare_sparse.config.policy.policy import Policy
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.results.evidence.dpia import build_dpia, format_dpia
+from flare_sparse.results.evidence.dpia import format_dpia
 from flare_sparse.results.evidence.facts import Approval, collect_facts, list_deviations, list_files
 from flare_sparse.results.report.card import format_card
 from flare_sparse.results.runs.load import load_study
@@ -38,8 +38,9 @@ def test_cohorts_are_the_examples_of_every_part_at_every_site(phantom_run: Path)
     run = RunResult.read(phantom_run)
     facts = collect_facts(run, NO_JOB, {})
     # 10 subjects a site.
-    (cohorts,) = [part for part in build_dpia(run, facts) if part.title == "Cohorts"]
-    assert [row[:4] for row in cohorts.rows] == [("site-1", 6, 2, 2), ("site-2", 6, 2, 2)]
+    text = format_dpia(run, facts)
+    assert "| site-1 | 6 | 2 | 2 |" in text
+    assert "| site-2 | 6 | 2 | 2 |" in text
     assert facts["deviations"] == []
     for site, folder in find_logs(phantom_run).items():
         last = (folder / "egress.jsonl").read_bytes().splitlines()[-1]
@@ -50,7 +51,7 @@ def test_cohorts_are_the_examples_of_every_part_at_every_site(phantom_run: Path)
 def test_permit_of_a_job_stands_in_evidence_model_card_and_egress_log(phantom_run: Path) -> None:
     run = RunResult.read(phantom_run)
     facts = collect_facts(run, NO_JOB, {})
-    assert "| permit | EA 12/2026 | `config.yaml` |" in format_dpia("annex", build_dpia(run, facts))
+    assert "| permit | EA 12/2026 | `config.yaml` |" in format_dpia(run, facts)
     assert "Permit: EA 12/2026." in format_card(run)
     logs = [read_log(folder) for folder in find_logs(phantom_run).values()]
     assert {line["permit"] for log in logs for line in log} == {"EA 12/2026"}
@@ -104,6 +105,17 @@ def sum_egress(text: str, source: str) -> tuple[int, int]:
     return sum(int(row[3]) for row in rows), sum(int(row[4].replace(",", "")) for row in rows)
 
 
+def test_statement_of_another_party_adds_no_row_or_heading(phantom_run: Path) -> None:
+    run = RunResult.read(phantom_run)
+    hostile = replace(NO_JOB, note="signed |\n\n## Approved |")
+    text = format_dpia(run, collect_facts(run, hostile, {}))
+    assert "Signature none: signed /  ## Approved / | the job's signatures |" in text
+    assert "\n\n## Approved" not in text
+    # Each row has as many cells as its head; each paragraph is one line.
+    for block in text.strip().split("\n\n"):
+        assert len({line.count("|") for line in block.splitlines()}) == 1
+
+
 @pytest.mark.slow
 def test_policy_of_a_site_is_shown_with_every_term_and_a_missing_one_is_named(phantom_run: Path) -> None:
     run = RunResult.read(phantom_run)
@@ -130,12 +142,12 @@ def test_budget_and_audit_of_a_run_are_passed_on(phantom_run: Path, tmp_path: Pa
     audit = {"model_sha256": summary["model_sha256"], "attacks": [attack], "skipped": []}
     (run / "audit.json").write_text(json.dumps(audit))
     facts = collect_facts(RunResult.read(run), NO_JOB, {})
-    parts = {part.title.split(",")[0]: part for part in build_dpia(RunResult.read(run), facts)}
-    assert parts["Privacy budget"].rows[0][1] == "epsilon 3.0, delta 1e-05"
-    assert parts["Privacy budget"].rows[1][1] == "site-1 2.50"
-    attacks = parts["Attacks"]
-    assert "(loss threshold)" not in attacks.paragraphs[-1]
-    assert "(rmia)" in attacks.paragraphs[-1]
+    text = format_dpia(RunResult.read(run), facts)
+    assert "| privacy parameters | epsilon 3.0, delta 1e-05 |" in text
+    assert "| spent by site | site-1 2.50 |" in text
+    (not_tried,) = [line for line in text.splitlines() if line.startswith("Not tried: ")]
+    assert "(loss threshold)" not in not_tried
+    assert "(rmia)" in not_tried
     assert Path("audit.json") in list_files(run)
     (run / "audit.json").write_text("{")
     assert "`audit.json` is damaged" in Run(run).evidence().read_text()

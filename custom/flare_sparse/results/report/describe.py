@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 
 from ..runs.description import Sites, is_label
 from .figures import get_line_style, render_png
-from .page import embed_figure, fill_template
+from .page import embed_figure
 from .tables import ReportTable
+from .templates import fill_template
 
 _ACROSS = 3
 """Histograms side by side."""
@@ -49,7 +50,7 @@ def write_description(record: Mapping[str, Any], out: Path) -> list[Path]:
         "tables": [table for table in tables if table.rows],
     }
     page = out / "description.html"
-    page.write_text(fill_template("describe.html.jinja", content), encoding="utf-8")
+    page.write_text(fill_template("report/describe.html.jinja", content), encoding="utf-8")
     return [page, *files]
 
 

@@ -2,16 +2,14 @@
 
 import base64
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from ...core.version import VERSION
 from ..runs.progress import format_bytes
 from ..runs.record import CONFIG
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
@@ -33,6 +31,7 @@ from .tables import (
     describe_means,
     format_metric,
 )
+from .templates import fill_template
 
 TRAFFIC_CAPTION = (
     "Dense FedAvg: the bytes that it would have sent instead of each message. Floor: the values in their number format "
@@ -156,15 +155,10 @@ def write_report(runs: list[RunResult], out: Path, *, pictures: bool = True) -> 
         alt = f"{figure.title} of {', '.join(run.label for run in runs)}: the tables of this page list the values"
         images.append(embed_figure(data, figure.title, caption, alt))
     page = out / "report.html"
-    page.write_text(fill_template("page.html.jinja", {**_build_content(runs), "figures": images}), encoding="utf-8")
+    page.write_text(
+        fill_template("report/page.html.jinja", {**_build_content(runs), "figures": images}), encoding="utf-8"
+    )
     return [page, *files]
-
-
-def fill_template(name: str, content: Mapping[str, Any]) -> str:
-    """Return the page of a template; every value in it is escaped."""
-    loader = PackageLoader("flare_sparse.results.report", ".")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template(name).render(**content, version=VERSION)
 
 
 def embed_figure(data: bytes, title: str, caption: str, alt: str) -> SimpleNamespace:
