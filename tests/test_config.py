@@ -233,8 +233,8 @@ def find_refusal(path: Path, feature: str, *overrides: str) -> str:
 
 def test_quorum_below_what_a_sum_needs_is_refused(file: Path) -> None:
     overrides = ("wire.aggregation=masked", "method={name: neurosfl}")
-    problem = find_refusal(file, "federation.min_sites", *overrides, "federation.min_sites=2")
-    assert "2 of the sites commit a round, 3 are needed, but wire.aggregation: masked" in problem
+    problem = find_refusal(file, "federation.min_sites below 3", *overrides, "federation.min_sites=2")
+    assert "fewer than 3 of the sites commit a round, but wire.aggregation: masked" in problem
     assert problem.endswith("or set federation.min_sites to 3 or more")
     load_config(file, [*overrides, "federation.min_sites=3", "simulator.sites=3"])
 

@@ -136,9 +136,7 @@ def test_two_features_that_exclude_each_other_are_refused_with_both_names() -> N
 
 
 def test_new_feature_and_new_method_meet_without_knowing_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    gossip = Feature(
-        "gossip", "no server exists", lambda job: True, "turn gossip off", frozenset({Need.NUMBER_OF_ROUNDS})
-    )
+    gossip = Feature("gossip", lambda job: True, "turn gossip off", "no server exists", takes=[Need.NUMBER_OF_ROUNDS])
     monkeypatch.setitem(FEATURES, gossip.name, gossip)
     with pytest.raises(
         ValidationError, match=r"gossip: no server exists, but method fedsparsify: .* or turn gossip off"

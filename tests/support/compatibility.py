@@ -41,7 +41,7 @@ def list_columns() -> list[Feature]:
 
 def find_reasons(feature: Feature) -> dict[str, str]:
     """Return why each method does not work with a feature by its default settings; empty: it does."""
-    missing = {name: match_needs(method.Config().needs(), feature, None) for name, method in METHODS.items()}
+    missing = {name: match_needs(method.Config().needs(), feature) for name, method in METHODS.items()}
     return {name: " and ".join(dict.fromkeys(need.reason for need in needs)) for name, needs in missing.items()}
 
 
@@ -50,7 +50,7 @@ def list_pairs() -> Iterator[tuple[Feature, Feature, str]]:
     for second in FEATURES.values():
         job = None if second.name == "task.script" else _build_job(second)
         for first in FEATURES.values():
-            missing = match_needs(second.needs(job), first, None)
+            missing = match_needs(second.needs(job), first)
             if missing and first is not second:
                 yield first, second, missing[0].reason
 

@@ -4,11 +4,11 @@ A feature names no method, and a method no feature: both name needs (``core/need
 same table is ``docs/compatibility.md``.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.needs import Need, Needs, Requirement
+from ..core.needs import Need, Requirement
 from ..methods.registry import METHODS
 from ..privacy.secure_aggregation.limits import FEWEST_SITES
 from ..wire.formats import FORMATS
@@ -22,21 +22,19 @@ class Feature:
 
     Attributes:
         name: the setting, as in a configuration.
-        effect: what it changes, as the start of an error.
         is_used: whether a job has it; the argument is the job.
         instead: how to do without it.
+        effect: what it changes, as the start of an error; empty: it takes nothing.
         takes: the needs that a job with this feature cannot meet.
         needs: what the feature itself needs; the argument is the job.
-        capacity: how much of a need that it takes is left; the argument is the job; None: nothing.
     """
 
     name: str
-    effect: str
     is_used: Callable[[Any], bool]
     instead: str
-    takes: frozenset[Need] = frozenset()
-    needs: Callable[[Any], Needs] = lambda job: frozenset()
-    capacity: Callable[[Any], int] | None = None
+    effect: str = ""
+    takes: Sequence[Need] = ()
+    needs: Callable[[Any], Iterable[Requirement]] = lambda job: ()
 
 
 def _iterate_privacy_needs(privacy: Any) -> Iterator[Requirement]:
@@ -49,197 +47,173 @@ def _iterate_privacy_needs(privacy: Any) -> Iterator[Requirement]:
         yield Need.PACKAGE_STEPS.because("unit: subject: each step clips the gradients of subjects, with noise", remedy)
 
 
-def _require(*requirements: Requirement) -> Callable[[Any], Needs]:
-    return lambda job: frozenset(requirements)
-
-
 def _build_format_feature(need: Need, effect: str) -> Feature:
     """Return the feature of the number formats that take a need away."""
     names = [name for name, row in FORMATS.items() if row.takes is need]
     others = [name for name in FORMATS if name not in names]
     return Feature(
         f"wire.values: {', '.join(names)}",
-        effect,
         lambda job: FORMATS[job.wire.values].takes is need,
         f"set wire.values to {', '.join(others[:-1])} or {others[-1]}",
-        takes=frozenset({need}),
+        effect,
+        takes=[need],
     )
 
-
-_READS_SINGLE_UPDATES = "needs to read single updates"
 
 _FEATURES = (
     Feature(
         "wire.aggregation: masked",
-        "the server reads sums only",
         lambda job: job.wire.aggregation == "masked",
         "set wire.aggregation to plain",
-        takes=frozenset(
-            {
-                Need.SINGLE_UPDATES,
-                Need.SINGLE_SCORES,
-                Need.OWN_ENTRIES,
-                Need.LATE_WEIGHTS,
-                Need.OWN_FORMAT,
-                Need.EXACT_STATISTICS,
-            }
+        "the server reads sums only",
+        takes=(
+            Need.SINGLE_UPDATES,
+            Need.SINGLE_SCORES,
+            Need.OWN_ENTRIES,
+            Need.LATE_WEIGHTS,
+            Need.OWN_FORMAT,
+            Need.EXACT_STATISTICS,
         ),
-        needs=_require(
-            Need.QUORUM.because("each of two sites can subtract its own values from their sum", amount=FEWEST_SITES)
-        ),
+        needs=lambda job: [Need.QUORUM.because("each of two sites can subtract its own values from their sum")],
     ),
     _build_format_feature(Need.EXACT_MODEL, "sites train from a rounded model"),
     _build_format_feature(Need.EXACT_STATISTICS, "values are rounded"),
     Feature(
         "wire.values",
-        "",
         lambda job: job.wire.values != "float32",
         "leave wire.values at float32",
-        needs=lambda job: frozenset(
-            need.because(f"values are {job.wire.values}") for need in FORMATS[job.wire.values].needs
-        ),
+        needs=lambda job: [need.because(f"values are {job.wire.values}") for need in FORMATS[job.wire.values].needs],
     ),
     Feature(
         "privacy",
-        "the budget covers one training a round, of float32 steps with noise",
         lambda job: job.privacy is not None,
         "leave privacy out",
-        takes=frozenset({Need.MORE_READS, Need.JOINT_SUBJECTS, Need.PLAIN_STEPS, Need.EXACT_STATISTICS}),
-        needs=lambda job: frozenset(_iterate_privacy_needs(job.privacy)),
+        "the budget covers one training a round, of float32 steps with noise",
+        takes=(Need.MORE_READS, Need.JOINT_SUBJECTS, Need.PLAIN_STEPS, Need.EXACT_STATISTICS),
+        needs=lambda job: _iterate_privacy_needs(job.privacy),
     ),
     Feature(
         "a task",
-        "the package takes the steps",
         lambda job: job.task.key != "script",
         "use task.script",
-        takes=frozenset({Need.SCRIPT_STEPS}),
+        "the package takes the steps",
+        takes=[Need.SCRIPT_STEPS],
     ),
     Feature(
         "task.script",
-        "a training script trains and evaluates by itself",
         lambda job: job.task.key == "script",
         "write a task (docs/own-task.md)",
-        takes=frozenset({Need.PACKAGE_STEPS}),
-        needs=_require(Need.HIDDEN_EXAMPLES.because()),
+        "a training script trains and evaluates by itself",
+        takes=[Need.PACKAGE_STEPS],
+        needs=lambda job: [Need.HIDDEN_EXAMPLES.because()],
     ),
     Feature(
         "federation.early_stopping",
-        "the run may end before its last round, by the validation examples of all sites",
         lambda job: job.federation.early_stopping is not None,
         "leave early_stopping out",
-        takes=frozenset({Need.LAST_ROUND, Need.SAMPLED_SITES}),
-        needs=_require(Need.VALIDATION.because("models are compared on validation examples")),
+        "the run may end before its last round, by the validation examples of all sites",
+        takes=(Need.LAST_ROUND, Need.SAMPLED_SITES),
+        needs=lambda job: [Need.VALIDATION.because("models are compared on validation examples")],
     ),
     Feature(
         "task.split.validation: 0",
-        "no site has validation examples",
         lambda job: not job.task.config.split.validation,
         EXAMPLES_REMEDY,
-        takes=frozenset({Need.VALIDATION}),
+        "no site has validation examples",
+        takes=[Need.VALIDATION],
     ),
     Feature(
-        "federation.min_sites",
-        "{capacity} of the sites commit a round, {amount} are needed",
-        lambda job: True,
-        "set federation.min_sites to {amount} or more",
-        takes=frozenset({Need.QUORUM}),
-        capacity=lambda job: job.federation.min_sites,
+        f"federation.min_sites below {FEWEST_SITES}",
+        lambda job: job.federation.min_sites < FEWEST_SITES,
+        f"set federation.min_sites to {FEWEST_SITES} or more",
+        f"fewer than {FEWEST_SITES} of the sites commit a round",
+        takes=[Need.QUORUM],
     ),
     Feature(
         "federation.clip_norm",
-        "",
         lambda job: job.federation.clip_norm is not None,
         "use clip_norm and max_norm of the site's own policy",
-        needs=_require(Need.SINGLE_UPDATES.because(_READS_SINGLE_UPDATES)),
+        needs=lambda job: [Need.SINGLE_UPDATES.because("needs to read single updates")],
     ),
     Feature(
         "federation.max_share",
-        "",
         lambda job: job.federation.max_share < 1,
         "leave max_share at 1, and agree on federation.examples",
-        needs=_require(
+        needs=lambda job: [
             Need.LATE_WEIGHTS.because(
                 "depends on the sites that contribute, which are known only after the sites have weighted their values"
             )
-        ),
+        ],
     ),
     Feature(
         "method.personal",
-        "some tensors stay at the sites",
         lambda job: bool(job.method.config.personal),
         "leave personal out",
-        takes=frozenset({Need.WHOLE_MODEL}),
-        needs=_require(Need.PLAIN_STEPS.because("these tensors train without noise")),
+        "some tensors stay at the sites",
+        takes=[Need.WHOLE_MODEL],
+        needs=lambda job: [Need.PLAIN_STEPS.because("these tensors train without noise")],
     ),
     Feature(
         "method.participation",
-        "",
         lambda job: job.method.config.participation < 1,
         "set participation to 1",
-        needs=lambda job: frozenset(
-            {
-                Need.SAMPLED_SITES.because(
-                    f"{job.method.config.participation:g} samples some of the sites for each round"
-                )
-            }
-        ),
+        needs=lambda job: [
+            Need.SAMPLED_SITES.because(f"{job.method.config.participation:g} samples some of the sites for each round")
+        ],
     ),
     Feature(
         "method.training",
-        "",
         lambda job: job.task.key == "script" and job.method.config.training != _get_default_training(job),
         'leave method.training out, and give the script its settings in task.args: "--lr 0.1"',
-        needs=_require(Need.PACKAGE_STEPS.because("has no effect: the script decides how it trains")),
+        needs=lambda job: [Need.PACKAGE_STEPS.because("has no effect: the script decides how it trains")],
     ),
     Feature(
         "method.training.schedule",
-        "",
         lambda job: not job.method.config.training.schedule.is_constant,
         "leave schedule out",
-        needs=_require(
+        needs=lambda job: [
             Need.NUMBER_OF_ROUNDS.because(
                 "is over method.rounds, so the learning rate of every round depends on their number"
             )
-        ),
+        ],
     ),
     Feature(
         "method.training.precision: bfloat16",
-        "a training pass computes in bfloat16",
         lambda job: job.method.config.training.precision != "float32",
         "leave precision out",
-        takes=frozenset({Need.FLOAT32_STEPS}),
-        needs=_require(Need.PLAIN_STEPS.because("gradients are clipped in float32")),
+        "a training pass computes in bfloat16",
+        takes=[Need.FLOAT32_STEPS],
+        needs=lambda job: [Need.PLAIN_STEPS.because("gradients are clipped in float32")],
     ),
     Feature(
         "method.training.compute: sparse",
-        "",
         lambda job: job.method.config.training.compute == "sparse",
         "set compute to auto",
-        needs=_require(Need.PLAIN_STEPS.because("the kernels compute whole minibatches")),
+        needs=lambda job: [Need.PLAIN_STEPS.because("the kernels compute whole minibatches")],
     ),
 )
 FEATURES = {feature.name: feature for feature in _FEATURES}
 """The features of a job by name; a new one adds its entry above."""
 CONTINUATION = Feature(
     "--start RUN",
-    "the rounds of the finished run must be those of the longer one",
     lambda job: False,
     "start a run of all rounds without it",
-    takes=frozenset({Need.NUMBER_OF_ROUNDS}),
+    "the rounds of the finished run must be those of the longer one",
+    takes=[Need.NUMBER_OF_ROUNDS],
 )
 AUDIT = Feature(
     "flare-sparse audit",
-    "attackers see one model, and the examples of the sites are known here",
     lambda job: False,
     "audit another run",
-    takes=frozenset({Need.NO_COMMON_MODEL, Need.HIDDEN_EXAMPLES}),
+    "attackers see one model, and the examples of the sites are known here",
+    takes=(Need.NO_COMMON_MODEL, Need.HIDDEN_EXAMPLES),
 )
 WITHDRAWAL = Feature(
     "flare-sparse withdraw",
-    "the package leaves the subjects out of what a site reads",
     lambda job: False,
     "remove the subjects from the data and run again",
-    takes=frozenset({Need.HIDDEN_EXAMPLES}),
+    "the package leaves the subjects out of what a site reads",
+    takes=[Need.HIDDEN_EXAMPLES],
 )
 
 
@@ -253,7 +227,7 @@ class JobPart:
     """
 
     name: str
-    needs: Needs
+    needs: Iterable[Requirement]
     instead: str = ""
 
 
@@ -262,8 +236,8 @@ def iterate_parts(job: Any) -> Iterator[JobPart]:
     yield JobPart(f"method {job.method.name}", job.method.config.needs())
     yield JobPart("task", job.task.config.needs())
     for feature in FEATURES.values():
-        if feature.is_used(job) and (needs := feature.needs(job)):
-            yield JobPart(feature.name, needs, feature.instead)
+        if feature.is_used(job):
+            yield JobPart(feature.name, tuple(feature.needs(job)), feature.instead)
 
 
 def find_conflicts(
@@ -278,37 +252,30 @@ def find_conflicts(
     """
     parts = list(iterate_parts(job) if parts is None else parts)
     features = [feature for feature in FEATURES.values() if feature.is_used(job)] if features is None else features
-    found = ((part, feature, match_needs(part.needs, feature, job)) for feature in features for part in parts)
-    return [_describe_conflict(part, feature, missing, job) for part, feature, missing in found if missing]
+    found = ((part, feature, match_needs(part.needs, feature)) for feature in features for part in parts)
+    return [_describe_conflict(part, feature, missing) for part, feature, missing in found if missing]
 
 
-def match_needs(needs: Needs, feature: Feature, job: Any) -> list[Requirement]:
-    """Return the needs that a feature takes away, in a fixed order; without a job, it has enough of any quantity."""
-    if feature.capacity is not None and job is None:
-        return []
-    capacity = feature.capacity(job) if feature.capacity else 0
-    missing = [r for r in needs if r.need in feature.takes and r.amount > capacity]
+def match_needs(needs: Iterable[Requirement], feature: Feature) -> list[Requirement]:
+    """Return the needs that a feature takes away, in a fixed order."""
+    missing = [requirement for requirement in needs if requirement.need in feature.takes]
     return sorted(missing, key=lambda r: (list(Need).index(r.need), r.reason))
 
 
-def _describe_conflict(part: JobPart, feature: Feature, missing: list[Requirement], job: Any) -> str:
+def _describe_conflict(part: JobPart, feature: Feature, missing: list[Requirement]) -> str:
     reasons = " and ".join(dict.fromkeys(requirement.reason for requirement in missing))
     remedies = list(dict.fromkeys(requirement.remedy for requirement in missing if requirement.remedy))
     if part.instead:
         remedies.append(part.instead)
     elif not remedies and part.name.startswith("method "):
-        remedies = [f"choose {', '.join(list_compatible_methods(feature, job))}"]
+        remedies = [f"choose {', '.join(list_compatible_methods(feature))}"]
     remedies.append(f"or {feature.instead}")
-    text = f"{feature.name}: {feature.effect}, but {part.name}: {reasons}; {', '.join(remedies)}"
-    if feature.capacity is None:
-        return text
-    amount = max(requirement.amount for requirement in missing)
-    return text.replace("{capacity}", str(feature.capacity(job))).replace("{amount}", str(amount))
+    return f"{feature.name}: {feature.effect}, but {part.name}: {reasons}; {', '.join(remedies)}"
 
 
-def list_compatible_methods(feature: Feature, job: Any = None) -> list[str]:
+def list_compatible_methods(feature: Feature) -> list[str]:
     """Return the methods that work with a feature by their default settings."""
-    return [name for name, method in METHODS.items() if not match_needs(method.Config().needs(), feature, job)]
+    return [name for name, method in METHODS.items() if not match_needs(method.Config().needs(), feature)]
 
 
 def _get_default_training(job: Any) -> Any:

@@ -36,15 +36,14 @@ class Need(Enum):
     VALIDATION = "validation examples decide"
     QUORUM = "a round needs the contributions of several sites"
 
-    def because(self, reason: str = "", remedy: str = "", *, amount: int = 1) -> Requirement:
+    def because(self, reason: str = "", remedy: str = "") -> Requirement:
         """Return this need with its cause.
 
         Args:
             reason: the setting that causes it and why; empty: the need's own text.
             remedy: how to do without, such as ``"set aggregation to mean"``; empty: the validator names what works.
-            amount: how much is needed, such as the number of sites of ``QUORUM``.
         """
-        return Requirement(self, reason or self.value, remedy, amount)
+        return Requirement(self, reason or self.value, remedy)
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,11 @@ class Requirement:
         need: what is needed.
         reason: why, as part of an error.
         remedy: how to do without; empty: not known to the part.
-        amount: how much is needed.
     """
 
     need: Need
     reason: str
     remedy: str = ""
-    amount: int = 1
 
 
 Needs = frozenset[Requirement]
