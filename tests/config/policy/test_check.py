@@ -137,15 +137,15 @@ def test_upload_whose_examples_are_not_known_is_no_upload_without_conflicts() ->
     ("terms", "changes", "conflicts"),
     [
         ({"max_upload_bytes": 328}, {}, []),
-        ({"max_upload_bytes": 327}, {}, ["max_upload_bytes: a message has 328 bytes, the limit is 327"]),
+        ({"max_upload_bytes": 327}, {}, ["max_upload_bytes: the message has 328 bytes, the limit is 327"]),
         ({"max_upload_bytes": 327}, {"direction": "down"}, []),
         ({"max_upload_share": 0.5}, {}, []),
         ({"max_upload_share": 0.49}, {}, ["max_upload_share: 50.0% of the model's entries, the limit is 49.0%"]),
         ({"max_upload_share": 0.49}, {"content": "metrics"}, []),
-        ({"noise": 0.1, "clip_norm": 1.0}, {"content": "statistics"}, ["statistics of inputs leave"]),
+        ({"noise": 0.1, "clip_norm": 1.0}, {"content": "statistics"}, ["noise: statistics of inputs"]),
         ({"noise": 0.1, "clip_norm": 1.0}, {}, []),
         ({"tensors": ("none*",)}, {}, []),
-        ({"contents": ("weights", "metrics")}, {}, ["contents: fedavg sends delta, which may not leave"]),
+        ({"contents": ("weights", "metrics")}, {}, ["contents: delta may not leave this site; choose other"]),
         ({"methods": ("scbf",)}, {}, ["methods: fedavg may not run at this site"]),
     ],
 )  # fmt: skip

@@ -128,40 +128,27 @@ def test_noise_has_the_given_deviation_and_differs_between_messages() -> None:
     assert not torch.equal(first, second)
 
 
-def test_scores_are_quantized_or_averaged_over_channels() -> None:
+def test_scores_are_quantized() -> None:
     scores = Patch(torch.rand(LAYOUT.size, generator=torch.Generator().manual_seed(1)), FULL)
     coarse = LAYOUT.unflatten(Policy(score_bits=2).sanitize_values("scores", scores, LAYOUT))
     assert all(part.unique().numel() <= 4 for part in coarse.values())
-    rows = LAYOUT.unflatten(Policy(channel_scores=True).sanitize_values("scores", scores, LAYOUT))["0.weight"]
-    assert torch.allclose(rows, scores.values[:12].view(3, 4).mean(1, keepdim=True).expand(3, 4))
     assert Policy().sanitize_values("scores", scores, LAYOUT) is scores.values
 
 
 @pytest.mark.parametrize(
-    ("terms", "asked", "scored", "refusal"),
+    ("asked", "scored", "refusal"),
     [
-        pytest.param(
-            {}, [0, *range(12, 23)], "asked", "scores of 1 entries of 0.weight, the minimum is 6", id="one entry"
-        ),
-        pytest.param({}, range(23), "asked", None, id="whole tensors, the bias smaller than the minimum"),
-        pytest.param({}, [0, *range(12, 23)], "all", None, id="entries that the method chooses"),
-        pytest.param({}, range(6), "asked", None, id="as many as the minimum"),
-        pytest.param(
-            {"channel_scores": True},
-            [0, *range(4, 12)],
-            "asked",
-            "1 entries of a channel of 0.weight",
-            id="one of a row",
-        ),
+        pytest.param([0, *range(12, 23)], "asked", "scores of 1 entries of 0.weight, the minimum is 6", id="one entry"),
+        pytest.param(range(23), "asked", None, id="whole tensors, the bias smaller than the minimum"),
+        pytest.param([0, *range(12, 23)], "all", None, id="entries that the method chooses"),
+        pytest.param(range(6), "asked", None, id="as many as the minimum"),
     ],
 )
-def test_scores_of_few_entries_of_a_tensor_are_refused(
-    terms: dict[str, Any], asked: Iterable[int], scored: str, refusal: str | None
-) -> None:
+def test_scores_of_few_entries_of_a_tensor_are_refused(asked: Iterable[int], scored: str, refusal: str | None) -> None:
     bits = torch.zeros(LAYOUT.size, dtype=torch.bool)
     bits[list(asked)] = True
     trainable = Mask(bits)
-    policy = Policy(min_entries=6, **terms)
+    policy = Policy(min_entries=6)
     problems = list(policy.find_score_refusals(trainable, trainable if scored == "asked" else FULL, LAYOUT))
     assert bool(problems) == bool(refusal)
     assert not refusal or re.search(refusal, problems[0])

@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import chain
 
 from ...core.params import Layout
-from ...inputs.scaling import STATISTICS
 from ...privacy.dp.accounting import Charge
 from ...privacy.dp.forecast import Forecast, explain_shortage
 from ...rounds.local.dry_run import DryTrainer, dry_run
@@ -98,7 +97,14 @@ def iterate_conflicts(
     uploads = [line for line in messages if line.direction == "up"]
     if policy.methods is not None and method not in policy.methods:
         yield f"methods: {method} may not run at this site; allowed: {', '.join(policy.methods)}"
-    yield from _iterate_conflicts_of_messages(policy, method, uploads, layout)
+    for content in sorted({line.content for line in uploads}):
+        alike = [line for line in uploads if line.content == content]
+        sent, size = max(line.scalars_sent for line in alike), max(line.payload_bytes for line in alike)
+        for reason in policy.find_message_refusals(content, sent, alike[0].scalars_total, size):
+            yield f"{reason}; {_REMEDIES.get(reason.partition(':')[0], 'choose other settings or another method')}"
+    withheld = [spec.name for spec in layout.tensors if not policy.allows_tensor(spec)]
+    if withheld and any(line.scalars_sent == line.scalars_total for line in uploads if line.content != "metrics"):
+        yield f"tensors: {withheld[0]} may not leave, and a message has all tensors of the model"
     for site, site_usages in sorted(usages.items()):
         # The usages of a site are in the order of its uploads.
         contents = [line.content for line in uploads if line.site == site]
@@ -109,27 +115,8 @@ def iterate_conflicts(
             yield f"{reason} ({site}); {_SCORES_REMEDY if reason.startswith('min_score') else 'add data'}"
 
 
+_REMEDIES = {"max_upload_bytes": "raise sparsity", "noise": "choose task.scaling"}
 _SCORES_REMEDY = (
     "add data, or let scores read all of it: --set method.saliency_batches=null; for a smaller site send none: --set "
     "method.scores=random, whose mask does not follow the data and costs accuracy (docs/site-policy.md)"
 )
-
-
-def _iterate_conflicts_of_messages(
-    policy: Policy, method: str, uploads: Sequence[LedgerLine], layout: Layout
-) -> Iterator[str]:
-    """Yield the conflicts with contents, sizes, protection and tensors of uploads."""
-    for content in sorted({line.content for line in uploads} - set(policy.contents)):
-        yield f"contents: {method} sends {content}, which may not leave; choose other settings or another method"
-    with_values = [line for line in uploads if line.content != "metrics"]
-    largest = max((line.payload_bytes for line in uploads), default=0)
-    if policy.max_upload_bytes and largest > policy.max_upload_bytes:
-        yield f"max_upload_bytes: a message has {largest} bytes, the limit is {policy.max_upload_bytes}; raise sparsity"
-    share = max((line.scalars_sent / line.scalars_total for line in with_values), default=0.0)
-    if share > policy.max_upload_share:
-        yield f"max_upload_share: {share:.1%} of the model's entries, the limit is {policy.max_upload_share:.1%}"
-    if policy.noise and any(line.content == STATISTICS for line in uploads):
-        yield "statistics of inputs leave without noise, which the policy asks for; choose task.scaling"
-    withheld = [spec.name for spec in layout.tensors if not policy.allows_tensor(spec)]
-    if withheld and any(line.scalars_sent == line.scalars_total for line in with_values):
-        yield f"tensors: {withheld[0]} may not leave, and a message has all tensors of the model"

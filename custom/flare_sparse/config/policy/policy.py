@@ -75,8 +75,6 @@ class Policy(Settings):
     """leave out the changes of units of linear layers that reveal the input of a single example"""
     score_bits: int | None = Field(None, ge=1, le=8)
     """quantize scores to this many bits, per tensor"""
-    channel_scores: bool = False
-    """replace each score by the mean of its output channel"""
     max_upload_bytes: int | None = Field(None, ge=128)
     """size limit of a message in bytes"""
     max_upload_share: float = Field(1.0, gt=0, le=1)
@@ -144,16 +142,10 @@ class Policy(Settings):
             layout: layout of the model.
             size: bytes of the encoded message, if known.
         """
-        if content not in self.contents:
-            yield f"contents: {content} may not leave this site"
-        if size is not None and self.max_upload_bytes is not None and size > self.max_upload_bytes:
-            yield f"max_upload_bytes: the message has {size} bytes, the limit is {self.max_upload_bytes}"
+        yield from self.find_message_refusals(content, mask.count, layout.size, size)
         if content == "metrics":
             return
         yield from self.find_shortfalls(content, usage)
-        if mask.count > self.max_upload_share * layout.size:
-            share = mask.count / layout.size
-            yield f"max_upload_share: {share:.1%} of the model's entries, the limit is {self.max_upload_share:.1%}"
         if not mask <= Mask.from_tensors(layout, self.allows_tensor):
             yield f"tensors: the update has entries of a tensor that does not match {', '.join(self.tensors)}"
         if not bool(torch.isfinite(values).all()):
@@ -163,10 +155,27 @@ class Policy(Settings):
         elif self.max_norm is not None and content != "scores" and compute_norm(values) > self.max_norm:
             yield f"max_norm: the delta has an L2 norm of {compute_norm(values):.3g}, the limit is {self.max_norm}"
 
+    def find_message_refusals(self, content: str, sent: int, total: int, size: int | None = None) -> Iterator[str]:
+        """Yield what forbids a message, whatever its values are.
+
+        Args:
+            content: content of the update.
+            sent: number of entries in the message.
+            total: number of entries of the model.
+            size: bytes of the encoded message, if known.
+        """
+        if content not in self.contents:
+            yield f"contents: {content} may not leave this site"
+        if size is not None and self.max_upload_bytes is not None and size > self.max_upload_bytes:
+            yield f"max_upload_bytes: the message has {size} bytes, the limit is {self.max_upload_bytes}"
+        if content != "metrics" and sent > self.max_upload_share * total:
+            share, limit = sent / total, self.max_upload_share
+            yield f"max_upload_share: {share:.1%} of the model's entries, the limit is {limit:.1%}"
+        if self.noise and content == STATISTICS:
+            yield "noise: statistics of inputs would leave without noise"
+
     def _find_statistics_refusals(self, values: Tensor, mask: Mask, layout: Layout) -> Iterator[str]:
         """Yield the reasons why statistics of inputs may not leave."""
-        if self.noise:
-            yield "noise: statistics of inputs would leave without noise"
         # The mean of a column with one value present is that value, however many subjects the site has.
         for _, statistics in select_statistics(mask.put(values, torch.zeros(mask.size)), layout):
             count = statistics[0][statistics[0] > 0]
@@ -231,25 +240,22 @@ class Policy(Settings):
             yield f"min_entries: the request asks for {entries} entries, the minimum is {self.min_entries}"
 
     def find_score_refusals(self, trainable: Mask, scored: Mask, layout: Layout) -> Iterator[str]:
-        """Yield each tensor or channel of which a request asks for the scores of too few entries.
+        """Yield each tensor of which a request asks for the scores of too few entries.
 
-        Scores are quantized per tensor and averaged per channel, so few entries of one tensor or channel would leave
-        unchanged, however many entries of other tensors go with them. A group that is asked for as a whole passes.
+        Scores are quantized per tensor, so few entries of one tensor would leave unchanged, however many entries of
+        other tensors go with them. A tensor that is asked for as a whole passes.
 
         Args:
             trainable: entries that the request asks for.
-            scored: entries that have a score; where the method chooses them itself, no group is too small.
+            scored: entries that have a score; where the method chooses them itself, no tensor has too few.
             layout: layout of the model.
         """
         if not scored <= trainable:
             return
         for name, bits in layout.unflatten(trainable.bits).items():
-            by_channel = self.channel_scores and bits.dim() > 1
-            groups = bits.flatten(1) if by_channel else bits.reshape(1, -1)
-            counts, minimum = groups.sum(1), min(self.min_entries, groups.shape[1])
-            if bool(((counts > 0) & (counts < minimum)).any()):
-                group = f"a channel of {name}" if by_channel else name
-                asked = f"scores of {int(counts[counts > 0].min())} entries of {group}"
+            count, minimum = int(bits.sum()), min(self.min_entries, bits.numel())
+            if 0 < count < minimum:
+                asked = f"scores of {count} entries of {name}"
                 yield f"min_entries: the request asks for {asked}, the minimum is {minimum}"
 
     def sanitize_metrics(
@@ -323,8 +329,12 @@ class Policy(Settings):
         if content == STATISTICS:
             return values
         if content == "scores":
-            coarse = self.channel_scores or self.score_bits is not None
-            return patch.mask.take(self._coarsen_scores(patch.to_vector(), patch.mask, layout)) if coarse else values
+            if self.score_bits is None:
+                return values
+            scores = patch.to_vector()
+            for tensor in layout.unflatten(scores).values():
+                tensor.copy_(_quantize(tensor, self.score_bits))
+            return patch.mask.take(scores)
         if self.clip_norm is not None and (norm := compute_norm(values)) > self.clip_norm:
             values = values * (self.clip_norm / norm)
         if self.noise and self.clip_norm is not None:
@@ -332,27 +342,11 @@ class Policy(Settings):
             values = values + self.noise * self.clip_norm * noise
         return values
 
-    def _coarsen_scores(self, scores: Tensor, mask: Mask, layout: Layout) -> Tensor:
-        """Average the vector ``scores`` by output channel and quantize it by tensor, in place; return it."""
-        sent = layout.unflatten(mask.bits)
-        for name, tensor in layout.unflatten(scores).items():
-            if self.channel_scores and tensor.dim() > 1:
-                tensor.copy_(_average_by_channel(tensor, sent[name]))
-            if self.score_bits is not None:
-                tensor.copy_(_quantize(tensor, self.score_bits))
-        return scores
-
 
 def _round_metric(value: float) -> float:
     if not math.isfinite(value):
         return value
     return round(value, 2 - max(0, math.floor(math.log10(max(abs(value), 1.0)))))
-
-
-def _average_by_channel(scores: Tensor, sent: Tensor) -> Tensor:
-    """Return for each score the mean of its output channel over the entries that are ``sent``; the others are 0."""
-    sums, counts = (scores * sent).flatten(1).sum(1), sent.flatten(1).sum(1).clamp_min(1)
-    return (sums / counts).view(-1, *[1] * (scores.dim() - 1)).expand_as(scores)
 
 
 def _quantize(scores: Tensor, bits: int) -> Tensor:
