@@ -20,7 +20,7 @@ from flare_sparse.config.user_classes import import_class
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.neurosfl import NeuroSFL
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
+from flare_sparse.privacy.secure_aggregation.stage import SumRules
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.script import ScriptTask
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task, TaskConfig
@@ -295,7 +295,7 @@ def test_section_on_privacy_is_sent_with_a_job(file: Path) -> None:
     ],
 )
 def test_settings_that_need_more_than_a_sum_are_refused_with_masked_sums(file: Path, override: str, cause: str) -> None:
-    assert load_config(file, MASKED).sum_rules == SumRules(64.0, 3)
+    assert load_config(file, MASKED).stage == SumRules(64.0, 3)
     problem = find_refusal(file, "wire.aggregation: masked", *MASKED, override)
     assert f"but {cause}" in problem or f"but method {cause}" in problem
     assert problem.endswith("or set wire.aggregation to plain")

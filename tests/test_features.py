@@ -15,14 +15,14 @@ FEATURES = {
     # Not the word masked alone, which elsewhere is about the mask of a model.
     "sums": (
         r"SumRules|sum_rules|ServerSums|SiteSums|secure_aggregation|site_sums|is_masked|aggregation.*masked|[.]masked\b",
-        6,
+        2,
     ),
     "statistics of inputs": (
         r"(?<!DataKind\.)\bSTATISTICS\b|statistics_mask|\bcompute_statistics|select_statistics|drop_rests",
         3,
     ),
     # Not torch's quantised modules and tensors.
-    "few-bit values": (r'\bis_quantized\(|(?<!"\.)\bquantized\b', 4),
+    "few-bit values": (r'\bis_quantized\(|(?<!"\.)\bquantized\b', 3),
     "transition of the link": (r"ServerLink|SiteLink", 1),
 }
 """By feature: the names and words by which code mentions it, and the rooms that do."""

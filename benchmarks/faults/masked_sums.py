@@ -19,12 +19,8 @@ from itertools import combinations, count, product
 from math import comb
 from operator import or_
 
-from flare_sparse.privacy.secure_aggregation.limits import (
-    RevealedSum,
-    compute_threshold,
-    count_needed,
-    find_violation,
-)
+from flare_sparse.privacy.secure_aggregation.limits import compute_threshold, count_needed, find_violation
+from flare_sparse.wire.stage import RevealedSum
 
 PRIME = 2**61 - 1
 """Larger than every minor of six of these rows, so that ranks modulo this prime are those over the rationals."""

@@ -34,11 +34,12 @@ from flare_sparse.methods.neurosfl import NeuroSFL, NeuroSFLConfig
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
-from flare_sparse.rounds.federation import Connections, Federation, Reply, RoundRecord
+from flare_sparse.rounds.federation import Connections, Federation, RoundRecord
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import LocalTask, TrainingConfig, build_site
 from flare_sparse.wire.formats import FORMATS, ValueType
 from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.stage import Reply
 
 RUN = "0" * 16
 

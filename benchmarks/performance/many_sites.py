@@ -33,20 +33,19 @@ from flare_sparse.core.params import Layout
 from flare_sparse.methods.method import Method
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.privacy.secure_aggregation.keys import SHARE_BYTES
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.party import BOX_BYTES
+from flare_sparse.privacy.secure_aggregation.stage import SumRules
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
-from flare_sparse.rounds.endpoints.server_sums import ServerSums
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.endpoints.site_sums import SiteSums
 from flare_sparse.rounds.endpoints.update_store import UpdateStore
-from flare_sparse.rounds.federation import Connections, Federation, Reply, RoundRules, SumQuestions
+from flare_sparse.rounds.federation import Connections, Federation, RoundRules
 from flare_sparse.rounds.local.dry_run import DryTrainer
-from flare_sparse.rounds.local.run import build_sums
+from flare_sparse.rounds.local.run import build_stages
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Metric
 from flare_sparse.training import Site, Training
 from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.stage import PLAIN_STAGE, Questions, Reply, SiteStage
 
 VOLUME = (121, 145, 121)
 RUN, SEED, ROUNDS = "0" * 16, 1, 2
@@ -118,7 +117,7 @@ def build_job(model: str) -> tuple[Method[Any, Any], Tensor]:
     return METHODS[name](METHODS[name].Config.model_validate(settings), layout, SEED), weights
 
 
-def serve_sites(connection: Connection, model: str, sums: Mapping[str, SiteSums]) -> None:
+def serve_sites(connection: Connection, model: str, stages: Mapping[str, SiteStage]) -> None:
     """Answer requests and questions of sums for all sites, until the server's process ends."""
     torch.set_num_threads(1)
     method, _ = build_job(model)
@@ -130,16 +129,15 @@ def serve_sites(connection: Connection, model: str, sums: Mapping[str, SiteSums]
         if kind == "stop":
             return
         if kind == "question":
-            connection.send(sums[names[0]].answer(data))
+            connection.send(stages[names[0]].answer(data))
             continue
         request = endpoint.receive(data, None)
         for number, name in enumerate(names):
             trainer.factor = 1 + number / len(names)
             update = endpoint.answer(request)
-            if sums:
-                request_id = RequestId(request.kind, request.round)
-                sums[name].withhold(update, request_id, site.weights, endpoint.compute_model_digest())
-                update = sums[name].seal(update, "")
+            endpoint.stage = stages[name]
+            request_id = RequestId(request.kind, request.round)
+            endpoint.stage.seal(update, request_id, site.weights, endpoint.compute_model_digest)
             message = endpoint.encode_message(request, update).data
             connection.send((name, message, update.num_examples))
         # The state moves on once, as that of a site that has answered.
@@ -176,16 +174,14 @@ def measure(row: Row) -> Figures:
     names = [f"site-{number:04d}" for number in range(1, row.sites + 1)]
     method, weights = build_job(row.model)
     ledger = Ledger()
-    server_sums: ServerSums | None = None
-    site_sums: dict[str, SiteSums] = {}
-    if row.aggregation == "masked":
-        server_sums, site_sums = build_sums(method, RUN, SumRules(64.0), names, ledger)
+    stage = SumRules(64.0) if row.aggregation == "masked" else PLAIN_STAGE
+    server_stage, stages = build_stages(method, RUN, stage, names, ledger)
     ours, theirs = multiprocessing.get_context("fork").Pipe()
-    sites = multiprocessing.get_context("fork").Process(target=serve_sites, args=(theirs, row.model, site_sums))
+    sites = multiprocessing.get_context("fork").Process(target=serve_sites, args=(theirs, row.model, stages))
     sites.start()
-    site_sums.clear()
+    stages.clear()
     window = row.window_mib * MIB or 2**60
-    server = ServerEndpoint(method.layout, RUN, "float32", ledger, server_sums, SEED, updates=UpdateStore(window))
+    server = ServerEndpoint(method.layout, RUN, "float32", ledger, server_stage, SEED, updates=UpdateStore(window))
     times: dict[int, list[float]] = {}
 
     def exchange(attempt: Attempt) -> dict[str, Reply]:
@@ -199,7 +195,7 @@ def measure(row: Row) -> Figures:
             replies[name] = server.decode(name, message, examples, {})
         return replies
 
-    def exchange_sum(questions: SumQuestions) -> Iterator[tuple[str, Any]]:
+    def exchange_steps(questions: Questions) -> Iterator[tuple[str, Any]]:
         for name, question in questions.messages.items():
             ours.send(("question", [name], question))
             yield name, ours.recv()
@@ -211,7 +207,7 @@ def measure(row: Row) -> Figures:
         method,
         server,
         Metric("none", "", "min"),
-        Connections(lambda: names, exchange, exchange_sum),
+        Connections(lambda: names, exchange, exchange_steps),
         rules=rules,
     )
     federation.run(weights)

@@ -24,8 +24,8 @@ from page_tables import write_section
 
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.rings import Ring
+from flare_sparse.privacy.secure_aggregation.stage import SumRules
 from flare_sparse.rounds.federation import Outcome, RoundRules
 from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.rounds.local.run import Course, Transport, run_locally
@@ -33,6 +33,7 @@ from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Metric
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger, LedgerLine
+from flare_sparse.wire.stage import PLAIN_STAGE
 
 SITES = ("site-1", "site-2", "site-3")
 VOLUME = (121, 145, 121)
@@ -108,7 +109,7 @@ def run(name: str, settings: dict[str, Any], layout: Layout, weights: torch.Tens
         course=Course(
             rules=RoundRules(min_sites=len(SITES)), on_round=lambda record: commits.append(time.perf_counter())
         ),
-        transport=Transport(sum_rules=SumRules(BOUND) if sums == "masked" else None),
+        transport=Transport(stage=SumRules(BOUND) if sums == "masked" else PLAIN_STAGE),
     )
     # The first commit ends the scores or the first round; the last one is the evaluation.
     return Run(outcome, ledger, median(end - begin for begin, end in pairwise(commits[1:-1])))

@@ -28,7 +28,7 @@ from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encoding_choice import compute_selection_entropy
 from flare_sparse.wire.encodings import ENCODINGS
-from flare_sparse.wire.formats import FORMATS, ValueType, is_quantized
+from flare_sparse.wire.formats import FORMATS, ValueType
 from flare_sparse.wire.plan import Plan
 
 DEVIATION = 1 / 30
@@ -64,7 +64,7 @@ def measure_formats(layout: Layout, draw: torch.Generator) -> list[dict[str, Any
             {
                 "values": values,
                 "bits": 8 * message.values_bytes / mask.count,
-                "error": float(error) / (DEVIATION / 10 if is_quantized(values) else DEVIATION),
+                "error": float(error) / (DEVIATION / 10 if FORMATS[values].sends_differences else DEVIATION),
                 "encode_ms": time_ms(send),
                 "decode_ms": time_ms(partial(decode, message.data, plan)),
             }

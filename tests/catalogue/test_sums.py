@@ -11,10 +11,10 @@ import pytest
 from local_federation import LocalFederation
 
 from flare_sparse.core.errors import RoundFailed
-from flare_sparse.privacy.secure_aggregation.keys import SignedKeys, read_sum_id
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
-from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
+from flare_sparse.privacy.secure_aggregation.keys import SignedKeys
+from flare_sparse.privacy.secure_aggregation.stage import SumRules
 from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.wire.steps import Step, pack_message, read_sum_id, unpack_message
 
 HOSTILE = "site-2"
 Change = Callable[[bytes], bytes]
@@ -31,7 +31,7 @@ def run(step: Step, attack: Callable[[np.ndarray], Any]) -> LocalFederation:
     # A site that spoils the shares of an attempt has no part in the next one.
     rules = RoundRules(min_sites=3, retries=1 if step == Step.SHARES else 0)
     training = {"optimizer": "sgd", "lr": 0.01}
-    federation = LocalFederation("fedavg", sites=4, rules=rules, sum_rules=SumRules(8.0), rounds=1, training=training)
+    federation = LocalFederation("fedavg", sites=4, rules=rules, stage=SumRules(8.0), rounds=1, training=training)
     deliver = federation.deliver_sum
 
     def change(questions: Any) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.endpoints.server import Attempt
-from flare_sparse.rounds.federation import Reply, RoundRecord, RoundRules
+from flare_sparse.rounds.federation import RoundRecord, RoundRules
 from flare_sparse.rounds.local.run import Course, Transport, run_locally
 from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.stage import Reply
 
 BOTH_WAYS = {"fraction": 0.2, "down": 0.3, "decay": 0.8}
 """Settings of top-k with a residual at each end."""

@@ -14,26 +14,17 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import FlareSparseError, SiteExcluded, WireError
 from flare_sparse.core.exchange import Contribution, Patch, Request, Update
 from flare_sparse.methods.method import Method
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
-from flare_sparse.privacy.secure_aggregation.messages import Step, unpack_message
 from flare_sparse.rounds.endpoints.events import pack_events
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.federation import (
-    Connections,
-    Federation,
-    Handshake,
-    Outcome,
-    Reply,
-    RoundRecord,
-    RoundRules,
-    SumQuestions,
-)
-from flare_sparse.rounds.local.run import build_sums
+from flare_sparse.rounds.federation import Connections, Federation, Handshake, Outcome, RoundRecord, RoundRules
+from flare_sparse.rounds.local.run import build_stages
 from flare_sparse.training import Site
 from flare_sparse.wire.codec import Encoded
 from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.stage import PLAIN_STAGE, Questions, Reply, Stage
+from flare_sparse.wire.steps import Step, unpack_message
 
 RUN = "0" * 16
 
@@ -82,7 +73,7 @@ class LocalFederation:
         rules: rules of the rounds.
         values: number format on the wire.
         stores: checkpoint store of each end; None for an end without checkpoints.
-        sum_rules: rules of sums of padded values; None: updates carry their values.
+        stage: what the values of updates pass on their way to the server.
 
     Attributes:
         is_silent: whether a site stays silent in an attempt; it does not even receive the request.
@@ -110,7 +101,7 @@ class LocalFederation:
         rules: RoundRules | None = None,
         values: ValueType = "float32",
         stores: Callable[[str], Store | None] = lambda end: None,
-        sum_rules: SumRules | None = None,
+        stage: Stage = PLAIN_STAGE,
         **settings: Any,
     ):
         self.bench = bench or ToyBench(Toy())
@@ -118,10 +109,8 @@ class LocalFederation:
         self.rules, self.values, self.stores = rules, values, stores
         self.ledger = Ledger()
         names = self._names(sites)
-        protection, self.stages = (
-            (None, {}) if sum_rules is None else build_sums(self.method, RUN, sum_rules, names, self.ledger)
-        )
-        self.server = ServerEndpoint(self.method.layout, RUN, values, self.ledger, protection, self.method.seed)
+        server_stage, self.stages = build_stages(self.method, RUN, stage, names, self.ledger)
+        self.server = ServerEndpoint(self.method.layout, RUN, values, self.ledger, server_stage, self.method.seed)
         self.sites = self.bench.sites(sites) if isinstance(sites, int) else dict(sites)
         self.endpoints = {name: self._build_endpoint(name) for name in self.sites}
 
@@ -189,7 +178,7 @@ class LocalFederation:
         )
         return self.change_message(replace(changed, message=self.encode(changed)))
 
-    def deliver_sum(self, step_questions: SumQuestions) -> dict[str, Any]:
+    def deliver_sum(self, step_questions: Questions) -> dict[str, Any]:
         """Take the questions of a step of a sum to the sites and return their replies."""
         replies: dict[str, Any] = {}
         questions = step_questions.messages
@@ -207,7 +196,7 @@ class LocalFederation:
                 replies[name] = error.code
         return replies
 
-    def yield_sum_replies(self, questions: SumQuestions) -> Iterator[tuple[str, Any]]:
+    def yield_sum_replies(self, questions: Questions) -> Iterator[tuple[str, Any]]:
         """Yield the replies to a step of a sum, as a transport does."""
         yield from self.deliver_sum(questions).items()
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from flare_sparse.core.errors import FlareSparseError
 from flare_sparse.privacy.secure_aggregation.collector import SumCollector
-from flare_sparse.privacy.secure_aggregation.identities import SiteIdentity, generate_identity
-from flare_sparse.privacy.secure_aggregation.keys import SumId
+from flare_sparse.privacy.secure_aggregation.identities import SiteIdentity, generate_kits
 from flare_sparse.privacy.secure_aggregation.party import SumParty
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
+from flare_sparse.wire.steps import SumId
 
 SUM_ID = SumId("00112233445566ff", "train", 3, 7)
 NARROW = Ring(32, 64.0)
 
 
+def get_identity(name: str) -> SiteIdentity:
+    files = generate_kits([name])[name]
+    return SiteIdentity.from_pem(name, files["client.crt"], files["client.key"], files["rootCA.pem"])
+
+
+@cache
 def get_identities() -> dict[str, SiteIdentity]:
-    return {name: generate_identity(name) for name in (f"site-{number}" for number in range(1, 9))}
+    return {name: get_identity(name) for name in (f"site-{number}" for number in range(1, 9))}
 
 
 def build_ring(count: int, wide: int = 0) -> RingFormat:

@@ -16,10 +16,11 @@ from toy import Toy, ToyBench
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import MissingBase, RoundFailed
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
+from flare_sparse.privacy.secure_aggregation.stage import SumRules
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
 from flare_sparse.rounds.endpoints.site import SiteMemory
-from flare_sparse.rounds.federation import Outcome, Reply, RoundRules
+from flare_sparse.rounds.federation import Outcome, RoundRules
+from flare_sparse.wire.stage import PLAIN_STAGE, Reply
 
 SITES = ("site-1", "site-2", "site-3")
 WAIT_S = 300.0
@@ -89,7 +90,7 @@ class SteppedFederation(LocalFederation):
             ToyBench(Toy(), personal=personal),
             rules=rules,
             values="float32" if values == "masked" else values,
-            sum_rules=SumRules(8.0) if values == "masked" else None,
+            stage=SumRules(8.0) if values == "masked" else PLAIN_STAGE,
             stores=self._open_store,
             **settings,
         )

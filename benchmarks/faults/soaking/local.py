@@ -17,11 +17,12 @@ from flare_sparse.core.errors import WireError
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.federation import Connections, Federation, Reply, RoundRecord
+from flare_sparse.rounds.federation import Connections, Federation, RoundRecord
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.wire import envelope
 from flare_sparse.wire.envelope import read_header
 from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.stage import Reply
 
 from .faulty import FAULTS, FaultyTask
 from .figures import measure_memory, summarize

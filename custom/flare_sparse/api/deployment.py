@@ -71,9 +71,7 @@ def run_in_flare(env: Env, study: Study, folder: RunFolder, observer: Observer, 
         return
     site_files = write_site_files(out / "sites", sites.values())
     observer.say(f"{start}, {len(sites)} sites in FLARE's simulator")
-    kits = out / "kits" if config.is_masked else None
-    if kits:
-        write_kits(kits, sites)
+    kits = write_kits(out / "kits", config.stage.generate_kits(sites))
     recipe = build_recipe(study, out)
     folder.clear()
     simulate(recipe, sorted(sites), site_files, out, Workplace(classes, checkpoints=checkpoints, kits=kits), observer)

@@ -129,7 +129,7 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
 
 def build_transport(job: JobConfig) -> Transport:
     """Return how the messages of a job travel within one process."""
-    return Transport(job.wire.values, job.sum_rules, job.builds_initial)
+    return Transport(job.wire.values, job.stage, job.builds_initial)
 
 
 def open_checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -> Store:

@@ -25,7 +25,7 @@ from ..tasks.data.partition import PARTITIONS
 from ..tasks.registry import TASKS
 from ..tasks.script import ScriptTask
 from ..tasks.task import Task, TaskConfig
-from ..wire.formats import FORMATS, is_quantized, uncompress
+from ..wire.formats import FORMATS, uncompress
 from .bundles import insert_bundle
 from .choice import Registries, find_name, get_settings
 from .problems import describe_problem
@@ -241,9 +241,10 @@ def dump_config(config: JobConfig) -> str:
 
 def build_method(config: JobConfig, layout: Layout) -> Method[Any, Any]:
     """Build the method of a job for a model of this layout."""
+    values = FORMATS[config.wire.values]
     settings = config.method.config.fit(layout, FORMATS[uncompress(config.wire.values)])
     method: Method[Any, Any] = config.method.entry(settings, layout, config.seed)
-    return pool_statistics(method, short=config.builds_initial and is_quantized(config.wire.values))
+    return pool_statistics(method, short=config.builds_initial and values.sends_differences)
 
 
 def _build_registries(data: Mapping[str, Any], classes: Mapping[str, type[Any] | None]) -> Registries:

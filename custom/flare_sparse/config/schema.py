@@ -13,13 +13,14 @@ from ..core.settings import Settings
 from ..methods.method import MethodConfig
 from ..methods.registry import METHODS
 from ..privacy.dp.config import PrivacyConfig
-from ..privacy.secure_aggregation.limits import SumRules
 from ..privacy.secure_aggregation.rings import MAX_BOUND
+from ..privacy.secure_aggregation.stage import SumRules
 from ..rounds.federation.rules import RoundRules
 from ..tasks.data.partition import PARTITIONS
 from ..tasks.registry import TASKS
 from ..tasks.task import Task, TaskConfig
 from ..wire.formats import FORMATS, ValueType, load_format
+from ..wire.stage import PLAIN_STAGE, Stage
 from .choice import Choice, ChoiceSerializer, build_choice_validator, build_error
 from .needs import find_conflicts
 
@@ -239,19 +240,15 @@ class JobConfig(Section):
         return self
 
     @property
-    def sum_rules(self) -> SumRules | None:
-        """Rules of the sums of padded values; None: every update carries its values."""
-        return SumRules(self.wire.bound, self.federation.min_sites) if self.is_masked else None
+    def stage(self) -> Stage:
+        """What the values of updates pass on their way to the server."""
+        is_plain = self.wire.aggregation == "plain"
+        return PLAIN_STAGE if is_plain else SumRules(self.wire.bound, self.federation.min_sites)
 
     @property
     def builds_initial(self) -> bool:
         """Whether each site builds the initial model from the seed."""
         return self.wire.initial_model == "built"
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether the server can read sums of the sites' values only."""
-        return self.wire.aggregation == "masked"
 
 
 Packaging = Literal["installed", "byoc"]

@@ -34,8 +34,9 @@ from ..core.errors import ConfigError, FlareSparseError, WireError, get_failure_
 from ..results.runs.progress import format_events, format_progress
 from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.server import Attempt, ServerEndpoint
-from ..rounds.federation import BestModel, Connections, Federation, Reply, RoundRecord, SumQuestions
+from ..rounds.federation import BestModel, Connections, Federation, RoundRecord
 from ..tasks.task import Metric
+from ..wire.stage import Questions, Reply
 from .checkpoints import mark_job_finished
 from .job_settings import SERVER_SECTIONS, check_shown_settings
 from .payload import (
@@ -171,7 +172,7 @@ class FederatedController(Controller):
             # Replies arrive in any order, but float sums depend on it: the order of names gives the same bits.
             return dict(sorted(replies.items()))
 
-        def exchange_sum(questions: SumQuestions) -> Iterator[tuple[str, Any]]:
+        def exchange_steps(questions: Questions) -> Iterator[tuple[str, Any]]:
             tasks = [(wrap(SUM, message), sites) for message, sites in _group_sites(questions.messages)]
             for site, result in ask(SUM, tasks, limit_s if questions.seconds is None else questions.seconds):
                 yield site, extract_sum_reply(result)
@@ -183,7 +184,7 @@ class FederatedController(Controller):
         connections = Connections(
             partial(_list_connected_sites, fl_ctx, job.federation.min_sites),
             exchange,
-            exchange_sum,
+            exchange_steps,
             handshake,
             lambda sites: self._list_returned(sites, limit_s, fl_ctx),
             lambda warning: self.logger.warning(str(warning)),

@@ -81,7 +81,7 @@ class SparseExecutor(Executor):
             session = get_site_session(fl_ctx)
             endpoint = session.get_endpoint(fl_ctx)
             if task_name == SUM:
-                return wrap(SUM, endpoint.answer_sum(extract(SUM, shareable)))
+                return wrap(SUM, endpoint.stage.answer(extract(SUM, shareable)))
             # In a job with a script FLARE downloads what a task holds only for a filter, and for whoever asks.
             if contains_lazy_download_ref(shareable):
                 cell = fl_ctx.get_engine().get_cell()

@@ -90,7 +90,7 @@ class SparseRecipe(Recipe):
             job.job.add_resource_spec(PORTABLE_RESOURCE_DEFAULT_KEY, {"num_of_gpus": config.federation.gpus})
         self._config = config
         self._add_server_components(job, tracker)
-        self._add_site_components(job, has_sums=config.sum_rules is not None)
+        self._add_site_components(job, has_steps=config.stage.hides_values)
         self._add_settings(job, config)
         # Nested under "server", the only place where FLARE reads it.
         self.add_server_config({"server": {"task_request_interval": config.federation.request_interval_s}})
@@ -174,9 +174,9 @@ class SparseRecipe(Recipe):
         if tracker is not None:
             job.to_server(tracker, id=TRACKER_ID)
 
-    def _add_site_components(self, job: FedJob, *, has_sums: bool) -> None:
+    def _add_site_components(self, job: FedJob, *, has_steps: bool) -> None:
         executor = SparseExecutor(**show_settings(self._config, SITE_SECTIONS))
-        job.to_clients(executor, tasks=[HELLO, TASK, *([SUM] if has_sums else [])])
+        job.to_clients(executor, tasks=[HELLO, TASK, *([SUM] if has_steps else [])])
         job.to_clients(SiteSession(), id=SITE_ID)
         self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,7 @@ from ..rounds.endpoints.plans import InitialModel
 from ..rounds.endpoints.request_checks import ChangeLimit
 from ..rounds.endpoints.request_log import RequestLog
 from ..rounds.endpoints.server import SERVER, ServerEndpoint
-from ..rounds.endpoints.server_sums import ServerSums
 from ..rounds.endpoints.site import RequestLimits, SiteEndpoint
-from ..rounds.endpoints.site_sums import SiteSums
 from ..rounds.endpoints.update_store import UpdateStore
 from ..tasks.bundles.task import BundleTask
 from ..tasks.data.source import find_site_data, has_site_data, read_withdrawn
@@ -55,9 +54,10 @@ from ..tasks.task import SiteData, Task
 from ..training import Site
 from ..wire.capabilities import local_capabilities
 from ..wire.ledger import Ledger
+from ..wire.stage import SiteStage, StageRun
 from .checkpoints import KEPT_DAYS, delete_archived, delete_old, find_checkpoint_folder
 from .egress import install_recorder
-from .kits import load_identity, load_root
+from .kits import read_kit
 from .running import hold_data
 from .script import FlareScript
 from .watchdog import watch_command
@@ -166,11 +166,10 @@ class ServerSession:
             self.unarchived = self.store.get_result_folder()
             self.store.unmark_finished()
         layout, run_id, method = self.assembly.layout, self.assembly.run_id, self.assembly.method
-        sums: ServerSums | None = None
-        if (rules := self.job.sum_rules) is not None:
-            sums = ServerSums(layout, run_id, rules, method.get_sum_weights, load_root(fl_ctx), self.ledger)
+        stage_run = StageRun(layout, run_id, method.get_sum_weights)
+        stage = self.job.stage.build_server(stage_run, self.ledger, partial(read_kit, fl_ctx))
         updates = UpdateStore(folder=Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())))
-        self.endpoint = ServerEndpoint(layout, run_id, self.job.wire.values, self.ledger, sums, self.job.seed, updates)
+        self.endpoint = ServerEndpoint(layout, run_id, self.job.wire.values, self.ledger, stage, self.job.seed, updates)
 
 
 SITE_MODELS_VARIABLE = "FLARE_SPARSE_SITE_MODELS"
@@ -248,7 +247,7 @@ class SiteSession(FLComponent):
                 assembly.run_id,
                 job.wire.values,
                 store,
-                _open_sums(fl_ctx, job, assembly, requests),
+                _build_stage(fl_ctx, job, assembly, requests),
                 RequestLimits(requests, changes),
                 initial,
             )
@@ -339,16 +338,12 @@ def open_gate(fl_ctx: FLContext) -> ReleaseGate | None:
     return ReleaseGate(local, folder, Rule(policy.min_cell), policy.approved_rows)
 
 
-def _open_sums(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: RequestLog) -> SiteSums | None:
-    """Return what keeps the values of this site's updates from the server; None: they travel in the clear."""
-    rules = job.sum_rules
-    if rules is None:
-        return None
-    # The site's own minimum counts, too: the job and its server may ask for less.
-    rules = replace(rules, min_sites=max(rules.min_sites, read_site_policy(fl_ctx).min_sum_sites))
-    method = assembly.method
-    weights = method.get_sum_weights
-    return SiteSums(load_identity(fl_ctx), assembly.layout, assembly.run_id, rules, weights, requests)
+def _build_stage(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: RequestLog) -> SiteStage:
+    """Return what the values of this site's updates pass on their way to the server."""
+    run = StageRun(assembly.layout, assembly.run_id, assembly.method.get_sum_weights)
+    fewest = read_site_policy(fl_ctx).min_sum_sites
+    name, read = fl_ctx.get_identity_name(), partial(read_kit, fl_ctx)
+    return job.stage.build_site(name, run, read, requests.admit_sum, fewest)
 
 
 def read_site_policy(fl_ctx: FLContext) -> Policy:

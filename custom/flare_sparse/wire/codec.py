@@ -18,7 +18,7 @@ from .checks import check_base, check_identity, check_patch, check_sender_plan, 
 from .encoding_choice import choose_encoding, compute_selection_entropy
 from .encodings import Encoding, find_encoding
 from .envelope import HEADER_BYTES, Header, read_header, round_up_to_words, write_header
-from .formats import FORMATS, WITHOUT_BASE, ValueType, is_quantized
+from .formats import FORMATS, WITHOUT_BASE, ValueType
 from .number_format import Coding
 from .plan import NO_NAME, Plan
 
@@ -134,7 +134,7 @@ def encode(
     """
     check_sender_plan(plan, is_named=name is None)
     check_patch(patch, plan)
-    if is_quantized(values) and content == "weights" and plan.base_vector is None:
+    if FORMATS[values].sends_differences and content == "weights" and plan.base_vector is None:
         values = WITHOUT_BASE
     sections = _encode_selections(patch, trainable, plan)
     row, coding = (
@@ -206,7 +206,7 @@ def _build_header(patch: Patch, plan: Plan, sections: _Sections, content: Conten
     assert plan.sequence is not None
     assert plan.round is not None
     assert plan.kind is not None
-    is_difference = is_quantized(values) and content == "weights" and plan.base_vector is not None
+    is_difference = FORMATS[values].sends_differences and content == "weights" and plan.base_vector is not None
     builds_on_base = is_difference or patch.base == "previous" or sections.encoding.requires_base
     return Header(
         encoding=sections.encoding.code,
@@ -300,7 +300,9 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     encoding = find_encoding(header.encoding, "encoding")
     value_format = find_value_format(header.values)
     content = find_by_code(_CONTENTS_BY_CODE, header.content, "content")
-    is_difference = is_quantized(value_format) and content == "weights" and header.patch_base >= _DIFFERENCE
+    is_difference = (
+        FORMATS[value_format].sends_differences and content == "weights" and header.patch_base >= _DIFFERENCE
+    )
     base = find_by_code(_BASES_BY_CODE, header.patch_base - _DIFFERENCE * is_difference, "base")
     relative = find_encoding(header.trainable, "trainable encoding") if header.trainable else None
     # Before the base: a request that comes back as an update is no reason to send the whole model again.

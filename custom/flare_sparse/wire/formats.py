@@ -59,11 +59,6 @@ def load_format(name: str) -> str:
     return name
 
 
-def is_quantized(name: str) -> bool:
-    """Whether weights in a format are differences to what the receiver holds, because it rounds too far for more."""
-    return name in FORMATS and FORMATS[name].sends_differences
-
-
 def uncompress(name: str) -> str:
     """Return the format of the same values without compression."""
     row = FORMATS[name]

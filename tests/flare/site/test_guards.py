@@ -22,6 +22,7 @@ from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.apis.utils.task_utils import apply_filters
+from secure_sums import get_identity
 from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
@@ -52,19 +53,17 @@ from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.privacy.release.record import ReleaseRecord, Rule, SentCell
 from flare_sparse.privacy.release.site import Numbers, SiteRelease, update_record
-from flare_sparse.privacy.secure_aggregation.identities import generate_identity
-from flare_sparse.privacy.secure_aggregation.keys import SumId
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
-from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
+from flare_sparse.privacy.secure_aggregation.stage import SiteSums, SumRules
 from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.endpoints.site_sums import SiteSums
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, SitePrivacy, build_site
 from flare_sparse.wire.capabilities import local_capabilities
 from flare_sparse.wire.formats import ValueType
 from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.stage import StageRun
+from flare_sparse.wire.steps import Step, SumId, pack_message, unpack_message
 
 RUN = "0" * 16
 
@@ -296,9 +295,10 @@ def test_changes_of_a_job_filter_never_leave_the_site(name: str, tmp_path: Path)
 
 def build_masked_hospital(folder: Path, policy: dict[str, Any] | None = None) -> tuple[Hospital, SiteSums]:
     hospital = Hospital(folder, policy=policy)
-    weights = hospital.method.get_sum_weights
-    sums = SiteSums(generate_identity("site-1"), hospital.layout, RUN, SumRules(64.0), weights)
-    hospital.endpoint.sums = sums
+    run = StageRun(hospital.layout, RUN, hospital.method.get_sum_weights)
+    admit = RequestLog(RUN, hospital.method.count_requests, attempts=1).admit_sum
+    sums = SiteSums(get_identity("site-1"), run, SumRules(64.0), admit)
+    hospital.endpoint.stage = sums
     return hospital, sums
 
 
@@ -336,13 +336,13 @@ def test_reply_of_a_sum_leaves_as_the_site_made_it_whatever_a_job_filter_does(tm
 
 def test_withheld_values_that_a_job_filter_has_changed_never_leave(tmp_path: Path) -> None:
     hospital, sums = build_masked_hospital(tmp_path / "site")
-    encode = sums.withhold
+    encode = sums.seal
 
     def forge(update: Any, *others: Any) -> Any:
         forged = Patch(update.patch.values + 1, update.patch.mask)
         return encode(replace(update, patch=forged), *others)
 
-    sums.withhold = forge  # type: ignore[method-assign]
+    sums.seal = forge  # type: ignore[method-assign]
     assert is_stripped(hospital.run_task())
     assert "changed the values that wait for the sum" in hospital.read_site_error()
     assert sums._withheld is None
@@ -359,7 +359,7 @@ def test_policy_is_checked_before_values_wait_for_a_sum(tmp_path: Path) -> None:
 def test_policy_can_require_masked_sums(tmp_path: Path) -> None:
     hospital = Hospital(tmp_path / "site", policy={"masked": True})
     assert is_stripped(hospital.run_task())
-    assert "masked: the server could read the weights" in hospital.read_site_error()
+    assert "masked: no values of a single site may be readable" in hospital.read_site_error()
 
 
 def test_step_of_a_sum_in_a_plain_job_is_refused(tmp_path: Path) -> None:

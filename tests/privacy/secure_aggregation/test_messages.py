@@ -10,20 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from secure_sums import SUM_ID, refuses
 
-from flare_sparse.privacy.secure_aggregation.keys import SignedKeys, derive_key, draw_pad, read_sum_id
+from flare_sparse.privacy.secure_aggregation.keys import SignedKeys, derive_key, draw_pad
 from flare_sparse.privacy.secure_aggregation.messages import (
-    HEADER_BYTES,
-    Step,
     pack_boxes,
     pack_members,
-    pack_message,
     pack_names,
     split_payload,
     unpack_boxes,
     unpack_members,
-    unpack_message,
     unpack_names,
 )
+from flare_sparse.wire.steps import HEADER_BYTES, Step, pack_message, read_sum_id, unpack_message
 
 GOLDEN = Path(__file__).parent / "golden"
 KEYS = SignedKeys("site-é", 412, bytes(range(32)), bytes(range(1, 33)), bytes(range(2, 34)), b"certificate", b"sig")

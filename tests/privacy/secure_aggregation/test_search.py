@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 from scripts import load_script
 
-from flare_sparse.privacy.secure_aggregation.limits import RevealedSum, compute_threshold, count_needed
+from flare_sparse.privacy.secure_aggregation.limits import compute_threshold, count_needed
+from flare_sparse.wire.stage import RevealedSum
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from flare_sparse.rounds.federation import Outcome, RoundRules
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
 from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.training import Site
-from flare_sparse.wire.formats import is_quantized
+from flare_sparse.wire.formats import FORMATS
 from flare_sparse.wire.ledger import Ledger
 
 
@@ -26,7 +26,7 @@ class Scaled(Toy):
 
 
 def run(bench: ToyBench, name: str, values: Any = "float32", *, built: bool, **settings: Any) -> tuple[Outcome, Ledger]:
-    method = bench.method(name, rounds=3, short=built and is_quantized(values), **settings)
+    method = bench.method(name, rounds=3, short=built and FORMATS[values].sends_differences, **settings)
     transport = Transport(values, builds_initial=built)
     return run_locally(method, bench.weights, bench.sites(), bench.task.metric, transport=transport)
 

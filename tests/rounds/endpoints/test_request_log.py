@@ -10,8 +10,9 @@ import pytest
 
 from flare_sparse.core.errors import RequestRefused
 from flare_sparse.core.exchange import RequestId
-from flare_sparse.privacy.secure_aggregation.limits import RevealedSum
+from flare_sparse.privacy.secure_aggregation.limits import find_violation
 from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
+from flare_sparse.wire.stage import RevealedSum
 
 
 def build_digest(model: int) -> str:
@@ -142,39 +143,39 @@ def build_sum(sites: list[str], **changes: Any) -> RevealedSum:
 def test_site_that_restarts_reveals_no_second_sum_of_a_request(tmp_path: Path) -> None:
     """A second sum over other sites would differ by the values of some, whichever process and whichever model."""
     file, sites = tmp_path / "record.json", [f"site-{number}" for number in range(1, 9)]
-    open_log(file).admit_sum(build_sum(sites))
+    open_log(file).admit_sum(build_sum(sites), find_violation)
     log = open_log(file)
     for other in (sites[:7], sites[:5], [*sites, "site-9"]):
         for model in (ONE, TWO):
             with pytest.raises(RequestRefused, match="for this request, this site has helped"):
-                log.admit_sum(build_sum(other, model=model))
+                log.admit_sum(build_sum(other, model=model), find_violation)
     with pytest.raises(RequestRefused, match="differs by site-8"):
-        log.admit_sum(build_sum(sites, survivors=sites[:7]))
+        log.admit_sum(build_sum(sites, survivors=sites[:7]), find_violation)
     # The same sum again, and one of another request for another model.
-    log.admit_sum(build_sum(sites))
-    log.admit_sum(build_sum(sites[:7], round=2, model=TWO))
+    log.admit_sum(build_sum(sites), find_violation)
+    log.admit_sum(build_sum(sites[:7], round=2, model=TWO), find_violation)
     assert len(read_record(file).sums) == 2
 
 
 def test_site_reveals_no_second_sum_of_the_answer_to_a_model_in_another_job(tmp_path: Path) -> None:
     sites = [f"site-{number}" for number in range(1, 6)]
-    open_log(tmp_path / "one.json").admit_sum(build_sum(sites))
+    open_log(tmp_path / "one.json").admit_sum(build_sum(sites), find_violation)
     log = open_log(tmp_path / "two.json")
     again = {"run": "1" * 16}
     with pytest.raises(RequestRefused, match="for the same model in run 0000000000000000"):
-        log.admit_sum(build_sum(sites[:4], **again))
+        log.admit_sum(build_sum(sites[:4], **again), find_violation)
     # Before the survivors are known, and whatever the round.
     with pytest.raises(RequestRefused, match="differs by site-5"):
-        log.admit_sum(build_sum(sites[:4], **again, survivors=[], round=2))
+        log.admit_sum(build_sum(sites[:4], **again, survivors=[], round=2), find_violation)
     unequal = dict(zip(sites, (0.1, 0.1, 0.1, 0.1, 0.6), strict=True))
     with pytest.raises(RequestRefused, match="weighed the sites otherwise"):
-        log.admit_sum(build_sum(sites, **again, shares=unequal))
+        log.admit_sum(build_sum(sites, **again, shares=unequal), find_violation)
     # The same members; or another split of each site's subjects; or scores instead of weights; or another model.
-    log.admit_sum(build_sum(sites, **again))
-    log.admit_sum(build_sum(sites, **again, answer="b", shares=unequal, round=2))
-    log.admit_sum(build_sum(sites[:4], **again, kind="score"))
-    log.admit_sum(build_sum(sites[:4], **again, model=TWO, round=3))
+    log.admit_sum(build_sum(sites, **again), find_violation)
+    log.admit_sum(build_sum(sites, **again, answer="b", shares=unequal, round=2), find_violation)
+    log.admit_sum(build_sum(sites[:4], **again, kind="score"), find_violation)
+    log.admit_sum(build_sum(sites[:4], **again, model=TWO, round=3), find_violation)
     # A record that changes while both jobs run is read again.
-    open_log(tmp_path / "one.json").admit_sum(build_sum(sites, round=4, model="c" * 64))
+    open_log(tmp_path / "one.json").admit_sum(build_sum(sites, round=4, model="c" * 64), find_violation)
     with pytest.raises(RequestRefused, match="differs by site-5"):
-        log.admit_sum(build_sum(sites[:4], **again, round=4, model="c" * 64))
+        log.admit_sum(build_sum(sites[:4], **again, round=4, model="c" * 64), find_violation)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
-from flare_sparse.privacy.secure_aggregation.messages import Step, unpack_message
+from flare_sparse.privacy.secure_aggregation.stage import SumRules
 from flare_sparse.rounds.endpoints.update_store import UpdateStore
-from flare_sparse.rounds.federation import RoundRules, SumQuestions
+from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.wire.stage import Questions
+from flare_sparse.wire.steps import Step, unpack_message
 
 MAPS = Path("/proc/self/maps")
 SGD = {"optimizer": "sgd", "lr": 0.01}
@@ -167,10 +168,10 @@ def test_files_have_no_names_and_no_descriptors(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_server_holds_one_padded_message_at_a_time() -> None:
     """Of four sites' padded values, the one that is added and the one that arrives are in memory."""
-    federation = LocalFederation("fedavg", sites=4, rules=RoundRules(min_sites=3), sum_rules=SumRules(8.0), rounds=1)
+    federation = LocalFederation("fedavg", sites=4, rules=RoundRules(min_sites=3), stage=SumRules(8.0), rounds=1)
     alive: list[int] = []
 
-    def deliver(questions: SumQuestions) -> Iterator[tuple[str, Any]]:
+    def deliver(questions: Questions) -> Iterator[tuple[str, Any]]:
         references = []
         for site, question in questions.messages.items():
             answer = federation.stages[site].answer(question).copy()

@@ -14,12 +14,12 @@ from local_federation import LocalFederation, Upload
 from numpy.typing import NDArray
 
 from flare_sparse.privacy.secure_aggregation import collector, party
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
-from flare_sparse.privacy.secure_aggregation.messages import Step, bound_reply_bytes
+from flare_sparse.privacy.secure_aggregation.messages import bound_reply_bytes
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
-from flare_sparse.rounds.endpoints.server_sums import SumExchange
+from flare_sparse.privacy.secure_aggregation.stage import SumExchange, SumRules
 from flare_sparse.rounds.federation import RoundRules, rounds
 from flare_sparse.rounds.federation.roster import AttemptResult
+from flare_sparse.wire.steps import Step
 
 SITES, BOUND = 4, 8.0
 SGD = {"optimizer": "sgd", "lr": 0.01}
@@ -113,7 +113,7 @@ def test_server_of_a_plain_run_holds_the_weights_of_every_site(monkeypatch: pyte
 
 
 def test_server_of_a_masked_run_holds_the_weights_of_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = dump_round(monkeypatch, sum_rules=SumRules(BOUND))
+    found, _ = dump_round(monkeypatch, stage=SumRules(BOUND))
     assert found == set()
 
 
@@ -121,7 +121,7 @@ def test_search_finds_every_site_of_a_masked_run_without_pads(monkeypatch: pytes
     """The search itself can fail the test above: with pads of zeros it reads all sites."""
     for module in (party, collector):
         monkeypatch.setattr(module, "draw_pad", lambda key, size: np.zeros(size, np.uint8))
-    found, sites = dump_round(monkeypatch, sum_rules=SumRules(BOUND))
+    found, sites = dump_round(monkeypatch, stage=SumRules(BOUND))
     assert found == sites
 
 

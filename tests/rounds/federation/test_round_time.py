@@ -14,8 +14,9 @@ from flare_sparse.config.schema import FederationConfig
 from flare_sparse.core.errors import MissingBase, RoundFailed
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.server import Attempt
-from flare_sparse.rounds.federation import Reply, RoundRules
+from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.local.run import Course, run_locally
+from flare_sparse.wire.stage import Reply
 
 
 def test_site_that_exceeds_the_time_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,25 +19,18 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import RejectedMessage, RoundFailed
 from flare_sparse.core.exchange import Assignment, Contribution, Patch, Request, UpdateSpec
 from flare_sparse.core.mask import Mask
-from flare_sparse.privacy.secure_aggregation.keys import get_public_key, read_sum_id
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
-from flare_sparse.privacy.secure_aggregation.messages import (
-    HEADER_BYTES,
-    Step,
-    pack_members,
-    pack_message,
-    unpack_members,
-    unpack_message,
-)
+from flare_sparse.privacy.secure_aggregation.keys import get_public_key
+from flare_sparse.privacy.secure_aggregation.messages import pack_members, unpack_members
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
+from flare_sparse.privacy.secure_aggregation.stage import RequestSums, ServerSums, SumRules
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
-from flare_sparse.rounds.endpoints.server_sums import RequestSums, ServerSums
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.federation import RoundRules
-from flare_sparse.rounds.federation.sums import sum_replies
 from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.stage import PLAIN_STAGE, SiteStage
+from flare_sparse.wire.steps import HEADER_BYTES, Step, pack_message, read_sum_id, unpack_message
 
 SUMMABLE = list_compatible_methods(FEATURES["wire.aggregation: masked"])
 SGD = {"optimizer": "sgd", "lr": 0.01}
@@ -49,7 +42,7 @@ def run(name: str, rules: SumRules | None, sites: int = 4, **settings: Any) -> A
     bench = ToyBench(validation=4)
     method = bench.method(name, **{"rounds": 3, "training": SGD, **settings})
     return run_locally(
-        method, bench.weights, bench.sites(sites), bench.task.metric, transport=Transport(sum_rules=rules)
+        method, bench.weights, bench.sites(sites), bench.task.metric, transport=Transport(stage=rules or PLAIN_STAGE)
     )
 
 
@@ -108,7 +101,7 @@ def test_masked_runs_of_one_seed_are_equal_bit_for_bit(name: str) -> None:
 def build_federation(sites: int = 4, name: str = "fedavg", **options: Any) -> LocalFederation:
     settings = {"rounds": 2, "training": SGD, **options.pop("settings", {})}
     rules = options.pop("rules", RoundRules(min_sites=3))
-    return LocalFederation(name, sites=sites, rules=rules, sum_rules=RULES, **settings, **options)
+    return LocalFederation(name, sites=sites, rules=rules, stage=RULES, **settings, **options)
 
 
 def reconstruct(messages: list[bytes], federation: LocalFederation, values: torch.Tensor) -> bool:
@@ -151,17 +144,17 @@ def test_no_object_of_the_server_holds_a_value_of_a_site() -> None:
     """What learning received: one contribution with the sum, and NaN for every site."""
     federation = build_federation(settings={"rounds": 1})
     exchanges = []
-    start = type(federation.server.sums).start_sum
+    start = type(federation.server.stage).start_sum
 
     def record(*arguments: Any) -> Any:
         exchanges.append(start(*arguments))
         return exchanges[-1]
 
-    type(federation.server.sums).start_sum = record  # type: ignore[method-assign]
+    type(federation.server.stage).start_sum = record  # type: ignore[method-assign]
     try:
         federation.run()
     finally:
-        type(federation.server.sums).start_sum = start  # type: ignore[method-assign]
+        type(federation.server.stage).start_sum = start  # type: ignore[method-assign]
     exchange = exchanges[0]
     replies = {site: _contribution(site) for site in federation.sites}
     total, summed = exchange.finish(replies)
@@ -271,12 +264,12 @@ def test_server_that_asks_for_three_sums_of_one_request_reads_the_first() -> Non
     for members in ((0, 1, 2, 3), (0, 3, 4), (1, 2, 4)):
         assignments = dict.fromkeys([names[i] for i in members], Assignment(request, UpdateSpec("weights", full)))
         attempt = federation.server.encode_requests(assignments)
-        assert isinstance(federation.server.sums, ServerSums)
-        federation.server.sums.current = RequestSums()
-        exchange = federation.server.sums.start_sum(assignments, attempt.sequence)
+        assert isinstance(federation.server.stage, ServerSums)
+        federation.server.stage.current = RequestSums()
+        exchange = federation.server.stage.start_sum(assignments, attempt.sequence)
         assert exchange is not None
-        _, total = sum_replies(exchange, federation.deliver(attempt), federation.yield_sum_replies, None)
-        read.append(total is not None)
+        opened = exchange.run(federation.deliver(attempt), federation.yield_sum_replies, None)
+        read.append(opened.total is not None)
     assert read == [True, False, False]
 
 
@@ -290,7 +283,8 @@ def test_second_job_of_one_model_has_the_same_members(tmp_path: Path, monkeypatc
             sites, bench=bench, settings={"rounds": 1}, rules=RoundRules(min_sites=3, retries=0)
         )
         for site, sums in federation.stages.items():
-            sums.requests = RequestLog(run, lambda kind, t: 1, attempts=1, file=tmp_path / site / f"{run}.json")
+            file = tmp_path / site / f"{run}.json"
+            sums.admit = RequestLog(run, lambda kind, t: 1, attempts=1, file=file).admit_sum
         federation.run()
         return federation
 
@@ -306,23 +300,23 @@ def test_site_that_signs_another_number_than_it_reports_has_no_part_in_the_sum()
     request = Request("train", 1, Patch.from_vector(federation.bench.weights, full), full)
     assignments = dict.fromkeys(sorted(federation.sites), Assignment(request, UpdateSpec("weights", full)))
     attempt = federation.server.encode_requests(assignments)
-    assert isinstance(federation.server.sums, ServerSums)
-    exchange = federation.server.sums.start_sum(assignments, attempt.sequence)
+    assert isinstance(federation.server.stage, ServerSums)
+    exchange = federation.server.stage.start_sum(assignments, attempt.sequence)
     assert exchange is not None
     replies = dict(federation.deliver(attempt))
     replies["site-2"] = replace(replies["site-2"], num_examples=replies["site-2"].num_examples + 1)
-    found, _ = sum_replies(exchange, replies, federation.yield_sum_replies, None)
+    found = exchange.run(replies, federation.yield_sum_replies, None).replies
     assert found["site-2"] == "E_WEIGHT"
     # The values of an attempt leave once; the next one remembers whom it was over.
     again = pack_message(Step.VALUES, exchange.sum_id, b"")
     assert refuses(lambda: federation.stages["site-1"].answer(again)) == "E_REQUEST"
-    known = federation.server.sums.current
+    known = federation.server.stage.current
     assert (known.kind, known.round, known.survivors) == ("train", 1, {"site-1", "site-3", "site-4"})
-    federation.server.sums.start_sum(assignments, attempt.sequence + 1)
-    assert federation.server.sums.current is known
+    federation.server.stage.start_sum(assignments, attempt.sequence + 1)
+    assert federation.server.stage.current is known
     other = Assignment(request, UpdateSpec("weights", full))
     with pytest.raises(ValueError, match="all sites have the same assignment"):
-        federation.server.sums.start_sum({**assignments, "site-2": other}, attempt.sequence)
+        federation.server.stage.start_sum({**assignments, "site-2": other}, attempt.sequence)
 
 
 def test_swapped_key_is_refused_by_every_site() -> None:
@@ -409,7 +403,7 @@ def test_values_in_the_clear_are_rejected() -> None:
             raise
 
     federation.server.decode = record  # type: ignore[method-assign]
-    federation.endpoints["site-1"].sums = None
+    federation.endpoints["site-1"].stage = SiteStage()
     federation.run()
     assert federation.records[0].rejected == {"site-1": "E_SEALED"}
     assert len(errors) == 1

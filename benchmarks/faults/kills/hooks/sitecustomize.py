@@ -109,7 +109,7 @@ def _stop_before_asking(function: Any) -> Any:
 def _stop_before_answering(function: Any) -> Any:
     @functools.wraps(function)
     def answer(sums: Any, question: Any) -> Any:
-        from flare_sparse.privacy.secure_aggregation.messages import unpack_message
+        from flare_sparse.wire.steps import unpack_message
 
         stop_if_armed(unpack_message(question, "server")[0].name.lower())
         return function(sums, question)
@@ -123,9 +123,11 @@ WRAPPERS: dict[str, list[tuple[str, str, Callable[[Any], Any]]]] = {
         ("ServerEndpoint", "encode_requests", _log_attempts),
         ("ServerEndpoint", "decode", _stop_before("receiving")),
     ],
-    "flare_sparse.rounds.endpoints.server_sums": [("SumExchange", "ask", _stop_before_asking)],
+    "flare_sparse.privacy.secure_aggregation.stage": [
+        ("SumExchange", "ask", _stop_before_asking),
+        ("SiteSums", "answer", _stop_before_answering),
+    ],
     "flare_sparse.rounds.endpoints.site": [("SiteEndpoint", "answer", _stop_in_training)],
-    "flare_sparse.rounds.endpoints.site_sums": [("SiteSums", "answer", _stop_before_answering)],
     "flare_sparse.rounds.federation.rounds": [("RoundRunner", "_send", _stop_after_sending)],
     "flare_sparse.core.checkpoint.store": [("Store", "save", _stop_before("saving"))],
     "nvflare.private.fed.client.client_runner": [("ClientRunner", "_try_send_result_once", _stop_before("sending"))],

@@ -10,6 +10,7 @@ from ...privacy.dp.forecast import Forecast, explain_shortage
 from ...rounds.local.dry_run import DryTrainer, dry_run
 from ...training import SampleUsage, Site
 from ...wire.ledger import LedgerLine
+from ...wire.stage import PLAIN_STAGE
 from ..assemble import Assembly, build_transport, plan_sampling
 from ..schema import JobConfig
 from .policy import Policy
@@ -42,12 +43,11 @@ def find_policy_conflicts(
     sites = {name: Site(name, trainer) for name, trainer in trainers.items()}
     sites = sites or {"site-1": Site("site-1", DryTrainer("site-1", layout))}
     # In a sum, too: what a site would send without one is what its policy bounds.
-    _, ledger = dry_run(method, assembly.weights, sites, replace(build_transport(job), sum_rules=None))
+    _, ledger = dry_run(method, assembly.weights, sites, replace(build_transport(job), stage=PLAIN_STAGE))
     usages = {name: trainer.usages for name, trainer in trainers.items()}
     conflicts = list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))
-    has_values = any(line.direction == "up" and line.content != "metrics" for line in ledger.lines)
-    if policy.masked and not job.is_masked and has_values:
-        conflicts.append("masked: no values of a single site may be readable; set wire.aggregation: masked")
+    if any(line.direction == "up" and line.content != "metrics" for line in ledger.lines):
+        conflicts += policy.find_value_refusals(is_hidden=job.stage.hides_values)
     refusals = policy.find_job_refusals(job.permit)
     return [*refusals, *conflicts, *find_budget_conflicts(policy, assembly, subjects or examples, earlier)]
 

@@ -217,6 +217,15 @@ class Policy(Settings):
             if getattr(self, term):
                 yield f"{term}: statistics would leave without it"
 
+    def find_value_refusals(self, *, is_hidden: bool) -> Iterator[str]:
+        """Yield the reason why values may not leave in a job; none if they may.
+
+        Args:
+            is_hidden: whether the server reads no value of a single site.
+        """
+        if self.masked and not is_hidden:
+            yield "masked: no values of a single site may be readable; set wire.aggregation: masked"
+
     @staticmethod
     def is_question(content: str) -> bool:
         """Return whether an update of a content answers a question of the job's choice, whatever its model."""

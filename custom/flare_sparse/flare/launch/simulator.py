@@ -111,7 +111,7 @@ class Workplace:
         checkpoints: folder of the checkpoints of server and sites; None: the run cannot be resumed.
         processes: number of sites that run at a time. The others wait for a free process; a site that starts again in a
             new process has lost the base and receives the full model. None: one process for each site.
-        kits: folder with the certificates of the sites of a masked run.
+        kits: folder with files of startup kits, which a simulation has not.
         policy: policy file that the server and every site follow; None: the default policy.
     """
 

@@ -173,8 +173,7 @@ class SiteLastGate(FLComponent):
             return wrap(HELLO, get_site_session(fl_ctx).build_hello(fl_ctx))
         if extract(SUM, result) is not None:
             # Used once: a job must not send the same reply again.
-            sums = get_site_session(fl_ctx).get_endpoint(fl_ctx).sums
-            if sums is None or (reply := sums.take_reply()) is None:
+            if (reply := get_site_session(fl_ctx).get_endpoint(fl_ctx).stage.take_reply()) is None:
                 raise PolicyRefusal("this site's policy: a message of a sum that this site has not made")
             return wrap(SUM, reply)
         if _is_description(result, fl_ctx):
@@ -220,10 +219,10 @@ class SiteLastGate(FLComponent):
         expected = _encode_approved(approved, endpoint, policy)
         _check_approved(message, meta, approved, expected)
         # Checked again on the encoded message: only now is its size known, and rounding may have changed the norm.
-        rounded = None if endpoint.sums else expected.received
+        rounded = None if endpoint.stage.hides_values else expected.received
         values = approved.patch.values if rounded is None else rounded
         values = values - (_get_reference(approved, endpoint) if approved.content == "weights" else 0)
-        size = max(len(message), endpoint.sums.message_bytes if endpoint.sums else 0)
+        size = max(len(message), endpoint.stage.message_bytes)
         mask, layout = approved.patch.mask, endpoint.site.layout
         raise_refusals(policy.find_refusals(approved.content, _count_usage(endpoint), mask, values, layout, size))
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
@@ -267,8 +266,7 @@ def _discard_withheld(fl_ctx: FLContext) -> None:
     """Drop the update that waits for a sum: values of a result that did not leave must not leave in a sum."""
     # A site whose endpoint cannot be built has no such update.
     with suppress(Exception):
-        if sums := get_site_session(fl_ctx).get_endpoint(fl_ctx).sums:
-            sums.discard()
+        get_site_session(fl_ctx).get_endpoint(fl_ctx).stage.discard()
 
 
 def _encode_approved(approved: Update, endpoint: SiteEndpoint, policy: Policy) -> Encoded:
@@ -279,12 +277,8 @@ def _encode_approved(approved: Update, endpoint: SiteEndpoint, policy: Policy) -
     """
     assert endpoint.request is not None, "an update answers a request"
     if approved.content != "metrics":
-        if policy.masked and endpoint.sums is None:
-            raise PolicyRefusal(
-                f"this site's policy: masked: the server could read the {approved.content}; set wire.aggregation: "
-                "masked"
-            )
-        if endpoint.sums is not None and not endpoint.sums.is_withheld(approved.patch):
+        raise_refusals(policy.find_value_refusals(is_hidden=endpoint.stage.hides_values))
+        if not endpoint.stage.holds(approved.patch):
             raise PolicyRefusal("this site's policy: a filter of the job changed the values that wait for the sum")
     return endpoint.encode_message(endpoint.request, approved)
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...core.errors import RejectedMessage
+from ...wire.steps import SumId
 from .identities import RootCertificate
-from .keys import SHARE_BYTES, SignedKeys, SumId, commit_to, derive_key, draw_pad, get_public_key, recover_secret
+from .keys import SHARE_BYTES, SignedKeys, commit_to, derive_key, draw_pad, get_public_key, recover_secret
 from .limits import FEWEST_SITES, count_needed
 from .party import BOX_BYTES, agree_pad, compute_sign
 from .rings import MAX_SITES, RingFormat

@@ -22,6 +22,8 @@ from ...core.errors import ConfigError, RejectedMessage
 PrivateKey = rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey
 MAX_CERTIFICATE_BYTES, MAX_SIGNATURE_BYTES = 2048, 512
 """FLARE's certificates have about 800 bytes, and RSA of 4096 bits has signatures of 512."""
+ROOT_FILE, CERTIFICATE_FILE, KEY_FILE = "rootCA.pem", "client.crt", "client.key"
+"""FLARE's file names, in the folder ``startup`` of a startup kit."""
 _PSS = padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH)
 
 
@@ -120,33 +122,14 @@ class SiteIdentity:
         return self.key.sign(data, ec.ECDSA(hashes.SHA256()))
 
 
-@dataclass(frozen=True)
-class Kit:
-    """Certificate files of one site, PEM.
-
-    Attributes:
-        certificate, key, root: content of ``client.crt``, ``client.key`` and ``rootCA.pem``.
-    """
-
-    certificate: bytes
-    key: bytes
-    root: bytes
-
-
-def generate_kits(names: Iterable[str]) -> dict[str, Kit]:
-    """Generate certificates of one root, for a run with server and sites on one machine.
+def generate_kits(names: Iterable[str]) -> dict[str, dict[str, bytes]]:
+    """Generate certificates of one root, for a run with server (``""``) and sites on one machine.
 
     The signatures then prove nothing: that process has every key. They are made so that such a run sends and
     checks the same messages as a provisioned one. The keys are of RSA, as FLARE's, so that messages have their length.
     """
-    return {name: _generate_kit(name) for name in names}
-
-
-@cache
-def generate_identity(name: str) -> SiteIdentity:
-    """Return the identity of :func:`generate_kits`, the same in every run of this process."""
-    kit = _generate_kit(name)
-    return SiteIdentity.from_pem(name, kit.certificate, kit.key, kit.root)
+    root = _generate_root()[0].public_bytes(serialization.Encoding.PEM)
+    return {"": {ROOT_FILE: root}, **{name: {**_generate_kit(name), ROOT_FILE: root} for name in names}}
 
 
 @cache
@@ -156,7 +139,7 @@ def _generate_root() -> tuple[x509.Certificate, rsa.RSAPrivateKey]:
 
 
 @cache
-def _generate_kit(name: str) -> Kit:
+def _generate_kit(name: str) -> dict[str, bytes]:
     # Once per process and name: an RSA key takes a tenth of a second.
     root, root_key = _generate_root()
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
@@ -164,7 +147,7 @@ def _generate_kit(name: str) -> Kit:
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return Kit(certificate, private, root.public_bytes(serialization.Encoding.PEM))
+    return {CERTIFICATE_FILE: certificate, KEY_FILE: private}
 
 
 def _issue(

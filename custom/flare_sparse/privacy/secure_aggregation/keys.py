@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ...core.errors import RejectedMessage
-from ...wire.envelope import is_kind
+from ...wire.steps import SumId
 from .identities import MAX_CERTIFICATE_BYTES, MAX_SIGNATURE_BYTES, RootCertificate, SiteIdentity
 
 PRIME = 2**256 + 297
@@ -80,42 +80,8 @@ def _evaluate(coefficients: list[int], x: int) -> int:
 
 
 KEY_BYTES, TAG_BYTES = 32, 16
-_ID = struct.Struct("<8sQI16s")
 # Each key encrypts one message or stream, so one nonce for all of them is never repeated under one key.
 _NONCE, _STREAM_NONCE = bytes(12), bytes(16)
-
-
-@dataclass(frozen=True)
-class SumId:
-    """What identifies one sum: every attempt has its own.
-
-    Attributes:
-        run: id of the run, 16 hex digits.
-        kind, round: of the request whose updates are summed.
-        sequence: number of the attempt.
-    """
-
-    run: str
-    kind: str
-    round: int
-    sequence: int
-
-    def to_bytes(self) -> bytes:
-        """Return the id in 36 bytes."""
-        return _ID.pack(bytes.fromhex(self.run), self.sequence, self.round, self.kind.encode("ascii"))
-
-
-def read_sum_id(data: bytes) -> SumId:
-    """Return the id in 36 bytes that are not trusted.
-
-    Raises:
-        RejectedMessage: the kind is not printable ASCII, padded with zeros.
-    """
-    run, sequence, t, kind = _ID.unpack(data)
-    name = kind.rstrip(b"\0").decode("latin-1")
-    if not is_kind(name):
-        raise RejectedMessage("E_KIND", "kind", "printable ASCII, zero-padded", kind)
-    return SumId(run.hex(), name, t, sequence)
 
 
 def get_public_key(private_key: bytes) -> bytes:

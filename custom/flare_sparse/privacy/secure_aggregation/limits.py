@@ -20,9 +20,8 @@ that is not zero as the second numbers add up to, m; of one sum, all of O do.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from ...wire.stage import RevealedSum
 
 FEWEST_SITES = 3
 """Fewest sites of a sum: of a sum of two, each site can subtract its own values."""
@@ -60,28 +59,6 @@ def count_needed(members: int, min_sites: int = FEWEST_SITES) -> int:
     return members - max(missing, 0)
 
 
-class RevealedSum(BaseModel):
-    """A sum of padded values, as a site records it before it helps to reveal it.
-
-    Attributes:
-        run, kind, round: run, and the request whose answers are summed.
-        model: digest of the model of the request.
-        answer: digest of this site's values.
-        shares: share of the sum by member.
-        survivors: names of the members whose values are in the sum, sorted; empty: not yet known.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    run: str
-    kind: str
-    round: int
-    model: str
-    answer: str
-    shares: dict[str, float]
-    survivors: list[str] = []
-
-
 def find_violation(earlier: Iterable[RevealedSum], new: RevealedSum) -> str:
     """Return why a site must not help to reveal a sum after those that it has revealed; empty if it may.
 
@@ -106,16 +83,3 @@ def find_violation(earlier: Iterable[RevealedSum], new: RevealedSum) -> str:
         if known.answer == new.answer and known.shares != new.shares:
             return f"{where}, this site has helped to reveal a sum of the same answer that weighed the sites otherwise"
     return ""
-
-
-@dataclass(frozen=True)
-class SumRules:
-    """What both ends of a job with ``wire.aggregation: masked`` know of its sums.
-
-    Attributes:
-        bound: largest absolute change of a parameter, which decides the ring.
-        min_sites: fewest sites of a sum.
-    """
-
-    bound: float
-    min_sites: int = FEWEST_SITES

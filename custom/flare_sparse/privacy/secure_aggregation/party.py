@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from ...core.errors import RequestRefused
+from ...wire.steps import SumId
 from .identities import SiteIdentity
 from .keys import (
     SHARE_BYTES,
     TAG_BYTES,
     SignedKeys,
-    SumId,
     agree,
     commit_to,
     decrypt_shares,

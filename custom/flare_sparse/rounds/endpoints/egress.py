@@ -21,9 +21,8 @@ import numpy as np
 from ...core.checkpoint.writing import sync_to_disk, write_new_file
 from ...core.errors import FlareSparseError, WireError
 from ...core.exchange import Update
-from ...privacy.secure_aggregation.keys import read_sum_id
-from ...privacy.secure_aggregation.messages import Step, unpack_message
 from ...wire.codec import read_summary
+from ...wire.steps import Step, read_sum_id, unpack_message
 
 EGRESS_FOLDER = "flare_sparse_egress"
 """Folder in a site's startup kit with its egress log, by name of the site."""
@@ -34,7 +33,7 @@ ROTATION = "rotation"
 _LONGEST_LINE, _LONGEST_TEXT = 2**15, 200
 # More than the longest line: what a job names may be of any length, its line is not.
 _TAIL_BYTES = 2**20
-_SUM_CONTENTS = {
+_STEP_CONTENTS = {
     Step.KEYS: "keys",
     Step.SHARES: "shares of keys",
     Step.VALUES: "padded values",
@@ -84,7 +83,7 @@ def describe_message(message: np.ndarray, beside: Mapping[str, Any] | None = Non
     try:
         step, raw_id, _ = unpack_message(message, "site")
         sum_id = read_sum_id(raw_id)
-        return Outgoing(sum_id.kind, [_SUM_CONTENTS[step], *extra], [message], beside, sum_id.run, sum_id.round)
+        return Outgoing(sum_id.kind, [_STEP_CONTENTS[step], *extra], [message], beside, sum_id.run, sum_id.round)
     except WireError:
         return Outgoing("result", ["unknown bytes", *extra], [message], beside)
 

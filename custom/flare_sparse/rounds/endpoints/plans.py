@@ -10,7 +10,7 @@ from ...compute.structure.nodes import clip_variances
 from ...core.exchange import EXACT_CONTENTS, Content, Patch, Request
 from ...core.mask import Mask
 from ...core.params import Layout
-from ...wire.formats import ValueType, is_quantized
+from ...wire.formats import FORMATS, ValueType
 from ...wire.plan import Plan
 from ..link import Vector
 
@@ -56,7 +56,7 @@ def choose_values(content: Content, values: ValueType, initial: InitialModel | N
     """
     if content not in EXACT_CONTENTS:
         return values
-    is_short = content != "scores" and initial is not None and is_quantized(values)
+    is_short = content != "scores" and initial is not None and FORMATS[values].sends_differences
     return "float32_zstd" if is_short else "float32"
 
 
@@ -122,7 +122,7 @@ def plan_update(
         layout: layout of the model.
         run: id of the run, 16 hex digits.
         request: the request that the update answers.
-        target: the vector of the request, with its values if those of the job are quantized.
+        target: the vector of the request, with its values if messages carry differences.
         request_name: name of the answer; None at the server, which compares it with two.
         sequence: number of the attempt.
     """

@@ -7,7 +7,7 @@ that the site received, which sites can compare with each other.
 import fcntl
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...core.checkpoint.writing import write_json
 from ...core.errors import FlareSparseError, RequestRefused
 from ...core.exchange import RequestId
-from ...privacy.secure_aggregation.limits import RevealedSum, find_violation
+from ...wire.stage import RevealedSum
 
 _METRICS = "metrics "
 
@@ -171,8 +171,12 @@ class RequestLog:
         with self._open() as record:
             record.foreign[task] = record.foreign.get(task, 0) + 1
 
-    def admit_sum(self, new: RevealedSum) -> None:
+    def admit_sum(self, new: RevealedSum, find_violation: Callable[[Iterable[RevealedSum], RevealedSum], str]) -> None:
         """Check a sum before this site takes part in it and, once its survivors are known, record it.
+
+        Args:
+            new: the sum.
+            find_violation: returns why it must not follow the earlier ones of this site; empty if it may.
 
         Raises:
             RequestRefused: this site has helped to reveal another sum over its answer, or the record cannot be read or

@@ -15,12 +15,12 @@ from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...wire.capabilities import Capabilities
 from ...wire.codec import Decoded, Encoded, compute_min_message_bytes, decode, encode
-from ...wire.formats import FORMATS, ValueType, is_quantized
+from ...wire.formats import FORMATS, ValueType
 from ...wire.ledger import Ledger
+from ...wire.stage import ServerStage
 from ..link import ServerLink, Vector, name_new_start, name_request
 from .events import parse_events, validate_metrics, validate_num_examples
 from .plans import InitialModel, choose_values, correct_variances, find_target, plan_request, plan_update
-from .server_sums import ServerSums
 from .update_store import UpdateStore
 
 SERVER = "server"
@@ -110,8 +110,8 @@ class ServerEndpoint:
         run: id of the run, 16 hex digits.
         values: number format on the wire.
         ledger: receives one line per message.
-        sums: the sums of the job; None: each update carries its values.
-        seed: seed of the run, for the rounding of quantized values.
+        stage: what opens the updates; None: each carries its values.
+        seed: seed of the run, for rounding at random.
         updates: memory for the updates of a round; None: the default.
     """
 
@@ -121,12 +121,12 @@ class ServerEndpoint:
         run: str,
         values: ValueType,
         ledger: Ledger,
-        sums: ServerSums | None = None,
+        stage: ServerStage | None = None,
         seed: int = 0,
         updates: UpdateStore | None = None,
     ):
         self.layout, self.run, self.values, self.ledger = layout, run, values, ledger
-        self.sums, self.seed, self.updates = sums, seed, updates or UpdateStore()
+        self.stage, self.seed, self.updates = stage or ServerStage(), seed, updates or UpdateStore()
         self._sequence, self._link, self._round = 0, ServerLink(), _OpenRound()
         self._initial: InitialModel | None = None
         self._builders: set[str] = set()
@@ -216,7 +216,7 @@ class ServerEndpoint:
     @property
     def _sends_differences(self) -> bool:
         """Whether messages carry differences to the receiver's vector."""
-        return is_quantized(self.values)
+        return FORMATS[self.values].sends_differences
 
     def _shorten(
         self, site: str, patch: Patch, base: Vector | None, shortened: dict[int, Patch | None]
@@ -404,7 +404,7 @@ class ServerEndpoint:
         # A site without training examples answers every request with metrics only.
         if message.content not in (expected.content, "metrics"):
             raise RejectedMessage("E_KIND", "content", expected.content, message.content, site)
-        if self.sums is not None and message.content != "metrics":
+        if self.stage.hides_values and message.content != "metrics":
             raise RejectedMessage("E_SEALED", f"values of {message.content}", "masked", message.values, site)
         if message.values != (values := choose_values(message.content, self.values, self._initial)):
             raise RejectedMessage("E_DTYPE", "values", values, message.values, site)

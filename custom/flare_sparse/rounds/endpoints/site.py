@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from ...core.errors import (
     MissingBase,
     OutOfMemory,
     RejectedMessage,
-    RequestRefused,
     TaskFailed,
     abbreviate,
     describe_exception,
@@ -30,14 +28,14 @@ from ...training import Site
 from ...wire.capabilities import local_capabilities
 from ...wire.codec import Decoded, Encoded, decode, encode, read_names
 from ...wire.envelope import Header
-from ...wire.formats import ValueType, is_quantized
+from ...wire.formats import FORMATS, ValueType
 from ...wire.plan import NO_NAME, Plan, is_name
+from ...wire.stage import SiteStage
 from ..link import Answer, SiteLink, Vector, name_new_start, name_vector
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event
 from .plans import InitialModel, choose_values, correct_variances, plan_request, plan_update
 from .request_checks import ChangeLimit, check_kind, check_trainable, is_standstill
 from .request_log import RequestLog
-from .site_sums import SiteSums
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,7 +130,7 @@ class SiteEndpoint:
         values: number format on the wire.
         store: receives a checkpoint before each update is sent. None: after a crash the site needs the full model, and
             the tensors that the method keeps at the site are lost.
-        sums: keeps the values of updates for their sums; None: each update carries its values.
+        stage: what the values of updates pass on their way; None: each update carries its values.
         limits: what this site refuses beside requests that its copy of the job does not have.
         initial: the model of the job's seed, which the first request then need not carry; None: it does.
 
@@ -149,12 +147,17 @@ class SiteEndpoint:
         run: str,
         values: ValueType,
         store: Store | None = None,
-        sums: SiteSums | None = None,
+        stage: SiteStage | None = None,
         limits: RequestLimits = NO_LIMITS,
         initial: InitialModel | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
-        self.sums, self.requests, self.changes, self.initial = sums, limits.requests, limits.changes, initial
+        self.stage, self.requests, self.changes, self.initial = (
+            stage or SiteStage(),
+            limits.requests,
+            limits.changes,
+            initial,
+        )
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._link: SiteLink[SiteMemory] = SiteLink()
@@ -257,8 +260,8 @@ class SiteEndpoint:
             subgroups = self.site.trainer.evaluate_subgroups(*self.site.evaluated)
             update = replace(update, metrics={**update.metrics, **subgroups})
         notices = list(self.site.trainer.notices)
-        # Of a sum the server must not learn that one of its terms is zero.
-        if self.sums is None and is_standstill(update, self.site.weights, self.site.layout):
+        # Of values that it cannot read the server must not learn that they are zero.
+        if not self.stage.hides_values and is_standstill(update, self.site.weights, self.site.layout):
             notices.append(MODEL_UNCHANGED)
         # Reported once, with the number of the first attempt, so that the server knows a repeated report.
         reported = {event.event for event in self.events}
@@ -301,12 +304,11 @@ class SiteEndpoint:
             CheckpointError: the checkpoint could not be written; nothing may be sent.
         """
         residual = self._current.memory.residual
-        if self.sums is not None:
-            request_id = RequestId(request.kind, request.round)
-            self.sums.withhold(update, request_id, self.site.weights, self.compute_model_digest())
+        request_id = RequestId(request.kind, request.round)
+        self.stage.seal(update, request_id, self.site.weights, self.compute_model_digest)
         encoded = self.encode_message(request, update)
         # Error feedback applies to model values only: an update of scores or metrics leaves the residual unchanged.
-        if update.content in ("weights", "delta") and self.sums is None:
+        if update.content in ("weights", "delta") and not self.stage.hides_values:
             residual = encoded.residual
             # An entry that is switched off keeps no residual: it would arrive with it when it is regrown.
             if update.is_complete and residual is not None:
@@ -320,9 +322,8 @@ class SiteEndpoint:
         Raises:
             RejectedMessage: as in :meth:`encode`.
         """
-        # The values of a summed update leave in its sum alone.
-        is_summed, empty = self.sums is not None, Patch.empty(self.site.layout.size)
-        sent = replace(update, patch=empty, content="metrics") if is_summed else update
+        empty = Patch.empty(self.site.layout.size)
+        sent = replace(update, patch=empty, content="metrics") if self.stage.hides_values else update
         return encode(
             sent.patch,
             self.plan_update(request),
@@ -332,21 +333,11 @@ class SiteEndpoint:
             generator=make_generator(self.method.seed, "rounding", self.site.name, request.kind, request.round),
         )
 
-    def answer_sum(self, data: Any) -> np.ndarray:
-        """Return the reply to a question of a sum: see :meth:`SiteSums.answer`.
-
-        Raises:
-            RequestRefused: also if updates of this site carry their values.
-        """
-        if self.sums is None:
-            raise RequestRefused("a step of a sum, but updates of this site's copy of the job carry their values")
-        return self.sums.answer(data)
-
     def plan_update(self, request: Request) -> Plan:
         """Return the plan of the update that answers ``request``."""
         current, held = self._current, self._link.held
         assert held is not None, "a request was received"
-        target = replace(held, values=self.site.weights) if is_quantized(self.values) else held
+        target = replace(held, values=self.site.weights) if FORMATS[self.values].sends_differences else held
         return plan_update(
             self.site.layout, self.run, request, target, request_name=current.answer, sequence=current.header.sequence
         )

@@ -3,7 +3,7 @@
 from .events import Event
 from .loop import Federation
 from .records import BestModel, Evaluation, Outcome, Participation, RoundRecord
-from .roster import Connections, Handshake, Reply, SumQuestions, SumReply, SumTransport, Transport
+from .roster import Connections, Handshake, Transport
 from .rules import RoundRules
 
 __all__ = [
@@ -15,11 +15,7 @@ __all__ = [
     "Handshake",
     "Outcome",
     "Participation",
-    "Reply",
     "RoundRecord",
     "RoundRules",
-    "SumQuestions",
-    "SumReply",
-    "SumTransport",
     "Transport",
 ]

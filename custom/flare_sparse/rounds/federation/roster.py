@@ -5,45 +5,20 @@ The replies to one attempt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from ...core.errors import RoundFailed, SiteExcluded
 from ...core.exchange import Assignment, Contribution, Patch
 from ...methods.method import Method, ask_next
 from ...wire.capabilities import Capabilities, parse_hello
+from ...wire.stage import Reply, StepTransport
 from ..endpoints.server import Attempt, ServerEndpoint
 from .rules import RoundRules, SiteHistory, require_min_sites
 
-Reply = Contribution | Exception | str
-"""What came back from a site: a contribution, the error that rejected it, or a reason code."""
 Transport = Callable[[Attempt], Mapping[str, Reply]]
 """Carries an attempt to its sites and returns their replies; sites that do not reply in time are absent."""
-
-
-@dataclass(frozen=True)
-class SumQuestions:
-    """The questions of one step of a sum.
-
-    Attributes:
-        messages: question by site; equal questions share one buffer.
-        seconds: time for the replies; None: the transport decides.
-    """
-
-    messages: Mapping[str, np.ndarray]
-    seconds: float | None = None
-
-
-SumReply = np.ndarray | str
-"""Reply to a step of a sum: a message, or the reason code of a refusal."""
-SumTransport = Callable[[SumQuestions], Iterable[tuple[str, SumReply]]]
-"""Carries the questions of a step of a sum to its sites and yields their replies.
-
-Each reply is yielded with the name of its site as soon as it arrives, so that no two need be in memory.
-"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +32,7 @@ class AttemptResult:
         timed_out: sites that did not reply.
         counts_empty: sites of which an update with an empty selection contributes a delta of zero.
         total: contribution that stands for all others, whose values the server cannot read; None: it reads each.
-        sum_failure: why the server could not read the sum; empty: it could, or reads each.
+        failure: why the server could not read the values; empty: it could.
     """
 
     attempt: Attempt
@@ -66,7 +41,7 @@ class AttemptResult:
     timed_out: list[str]
     counts_empty: frozenset[str] = frozenset()
     total: Contribution | None = None
-    sum_failure: str = ""
+    failure: str = ""
 
     def drop_values(self) -> AttemptResult:
         """Return the result without values, as a record of an attempt that has failed."""
@@ -112,7 +87,7 @@ class Connections:
     Attributes:
         connected: returns the names of the sites that are connected now.
         exchange: carries requests and replies.
-        exchange_sum: carries the steps of sums of padded values; None: the updates carry their values.
+        exchange_steps: carries the steps of a stage that keeps values out of updates.
         handshake: requests the capabilities of sites before their first request; None: all sites have all of them.
         returned: returns those of the given quarantined sites that have sent another hello, by default none.
         on_excluded: called once per site and reason with the error that keeps a site from taking part.
@@ -120,7 +95,7 @@ class Connections:
 
     connected: Callable[[], list[str]]
     exchange: Transport
-    exchange_sum: SumTransport | None = None
+    exchange_steps: StepTransport = lambda questions: ()
     handshake: Handshake | None = None
     returned: Returned = lambda sites: frozenset()
     on_excluded: Callable[[SiteExcluded], None] = lambda reason: None

@@ -9,12 +9,12 @@ from ...core.errors import MissingBase, RoundFailed
 from ...core.exchange import Assignment, Contribution
 from ...methods.method import Method
 from ...wire.ledger import LedgerLine
+from ...wire.stage import Reply
 from ..endpoints.server import Attempt, ServerEndpoint
 from .events import BASE_LOST, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
-from .roster import AttemptResult, Reply, Roster, get_reason_code
+from .roster import AttemptResult, Roster, get_reason_code
 from .rules import RoundRules, SiteHistory
-from .sums import sum_replies
 
 
 @dataclass(frozen=True)
@@ -187,13 +187,10 @@ class RoundRunner:
                 history = history.register(reply)
         accepted = [reply for reply in replies.values() if isinstance(reply, Contribution)]
         self.events.add_reports(sorted(accepted, key=lambda contribution: contribution.site))
-        total, failure = None, ""
-        if self.connections.exchange_sum is not None and self.endpoint.sums is not None:
-            exchange = self.endpoint.sums.start_sum(assignments, attempt.sequence)
-            if exchange is not None:
-                replies, total = sum_replies(exchange, replies, self.connections.exchange_sum, deadline)
-                failure = exchange.failure
-        return replace(_group_replies(attempt, assignments, replies), total=total, sum_failure=failure), history
+        transport = self.connections.exchange_steps
+        opened = self.endpoint.stage.open(assignments, attempt.sequence, replies, transport, deadline)
+        result = _group_replies(attempt, assignments, opened.replies)
+        return replace(result, total=opened.total, failure=opened.failure), history
 
     def _send(
         self, attempt: Attempt, deadline: float | None, assignments: Mapping[str, Assignment]
@@ -206,13 +203,13 @@ class RoundRunner:
     def _describe_failure(self, result: AttemptResult, contributed: int, asked: int) -> str:
         rejected = [f"{site} {code}" for site, code in sorted(result.rejected.items())]
         safe = "The last committed model is intact." if result.attempt.round > 1 else "No round was committed."
-        failed_sum = f"The sum failed: {result.sum_failure}. " if result.sum_failure else ""
+        failed = f"The sum failed: {result.failure}. " if result.failure else ""
         by_weight = f" with {self.rules.min_weight:.0%} of the examples of the sites asked"
         return (
             f"round {result.attempt.round} ({result.attempt.kind}): {contributed} of {asked} sites contributed in the "
             f"last of {self.rules.retries + 1} attempts, {self.rules.min_sites} are needed"
             f"{by_weight if self.rules.min_weight else ''}; rejected: {_join_or_none(rejected)}; timed out: "
-            f"{_join_or_none(result.timed_out)}. {failed_sum}{safe}"
+            f"{_join_or_none(result.timed_out)}. {failed}{safe}"
         )
 
 

@@ -14,30 +14,19 @@ from ...core.errors import FlareSparseError, MissingBase, WireError, format_site
 from ...core.exchange import Update
 from ...core.seeds import limit_threads
 from ...methods.method import Method
-from ...privacy.secure_aggregation.identities import generate_identity
-from ...privacy.secure_aggregation.limits import SumRules
 from ...tasks.task import Metric
 from ...training import Site
 from ...wire.capabilities import local_capabilities
 from ...wire.formats import ValueType
 from ...wire.ledger import Ledger
+from ...wire.stage import PLAIN_STAGE, Questions, Reply, ServerStage, SiteStage, Stage, StageRun, StepReply
 from ..endpoints.egress import EgressLog, Outgoing, build_beside, describe_message
 from ..endpoints.events import pack_events
 from ..endpoints.plans import InitialModel
+from ..endpoints.request_log import RequestLog
 from ..endpoints.server import SERVER, Attempt, ServerEndpoint
-from ..endpoints.server_sums import ServerSums
 from ..endpoints.site import SiteEndpoint
-from ..endpoints.site_sums import SiteSums
-from ..federation import (
-    Connections,
-    Federation,
-    Outcome,
-    Reply,
-    RoundRecord,
-    RoundRules,
-    SumQuestions,
-    SumReply,
-)
+from ..federation import Connections, Federation, Outcome, RoundRecord, RoundRules
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,12 +42,12 @@ class Transport:
 
     Attributes:
         values: number format of the values.
-        sum_rules: rules of the sums of padded values; None: each update carries its values.
+        stage: what the values of updates pass on their way to the server.
         builds_initial: each site builds the initial model itself, and no message carries it.
     """
 
     values: ValueType = "float32"
-    sum_rules: SumRules | None = None
+    stage: Stage = PLAIN_STAGE
     builds_initial: bool = False
 
 
@@ -119,14 +108,13 @@ def run_locally(
     """
     ledger = Ledger() if ledger is None else ledger
     values, run = transport.values, course.run
-    rules = transport.sum_rules
-    sums, site_sums = (None, {}) if rules is None else build_sums(method, run, rules, list(sites), ledger)
-    server = ServerEndpoint(method.layout, run, values, ledger, sums, method.seed)
+    server_stage, stages = build_stages(method, run, transport.stage, sorted(sites), ledger)
+    server = ServerEndpoint(method.layout, run, values, ledger, server_stage, method.seed)
     initial = InitialModel(weights, method.layout) if transport.builds_initial else None
     endpoints = {
         name: site
         if isinstance(site, Exception)
-        else SiteEndpoint(site, method, run, values, course.stores(name), site_sums.get(name), initial=initial)
+        else SiteEndpoint(site, method, run, values, course.stores(name), stages[name], initial=initial)
         for name, site in sorted(sites.items())
     }
     logs = {name: course.egress(name) for name, endpoint in endpoints.items() if isinstance(endpoint, SiteEndpoint)}
@@ -135,7 +123,7 @@ def run_locally(
         method,
         server,
         metric,
-        Connections(lambda: sorted(endpoints), local.exchange, local.exchange_sum, local.shake_hands),
+        Connections(lambda: sorted(endpoints), local.exchange, local.exchange_steps, local.shake_hands),
         rules=course.rules,
         on_round=course.on_round,
         store=course.stores(SERVER),
@@ -145,18 +133,16 @@ def run_locally(
     return outcome, ledger
 
 
-def build_sums(
-    method: Method[Any, Any], run: str, rules: SumRules, names: list[str], ledger: Ledger
-) -> tuple[ServerSums, dict[str, SiteSums]]:
-    """Return both ends of the sums of a run in this process.
-
-    The sites' certificates are generated for it: they prove nothing here, but the messages are those of a federation.
-    """
-    identities = {name: generate_identity(name) for name in names}
-    server = ServerSums(method.layout, run, rules, method.get_sum_weights, identities[names[0]].root, ledger)
-    return server, {
-        name: SiteSums(identity, method.layout, run, rules, method.get_sum_weights)
-        for name, identity in identities.items()
+def build_stages(
+    method: Method[Any, Any], run: str, stage: Stage, sites: Sequence[str], ledger: Ledger
+) -> tuple[ServerStage, dict[str, SiteStage]]:
+    """Return both ends of the stage of a run in this process, the sites' by name, with generated startup kits."""
+    kits, stage_run = stage.generate_kits(sites), StageRun(method.layout, run, method.get_sum_weights)
+    return stage.build_server(stage_run, ledger, kits[""].__getitem__), {
+        name: stage.build_site(
+            name, stage_run, kits[name].__getitem__, RequestLog(run, method.count_requests, attempts=1).admit_sum
+        )
+        for name in sites
     }
 
 
@@ -212,13 +198,13 @@ class LocalSites:
             except WireError as error:
                 yield name, error
 
-    def exchange_sum(self, questions: SumQuestions) -> Iterator[tuple[str, SumReply]]:
-        """Deliver the questions of a step of a sum; yield each reply, or the code of the site's failure."""
+    def exchange_steps(self, questions: Questions) -> Iterator[tuple[str, StepReply]]:
+        """Deliver the questions of a step of the stage; yield each reply, or the code of the site's failure."""
         for name, question in questions.messages.items():
             endpoint = self.endpoints[name]
-            assert not isinstance(endpoint, Exception), "a site that failed has no part in a sum"
+            assert not isinstance(endpoint, Exception), "a site that failed has sent no update"
             try:
-                reply = endpoint.answer_sum(question)
+                reply = endpoint.stage.answer(question)
             except FlareSparseError as error:
                 self.on_site_error(name, error)
                 self._record(name, Outgoing("refusal", [error.code]))

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import numpy as np
-from secure_sums import refuses
+from secure_sums import get_identity, refuses
 from toy import ToyBench
 
 from flare_sparse.core.exchange import Patch, RequestId, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.aggregation.weighted import weigh_by_examples
-from flare_sparse.privacy.secure_aggregation.identities import generate_identity
-from flare_sparse.privacy.secure_aggregation.keys import SumId
-from flare_sparse.privacy.secure_aggregation.limits import SumRules
-from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
-from flare_sparse.rounds.endpoints.site_sums import SiteSums
+from flare_sparse.privacy.secure_aggregation.stage import SiteSums, SumRules
+from flare_sparse.rounds.endpoints.request_log import RequestLog
+from flare_sparse.wire.stage import StageRun
+from flare_sparse.wire.steps import Step, SumId, pack_message, unpack_message
 
 RUN = "0" * 16
 SUM_ID = SumId(RUN, "train", 1, 4)
 BENCH = ToyBench()
-IDENTITY = generate_identity("site-1")
+IDENTITY = get_identity("site-1")
 
 
 def build_site(*, has_update: bool = True) -> SiteSums:
-    site = SiteSums(IDENTITY, BENCH.layout, RUN, SumRules(8.0), lambda kind: weigh_by_examples)
+    run = StageRun(BENCH.layout, RUN, lambda kind: weigh_by_examples)
+    site = SiteSums(IDENTITY, run, SumRules(8.0), RequestLog(RUN, lambda kind, t: 1, attempts=1).admit_sum)
     if has_update:
         update = Update(Patch(BENCH.weights + 0.25, Mask.full(BENCH.weights.numel())), "weights", 10)
-        site.withhold(update, RequestId("train", 1), BENCH.weights)
+        site.seal(update, RequestId("train", 1), BENCH.weights, lambda: "")
     return site
 
 
@@ -58,9 +58,9 @@ def test_site_refuses_sums_of_another_update_and_steps_out_of_order() -> None:
 
 def test_nothing_is_withheld_before_an_update_nor_after_it_was_discarded() -> None:
     patch, site = Patch(BENCH.weights + 0.25, Mask.full(BENCH.weights.numel())), build_site()
-    assert site.is_withheld(patch)
-    assert not site.is_withheld(Patch(BENCH.weights, patch.mask))
+    assert site.holds(patch)
+    assert not site.holds(Patch(BENCH.weights, patch.mask))
     site.discard()
     for other in (site, build_site(has_update=False)):
-        assert not other.is_withheld(patch)
+        assert not other.holds(patch)
         assert other.message_bytes == 0
