@@ -9,10 +9,9 @@ import typer
 from ..config.yaml_files import CONFIGURATIONS, STARTERS
 from ..core.errors import ConfigError
 from .console import out as console
+from .plan import require_nnunet
 
 Kind = Literal["table", "segmentation", "brain_age", "script", "bundle", "nnunet", "method", "component"]
-EXTRA_FILES = {"table": ("patients.csv",), "nnunet": ("study.yaml", "plan.json", "data")}
-"""What is written beside the starter's files, by kind; the last one only without data."""
 READS_DATA = ("table", "segmentation", "brain_age", "nnunet")
 
 
@@ -39,44 +38,23 @@ def init(
     """
     if data is not None and kind not in READS_DATA:
         raise ConfigError(f"--data: it is for {', '.join(READS_DATA)}; leave it out, and name your data in study.yaml")
-    sources = [CONFIGURATIONS / name for name in STARTERS.get(kind, ())]
-    extra = EXTRA_FILES.get(kind, ())
+    sources = [CONFIGURATIONS / name for name in (STARTERS[kind] if data is None else STARTERS[kind][:1])]
     targets = [out / ("study.yaml" if source.suffix == ".yaml" else source.name) for source in sources]
-    targets += [out / name for name in (extra if data is None else extra[:-1])]
+    if kind == "nnunet":
+        require_nnunet()
+        targets += [out / "plan.json", *([out / "data"] if data is None else [])]
     if existing := [str(path) for path in targets if path.exists()]:
         raise ConfigError(f"{', '.join(existing)}: exists already; choose another folder with --out")
-    for note in _write(kind, data, out, dict(zip(sources, targets, strict=False))):
-        console.print(f"- {note}", markup=False)
+    if data is not None or kind == "nnunet":
+        from ..config.first_study import write_study
+
+        for note in write_study(kind, data, out):
+            console.print(f"- {note}", markup=False)
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        for source, target in zip(sources, targets, strict=True):
+            (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
     console.print(", ".join(str(path) for path in targets), markup=False)
     first = targets[0]
     commands = f"python {first}" if kind == "component" else f"flare-sparse check {first}; flare-sparse run {first}"
     console.print(f"next: {commands}", markup=False)
-
-
-def _write(kind: Kind, data: Path | None, out: Path, copies: dict[Path, Path]) -> list[str]:
-    """Write the study; return what was inferred from the data, in sentences."""
-    notes: list[str] = []
-    if kind == "nnunet":
-        from .plan import require_nnunet
-
-        require_nnunet()
-        from ..config.first_study import write_nnunet_study
-
-        out.mkdir(parents=True, exist_ok=True)
-        return write_nnunet_study(out, data)
-    if data is not None:
-        from ..config.first_study import describe_images, describe_table
-
-        # Read before anything is written: data that cannot be read leaves no half of a study.
-        text, notes = describe_table(data) if kind == "table" else describe_images(kind, data)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "study.yaml").write_text(text, encoding="utf-8")
-        return notes
-    out.mkdir(parents=True, exist_ok=True)
-    for source, target in copies.items():
-        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
-    if kind == "table":
-        from ..config.first_study import write_example
-
-        write_example(out / "patients.csv")
-    return notes

@@ -1,7 +1,7 @@
 """First studies that ``flare-sparse init --data`` writes, of a table, of images, of nnU-Net: each choice is said."""
 
 import json
-import random
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,23 +27,65 @@ TARGET_NAMES = ("target", "outcome", "label", "died", "death", "event", "readmit
 ID_NAMES = ("id", "patient", "patient_id", "subject", "subject_id", "participant_id", "case")
 NEGATIVES = ("no", "nein", "non", "n", "false", "negative", "neg", "none", "control", "healthy", "alive", "absent")
 """Labels of the absence of what is predicted: of two labels, the other one is class 1."""
-STEP = {"rounds": 100, "server": {"optimizer": "adam", "lr": 0.02}, "model_average": {"kind": "ema"}}
-"""One step a round on all examples of a site, so that the mean of the steps is that on all sites' examples."""
 DECAY, TRAINED = 0.3, 0.7
 """Weight decay of a table with as many inputs as training rows, and the share of the rows that train
 (docs/results/tables.md)."""
 MOST_LABELS = 12
 """A column of text with more different values is no category: it is left out, and named."""
+Changes = tuple[Mapping[str, Any], Mapping[str, Any], list[str]]
+"""The sections ``task`` and ``simulator`` of a study, and what was inferred, in sentences."""
 
 
-def describe_table(path: Path) -> tuple[str, list[str]]:
-    """Return a study of a table as YAML, and what was inferred from it, in sentences.
+def write_study(kind: str, data: Path | None, out: Path) -> list[str]:
+    """Write ``study.yaml`` for data at hand: the starter of its kind, with what the data says.
+
+    Args:
+        kind: ``table``; ``brain_age``, of a BIDS data set; ``segmentation``, of any data set that the task reads; or
+            ``nnunet``, of a raw data set (``imagesTr``, ``labelsTr``, ``dataset.json``), dealt out to two sites, or of
+            a folder of such data sets, ``site-1``, ``site-2``, ...
+        data: a file, a data set, or a folder of several, which are the sites; None, for ``nnunet``: phantoms.
+        out: folder to write to; of data that cannot be read, nothing is written.
+
+    Returns:
+        What was inferred, in sentences.
+
+    Raises:
+        ConfigError: the folder holds no data set of nnU-Net.
+        DataError: the data cannot be read, or makes no study.
+    """
+    study = read_yaml(CONFIGURATIONS / STARTERS[kind][0])
+    if kind == "table":
+        assert data is not None, "a table is given"
+        task, simulator, notes = _look_at_table(data, study["task"], study["method"]["training"])
+    elif kind == "nnunet":
+        task, simulator, notes = _plan(data, out, study["method"]["training"])
+    else:
+        assert data is not None, "images are given"
+        task, simulator, notes = (_look_at_brains if kind == "brain_age" else _look_at_cases)(data)
+        task = {**study["task"], **task}
+    # The quorum of the package's own job is that of its four sites.
+    study.pop("federation", None)
+    study |= {"name": "study", "task": task, "simulator": simulator}
+    name = "phantoms" if data is None else data.name
+    header = "".join(f"# {note}\n" for note in (f"Written from {name}. Correct what is wrong:", *notes))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "study.yaml").write_text(header + format_yaml(study), encoding="utf-8")
+    return notes
+
+
+def _locate(path: Path, site: str | None = None, *, named: bool = False) -> dict[str, Any]:
+    """Return where simulated sites have their data: those that a column or folders name, or three at random."""
+    if site or named:
+        partition = {"kind": "natural"} | ({"column": site} if site else {})
+        return {"data": {"path": str(path.resolve()), "partition": partition}}
+    return {"sites": 3, "data": {"path": str(path.resolve()), "partition": {"kind": "iid"}}}
+
+
+def _look_at_table(path: Path, starter: Mapping[str, Any], training: dict[str, Any]) -> Changes:
+    """Look at a table; the weight decay of its training follows from its size.
 
     The target is the column with a usual name, or the last one; the sites are those of a column with a usual name, or
     three at random.
-
-    Raises:
-        DataError: the table cannot be read, or has too few columns.
     """
     table = _find_decimal(read_table(path))
     names = list(table.columns)
@@ -65,21 +107,10 @@ def describe_table(path: Path) -> tuple[str, list[str]]:
     if identifier:
         ids = table.get_names(identifier)
         task["id" if len(set(ids)) == len(ids) else "group"] = identifier
-    task |= {"missing": "impute", "scaling": "federated", "clip": 5, "model": {"name": "resnet_mlp"}}
-    task |= {"split": {"validation": 0.1}}
+    task |= {name: starter[name] for name in ("missing", "scaling", "clip", "model", "split")}
     task |= {"target_scale": _describe_scale(table, target)} if kind == "regression" else {}
-    sites = {"kind": "natural", "column": site} if site else {"kind": "iid"}
-    simulator: dict[str, Any] = {} if site else {"sites": 3}
     inputs = sum(len(categories.get(name, [name])) for name in features)
-    decay = float(f"{DECAY * inputs / (TRAINED * table.rows):.2g}")
-    training = {"optimizer": "sgd", "lr": 0.1, "epochs": 1, "batch_size": 4096, "weight_decay": decay}
-    study = {
-        "name": "study",
-        "seed": 1,
-        "method": {"name": "neurosfl", "sparsity": 0.9, **STEP, "training": training},
-        "task": task,
-        "simulator": simulator | {"data": {"path": str(path.resolve()), "partition": sites}},
-    }
+    training["weight_decay"] = float(f"{DECAY * inputs / (TRAINED * table.rows):.2g}")
     notes = [
         f"{table.rows} rows; target {target}: {kind}" + (f" of {', '.join(classes)}" if classes else ""),
         *([f"what is predicted, class 1: {target} {classes[1]}"] if kind == "binary" and classes else []),
@@ -87,20 +118,7 @@ def describe_table(path: Path) -> tuple[str, list[str]]:
         f"{len(features)} features, {len(categories)} of them categories" + "; decimal commas" * has_commas,
         *([f"left out, neither numbers nor few labels: {list_first(left_out, 5)}"] if left_out else []),
     ]
-    header = "".join(f"# {note}\n" for note in (f"Written from {path.name}. Correct what is wrong:", *notes))
-    return header + format_yaml(study), notes
-
-
-def write_example(path: Path) -> None:
-    """Write an invented table of 300 patients of three hospitals."""
-    draw = random.Random(1)  # noqa: S311, nothing secret
-    lines = ["patient,hospital,age,sex,stage,marker,readmitted"]
-    for number in range(300):
-        age, stage, marker = draw.gauss(60, 12), draw.randrange(3), draw.gauss(0, 1)
-        risk = 0.05 * (age - 60) + 0.8 * (stage - 1) + 0.7 * marker + draw.gauss(0, 1)
-        cells = [number, "ABC"[number % 3], f"{age:.0f}", draw.choice("FM"), ("I", "II", "III")[stage], f"{marker:.2f}"]
-        lines.append(",".join(map(str, [*cells, int(risk > 0)])))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return task, _locate(path, site), notes
 
 
 def _find_decimal(table: Table) -> Table:
@@ -160,36 +178,7 @@ INPUT_SIDE = 32
 MOST_CLASSES = 100
 
 
-def describe_images(kind: str, path: Path) -> tuple[str, list[str]]:
-    """Return a study of volumes as YAML, and what was inferred from them, in sentences.
-
-    Args:
-        kind: ``brain_age``, of a BIDS data set; or ``segmentation``, of any that the task reads.
-        path: a data set, or a folder of several, which are the sites.
-
-    Raises:
-        DataError: there is no such data set, or no volume or label map of it can be read.
-    """
-    study = read_yaml(CONFIGURATIONS / STARTERS[kind][0])
-    if kind == "brain_age":
-        cohort, task, notes = _look_at_brains(path)
-    else:
-        cohort, task, notes = _look_at_cases(path)
-    sites, partition = _find_sites(cohort)
-    notes.append(f"sites: {sites}")
-    simulator = {} if partition["kind"] == "natural" else {"sites": 3}
-    study |= {
-        "name": "study",
-        "task": {**study["task"], **task},
-        "simulator": simulator | {"data": {"path": str(path.resolve()), "partition": partition}},
-    }
-    # The quorum of the package's own job is that of its four sites.
-    study.pop("federation", None)
-    header = "".join(f"# {note}\n" for note in (f"Written from {path.name}. Correct what is wrong:", *notes))
-    return header + format_yaml(study), notes
-
-
-def _look_at_brains(path: Path) -> tuple[Cohort, dict[str, Any], list[str]]:
+def _look_at_brains(path: Path) -> Changes:
     cohort = bids.read_cohort(path)
     files = [file for subject in bids.read_subjects(path).values() for file in subject.images]
     volumes = [read_nifti(file, None) for file in _spread(files)]
@@ -211,10 +200,10 @@ def _look_at_brains(path: Path) -> tuple[Cohort, dict[str, Any], list[str]]:
     if missing := int(np.isnan(ages).sum()):
         task["skip_bad_subjects"] = True
         notes.append(f"{missing} subjects without an age are skipped, and counted")
-    return cohort, task, notes
+    return task, *_find_sites(path, cohort, notes)
 
 
-def _look_at_cases(path: Path) -> tuple[Cohort, dict[str, Any], list[str]]:
+def _look_at_cases(path: Path) -> Changes:
     cases = find_cases(path)
     labelled = [case for case in cases.values() if not case.problem and case.labels is not None]
     looked_at: list[CaseFiles] = _spread(labelled)
@@ -240,7 +229,7 @@ def _look_at_cases(path: Path) -> tuple[Cohort, dict[str, Any], list[str]]:
     ]
     if spacings > 1:
         notes.append(f"{spacings} voxel sizes: all are resampled to the commonest, {format_shape(spacing)} mm")
-    return bids.index_cases(cases), task, notes
+    return task, *_find_sites(path, bids.index_cases(cases), notes)
 
 
 def _spread(items: Sequence[Any]) -> list[Any]:
@@ -254,62 +243,39 @@ def _choose(images: Sequence[Any], measure: Any) -> tuple[tuple[Any, ...], int]:
     return max(found, key=found.count), len(set(found))
 
 
-def _find_sites(cohort: Cohort) -> tuple[str, Mapping[str, Any]]:
-    names = cohort.columns.get("site")
-    if names is not None and len(set(map(str, names))) > 1:
-        return f"{len(set(map(str, names)))}, of the column site or the folders", {"kind": "natural"}
-    return "neither a column site nor several folders, so three at random", {"kind": "iid"}
+def _find_sites(path: Path, cohort: Cohort, notes: list[str]) -> tuple[Mapping[str, Any], list[str]]:
+    sites = set(map(str, cohort.columns.get("site", ())))
+    if len(sites) > 1:
+        notes.append(f"sites: {len(sites)}, of the column site or the folders")
+    else:
+        notes.append("sites: neither a column site nor several folders, so three at random")
+    return _locate(path, named=len(sites) > 1), notes
 
 
-PHANTOM = {
-    "channel_names": {"0": "T1w"},
-    "labels": {"background": 0, "grey_matter": 1, "white_matter": 2, "ventricles": 3},
-    "file_ending": ".nii.gz",
-}
-"""The part of ``dataset.json`` that all sites of the phantoms share."""
 SUBJECTS = 5
+"""Phantoms of a site."""
 
 
-def write_nnunet_study(out: Path, data: Path | None) -> list[str]:
-    """Write ``study.yaml`` and ``plan.json``, and without data also two sites of phantoms.
-
-    Args:
-        out: folder to write to.
-        data: a raw data set of nnU-Net (``imagesTr``, ``labelsTr``, ``dataset.json``), dealt out to two sites, or a
-            folder of such data sets, ``site-1``, ``site-2``, ...; None: phantoms.
-
-    Returns:
-        What was inferred, in sentences.
-
-    Raises:
-        ConfigError: the folder is none of the two.
-        DataError: a data set cannot be read.
-    """
+def _plan(data: Path | None, out: Path, training: dict[str, Any]) -> Changes:
+    """Write ``plan.json``, and without data also two sites of phantoms; the plan chooses the batch size."""
     folders = [_write_phantoms(out / "data" / f"site-{n}", n) for n in (1, 2)] if data is None else find_data_sets(data)
     samples = count_samples(sum(len(find_raw_cases(folder)) for folder in folders))
     merged = merge_fingerprints([compute_fingerprint(folder, samples) for folder in folders])
     plan = build_plan(merged, "Dataset001_Federation")
     configuration = next(name for name in ("3d_fullres", "2d") if name in list_configurations(plan))
     entry = plan["plans"]["configurations"][configuration]
+    training["batch_size"] = entry["batch_size"]
     located: dict[str, Any] = {"path": "data/{site}" if data is None else str(data.absolute() / "{site}")}
     if data is not None and folders == [data]:
         located = {"path": str(data.absolute()), "partition": {"kind": "iid"}}
-    training = {"epochs": 1, "batch_size": entry["batch_size"], "optimizer": "sgd", "lr": 0.01, "momentum": 0.99}
-    training |= {"nesterov": True, "weight_decay": 3.0e-5, "clip_norm": 12, "schedule": {"kind": "poly"}}
-    study = {
-        "name": "study",
-        "seed": 1,
-        "method": {"name": "fedavg", "rounds": 10, "training": training},
-        "task": {"name": "nnunet", "plan": "plan.json", "configuration": configuration},
-        "simulator": {"sites": max(len(folders), 2), "data": located},
-    }
+    out.mkdir(parents=True, exist_ok=True)
     (out / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
-    head = "# nnU-Net over several sites, with its own plan (plan.json). See docs/nnunet.md.\n"
-    (out / "study.yaml").write_text(head + format_yaml(study), encoding="utf-8")
-    return [
+    notes = [
         f"plan of {merged.cases} cases: {configuration}, patch {entry['patch_size']}, batch size {entry['batch_size']}",
         "rounds and epochs are small, for a first run: nnU-Net trains 1,000 epochs of 250 minibatches",
     ]
+    task = {"name": "nnunet", "plan": "plan.json", "configuration": configuration}
+    return task, {"sites": max(len(folders), 2), "data": located}, notes
 
 
 def find_data_sets(data: Path) -> list[Path]:
@@ -331,5 +297,5 @@ def find_data_sets(data: Path) -> list[Path]:
 def _write_phantoms(folder: Path, seed: int) -> Path:
     """Write one site of phantoms in BIDS, with the ``dataset.json`` that names channels and labels."""
     write_phantoms(folder, 1, SUBJECTS, seed, labels=True)
-    (folder / DATASET).write_text(json.dumps(PHANTOM), encoding="utf-8")
+    shutil.copyfile(CONFIGURATIONS / "starters" / "nnunet" / DATASET, folder / DATASET)
     return folder

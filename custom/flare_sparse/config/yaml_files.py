@@ -181,11 +181,12 @@ _INSTALLED, _SOURCE = Path(__file__).parents[1] / "app_configs", Path(__file__).
 CONFIGURATIONS = _INSTALLED if _INSTALLED.is_dir() else _SOURCE
 """Folder of the configurations: in the wheel below the package, in the repository beside it."""
 STARTERS = {
-    "table": ("starters/table/study.yaml",),
+    "table": ("starters/table/study.yaml", "starters/table/patients.csv"),
     "segmentation": ("neurosfl_segmentation.yaml",),
     "brain_age": ("neurosfl_brain_age.yaml",),
     "script": ("starters/script/study.yaml", "starters/script/client.py", "starters/script/model.py"),
     "bundle": ("neurosfl_bundle.yaml", "unet_bundle"),
+    "nnunet": ("starters/nnunet/study.yaml",),
     "method": ("starters/method/study.yaml", "starters/method/random_masks.py"),
     "component": ("starters/component/job.py", "starters/script/client.py", "starters/script/model.py"),
 }
