@@ -28,10 +28,10 @@ from ..tasks.task import Task, TaskConfig
 from ..wire.formats import FORMATS, uncompress
 from .bundles import insert_bundle
 from .choice import Registries, find_name, get_settings
-from .problems import describe_problem
+from .problems import describe_problems
 from .schema import JobConfig, RunConfig
 from .user_classes import import_class
-from .yaml_files import apply_overrides, format_yaml, read_yaml
+from .yaml_files import apply_overrides, find_value, format_yaml, read_yaml, set_value
 
 BUILT_IN: Mapping[str, Mapping[str, type[Any]]] = {"method": METHODS, "task": TASKS}
 """The package's own entries, by section of a configuration."""
@@ -109,7 +109,7 @@ def load_entry(section: str, name: str, folder: Path) -> type[Any]:
 def resolve_classes(data: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, type[Any]]]:
     """Return a configuration whose plugins are named by their classes, and the classes that are not the package's.
 
-    A site decides by the class, not by a name that another distribution may have, too.
+    A site decides by the class, not by a name that another distribution may have, too. A dotted name is a class.
 
     Args:
         data: the settings.
@@ -126,9 +126,11 @@ def resolve_classes(data: Mapping[str, Any], folder: Path) -> tuple[dict[str, An
         key, name = find_name(section, data.get(section))
         if not isinstance(name, str):
             continue
-        if key == "name" and (plugin := find_plugin(section, name)):
+        plugin = find_plugin(section, name) if key == "name" else None
+        if plugin or (key == "name" and "." in name):
             settings = {field: value for field, value in data[section].items() if field != key}
-            named[section], key, name = {"class": plugin.path, **settings}, "class", plugin.path
+            key, name = "class", plugin.path if plugin else name
+            named[section] = {key: name, **settings}
         if key != "name":
             classes[section] = ScriptTask if key == "script" else import_class(section, name, folder)
     return named, classes
@@ -153,7 +155,7 @@ def load_config(
     Raises:
         ConfigError: the text lists every error with the field's path, the value found and the values allowed.
     """
-    file, overrides = Path(path), name_class(overrides)
+    file = Path(path)
     data = _resolve_paths(read_yaml(file), file.parent)
     data = apply_overrides(drop_settings(data, overrides, file.parent), overrides)
     data = _locate_script_data(data, file.parent)
@@ -162,17 +164,6 @@ def load_config(
         data, classes = resolve_classes(data, file.parent)
     registries = _build_registries(data, classes)
     return _validate(RunConfig, _read_files(data, registries["task"], file), registries, str(file))
-
-
-def name_class(overrides: Sequence[str]) -> list[str]:
-    """Return overrides in which a method of the user's, ``method.name=module.Class``, is named by its class.
-
-    >>> name_class(["method.name=fedavg", "method.name=own_method.Half"])
-    ['method.name=fedavg', 'method.class=own_method.Half']
-    """
-    name, path = _METHODS
-    return [path + text.removeprefix(name) if text.startswith(name) and "." in text[len(name) :] else text
-            for text in overrides]  # fmt: skip
 
 
 def drop_settings(data: dict[str, Any], overrides: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -189,7 +180,7 @@ def keep_known_settings(overrides: Sequence[str], folder: Path) -> tuple[str, ..
     >>> keep_known_settings(["method.name=fedavg", "method.sparsity=0.9", "method.rounds=5"], Path())
     ('method.name=fedavg', 'method.rounds=5')
     """
-    known = _list_method_settings(name_class(overrides), folder)
+    known = _list_method_settings(overrides, folder)
     if known is None:
         return tuple(overrides)
     keys = [text.partition("=")[0].split(".") for text in overrides]
@@ -207,7 +198,7 @@ def _list_method_settings(overrides: Sequence[str], folder: Path) -> set[str] | 
         return None
     key, _, name = named[-1].partition("=")
     # The schema says what is wrong with a name that nothing has.
-    if key == "method.name" and name not in METHODS and not find_plugin("method", name):
+    if key == "method.name" and "." not in name and name not in METHODS and not find_plugin("method", name):
         return None
     return {key.removeprefix("method."), *load_entry("method", name, folder).Config.model_fields}
 
@@ -262,9 +253,7 @@ def _validate(model: type[J], data: Mapping[str, Any], registries: Registries, s
     try:
         return model.model_validate(data, context=registries)
     except ValidationError as error:
-        problems = [describe_problem(e, model, data, registries) for e in error.errors(include_url=False)]
-        # Each alternative of a union fails by itself.
-        problems = list(dict.fromkeys(problems))
+        problems = describe_problems(error, model, data, registries)
         count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
         lines = "\n".join(f"  {problem}" for problem in problems)
         remedy = "Correct the file, or override a setting with --set KEY.PATH=VALUE."
@@ -291,33 +280,17 @@ def _read_files(data: dict[str, Any], tasks: Mapping[str, type[Any]], file: Path
     settings = None if task is None else get_settings(task)
     if not isinstance(section, dict) or settings is None or not issubclass(settings, TaskConfig):
         return data
-    path = _find_data(data)
+    path = find_value(data, ("simulator", "data", "path"))
     try:
         return {**data, "task": settings.read_files(section, path if isinstance(path, str) else None)}
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _find_data(data: Mapping[str, Any]) -> Any:
-    """Return the path of the simulator's data; None without one."""
-    located = data.get("simulator")
-    for key in ("data", "path"):
-        located = located.get(key) if isinstance(located, dict) else None
-    return located
-
-
 def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
     """Make ``simulator.data.path`` and the files and folders of the section ``task`` absolute, relative to ``base``."""
     for keys in (("simulator", "data", "path"), ("task", "bundle"), ("task", "header"), ("task", "plan")):
-        data = _resolve_path(data, keys, base)
+        # The schema says what is wrong with malformed sections.
+        if isinstance(value := find_value(data, keys), str):
+            data = set_value(data, keys, str((base / Path(value).expanduser()).absolute()))
     return data
-
-
-def _resolve_path(data: dict[str, Any], keys: Sequence[str], base: Path) -> dict[str, Any]:
-    """Make the path at some keys absolute; leave malformed sections to the schema."""
-    if not isinstance(data, dict) or keys[0] not in data:
-        return data
-    value = data[keys[0]]
-    if len(keys) > 1:
-        return {**data, keys[0]: _resolve_path(value, keys[1:], base)}
-    return {**data, keys[0]: str((base / Path(value).expanduser()).absolute())} if isinstance(value, str) else data

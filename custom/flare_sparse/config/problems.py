@@ -5,12 +5,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ..core.errors import suggest
 from .choice import KEYS, Choice, Registries, find_name, get_settings
+from .yaml_files import find_value
 
 _TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
@@ -50,6 +51,15 @@ def _describe_type(annotation: Any) -> str:
     return _TYPE_NAMES.get(origin or annotation, getattr(annotation, "__name__", "a value"))
 
 
+def describe_problems(
+    error: ValidationError, root: type[BaseModel], data: Any, registries: Registries | None = None
+) -> list[str]:
+    """Return a line for each problem that pydantic found in ``data``; see :func:`describe_problem`."""
+    found = error.errors(include_url=False)
+    # Each alternative of a union fails by itself.
+    return list(dict.fromkeys(describe_problem(problem, root, data, registries or {}) for problem in found))
+
+
 def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, registries: Registries) -> str:
     """Describe one problem that pydantic found in ``data``, in one line.
 
@@ -76,7 +86,7 @@ def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, regi
     meaning = f" ({field.description})" if field and field.description else ""
     if error["type"] == "missing":
         return f"{path}: missing; {expected}{meaning}"
-    found = error["input"] if len(loc) == len(error["loc"]) else _find_value(data, loc)
+    found = error["input"] if len(loc) == len(error["loc"]) else find_value(data, loc)
     return f"{path or 'content'}: found {found!r}; {expected}{meaning}"
 
 
@@ -89,12 +99,6 @@ def _drop_alternatives(
         if field is not None and "[" in str(loc[depth]) and get_origin(field.annotation) in (Union, UnionType):
             return loc[:depth]
     return loc
-
-
-def _find_value(data: Any, loc: Sequence[int | str]) -> Any:
-    for key in loc:
-        data = data[key] if isinstance(data, Mapping) else None
-    return data
 
 
 def _suggest_section(

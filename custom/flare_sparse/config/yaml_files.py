@@ -166,15 +166,27 @@ def _assign(data: dict[str, Any], assignment: str) -> dict[str, Any]:
     keys = path.strip().split(".")
     if not sign or not all(keys):
         raise ValueError("expected key.path=value, such as method.sparsity=0.95")
-    return _set_value(data, keys, parse_yaml(value))
+    return set_value(data, keys, parse_yaml(value))
 
 
-def _set_value(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
+def set_value(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return nested sections with a value at some keys.
+
+    Raises:
+        ValueError: the keys lead through a value that is not a section.
+    """
     if data is None:
         data = {}
     if not isinstance(data, dict):
         raise ValueError(f"{keys[0]!r} cannot be set in {data!r}, which is not a section")
-    return {**data, keys[0]: _set_value(data.get(keys[0]), keys[1:], value) if keys[1:] else value}
+    return {**data, keys[0]: set_value(data.get(keys[0]), keys[1:], value) if keys[1:] else value}
+
+
+def find_value(data: Any, keys: Sequence[int | str]) -> Any:
+    """Return the value at some keys of nested sections; None where there is none."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
 
 
 _INSTALLED, _SOURCE = Path(__file__).parents[1] / "app_configs", Path(__file__).parents[3] / "app_configs"

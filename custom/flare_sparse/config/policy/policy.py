@@ -22,7 +22,7 @@ from ...privacy.dp.account import Budget
 from ...privacy.dp.accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
 from ...tasks.task import COUNTS, EPSILON, get_count_name
 from ...training import SampleUsage
-from ..problems import describe_problem
+from ..problems import describe_problems
 from ..yaml_files import parse_yaml, read_settings
 
 POLICY_FILE = "flare_sparse_policy.yaml"
@@ -402,8 +402,7 @@ def read_policy(file: Path) -> Policy:
         content = parse_yaml(read_settings(file)) or {}
         return Policy.model_validate(content)
     except ValidationError as error:
-        problems = (describe_problem(part, Policy, content, {}) for part in error.errors(include_url=False))
-        raise ConfigError(f"{file}: {'; '.join(problems)}") from error
+        raise ConfigError(f"{file}: {'; '.join(describe_problems(error, Policy, content))}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read as a policy: {error}") from error
 
