@@ -57,7 +57,7 @@ def test_figure_of_risks_shows_each_run_with_its_recorded_auc(finished: dict[str
     assert left.get_legend_handles_labels()[1] == ["brains: auc_across_sites 0.750"]
     np.testing.assert_allclose(left.lines[0].get_ydata(), [0, 0.5, 0.5, 1, 1])
     np.testing.assert_allclose(right.lines[0].get_ydata(), [0, 1, 0, 1])
-    assert [row[-1] for row in build_cohorts(run).rows] == ["2 (50%)", "2 (50%)", "4 (50%)"]
+    assert [row[-1] for row in build_cohorts([run]).rows] == ["2 (50%)", "2 (50%)", "4 (50%)"]
 
 
 def test_survival_is_drawn_by_halves_of_the_predicted_risk(finished: dict[str, Path]) -> None:

@@ -85,8 +85,7 @@ def format_dpia(run: RunResult, facts: dict[str, Any]) -> str:
     # A bar or a new line in a value would end its cell.
     text = fill_template("evidence/dpia.md.jinja", content, lambda value: str(value).translate(_ENDS))
     # The template breaks long lines; a row of a table has one, a paragraph too.
-    unbroken = re.sub(r"(?<!\n)\n(?![\n|]|    )", " ", text.strip())
-    return re.sub(r"\n{3,}", "\n\n", unbroken) + "\n"
+    return re.sub(r"(?<!\n)\n(?![\n|]|    )", " ", text.strip()) + "\n"
 
 
 _ENDS = str.maketrans({"|": "/", "\n": " "})

@@ -28,30 +28,18 @@ def write_description(record: Mapping[str, Any], out: Path) -> list[Path]:
         The files written, the page first.
     """
     out.mkdir(parents=True, exist_ok=True)
+    page, image = out / "description.html", out / "columns.png"
     numbers = {name: sites for name, sites in record["columns"].items() if not is_label(name)}
-    files, images = [], []
-    if numbers:
-        data = render_png(_draw_histograms, numbers)
-        files.append(out / "columns.png")
-        files[-1].write_bytes(data)
-        caption = (
-            "Share of a site's rows by unit of the column: the area is 1. Cells of few rows are merged with their "
-            "neighbours; the outer cells also hold the rows beyond them."
-        )
-        alt = "Histograms by site; the tables of this page list quantiles"
-        images.append(embed_figure(data, "Numbers by site", caption, alt))
-    tables = [_build_labels(record), _build_numbers(numbers, record["least"])]
     content = {
         "title": record["name"],
         "subtitle": f"Before training: {len(record['sites'])} sites. No site sent a figure of fewer than "
         f"{record['least']} rows.",
-        "findings": record["warnings"] or ["No column differs so much between sites that it would decide the study."],
-        "figures": images,
-        "tables": [table for table in tables if table.rows],
+        "warnings": record["warnings"],
+        "figure": embed_figure(render_png(_draw_histograms, numbers), image) if numbers else None,
+        "tables": [_build_labels(record), _build_numbers(numbers, record["least"])],
     }
-    page = out / "description.html"
     page.write_text(fill_template("report/describe.html.jinja", content), encoding="utf-8")
-    return [page, *files]
+    return [page, image] if numbers else [page]
 
 
 def _build_labels(record: Mapping[str, Any]) -> ReportTable:

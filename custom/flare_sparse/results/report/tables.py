@@ -1,6 +1,6 @@
 """Tables of the report and the model card: contributions, all metrics, models by site, means over seeds, subgroups."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
@@ -42,11 +42,11 @@ class ReportTable:
     rows: list[list[str]]
     note: str = ""
 
-
-def format_markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table in Markdown; a bar within a cell, which would end it, becomes a slash."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines)
+    @property
+    def markdown(self) -> str:
+        """The table in Markdown; a bar within a cell, which would end it, becomes a slash."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 
 
 def format_metric(value: float | None) -> str:
@@ -61,9 +61,37 @@ def compare_bytes(sent: float, dense: float) -> str:
     return compare_with_dense(sent, dense).removesuffix(" than dense").removesuffix(" as dense")
 
 
-def build_cohorts(run: RunResult) -> ReportTable:
-    """Return the examples of each site, and the outcome of its test subjects where their data is on this machine."""
-    parts, cohorts, predictions = ("train", "validation", "test"), run.cohorts, run.predictions
+def compare_run(run: RunResult) -> str:
+    """Return how the bytes of a run compare with those of dense FedAvg, as :func:`compare_bytes` does."""
+    return compare_bytes(run.sum_directions("payload_bytes"), run.sum_directions("dense_bytes"))
+
+
+def build_runs(runs: Sequence[RunResult]) -> ReportTable:
+    """Return quality, bytes and length of each run."""
+    columns = ["run", runs[0].metric_label, "worst site", "best round", "sent", "dense FedAvg", "than dense", "floor"]
+    rows = []
+    for run in runs:
+        summary, best, worst = run.summary, run.summary["best"], run.worst_site
+        sent, dense, floor = (run.sum_directions(f"{name}_bytes") for name in ("payload", "dense", "floor"))
+        row = [
+            run.label,
+            format_metric(run.final_metric),
+            f"{format_metric(worst[1])} ({worst[0]})" if worst else "-",
+            f"{format_metric(best['metrics'].get(run.metric))} ({best['round']})" if best["round"] >= 0 else "-",
+            format_bytes(sent),
+            format_bytes(dense) if dense else "-",
+            compare_run(run),
+            format_bytes(floor),
+        ]
+        rest = f"{100 * summary['sparsity']:.1f} %", summary["rounds"], summary["seed"], f"{summary['seconds']:.0f}"
+        rows.append([*row, *map(str, rest)])
+    return ReportTable("The runs", [*columns, "final sparsity", "rounds", "seed", "seconds"], rows)
+
+
+def build_cohorts(runs: Sequence[RunResult]) -> ReportTable:
+    """Return the examples of each site of the first run; outcomes of test subjects whose data is on this machine."""
+    run, parts = runs[0], ("train", "validation", "test")
+    cohorts, predictions = run.cohorts, run.predictions
     rows = [[site, *("-" if counts[p] is None else str(counts[p]) for p in parts)] for site, counts in cohorts.items()]
     rows.append(["all sites", *(str(sum(counts[p] or 0 for counts in cohorts.values())) for p in parts)])
     columns = ["site", "training examples", "validation", "test"]
