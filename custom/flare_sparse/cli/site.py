@@ -110,11 +110,8 @@ def withdraw(
     """
     from ..flare.site.withdrawal import withdraw_at_site
 
-    done = withdraw_at_site(kit, subjects, end_after_s=end_after)
-    console.print(f"{done.added} subjects added, {done.total} on the list", markup=False)
-    console.print(f"deleted: {', '.join(done.deleted) or 'nothing'}", markup=False)
-    for job in done.jobs:
-        console.print(f"may have learned from them, run it again: {job}", markup=False, soft_wrap=True)
+    for line in withdraw_at_site(kit, subjects, end_after_s=end_after):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 @site.command()
@@ -198,7 +195,7 @@ def _show_run(run: RunSummary) -> None:
     answers = sum(request.answers for request in record.requests)
     answered = f"{datetime.fromtimestamp(run.last_time).astimezone():%Y-%m-%d %H:%M}" if record.requests else "never"
     lines = [
-        f"{run.job} (run {record.run}), {run.site}: last answer {answered}",
+        f"{run.label}, {run.site}: last answer {answered}",
         f"  requests: {counts}; last round {run.last_round}; {answers} answers with retries",
         f"  starts of the job: {record.start}; models whose metrics left: {record.evaluations}",
         f"  questions that count for life: {len(record.questions)}; sums: {len(record.sums)}",

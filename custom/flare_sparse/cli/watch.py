@@ -198,7 +198,7 @@ def follow_site(kit: Path) -> Iterator[list[str]]:
     while True:
         running = {use.job for site in (kit / RUNNING_FOLDER).glob("*") for use in list_running(kit, site.name)}
         asked = [
-            f"{run.job} (run {run.record.run}): {len(run.record.requests)} models, to round {run.last_round}"
+            f"{run.label}: {len(run.record.requests)} models, to round {run.last_round}"
             for run in summarize_requests(kit)
         ]
         found = [*asked, *find_training(kit, jobs=running)]

@@ -37,21 +37,9 @@ from ..rounds.endpoints.server import Attempt, ServerEndpoint
 from ..rounds.federation import BestModel, Connections, Federation, RoundRecord
 from ..tasks.task import Metric
 from ..wire.stage import Questions, Reply
+from . import payload
 from .checkpoints import mark_job_finished
 from .job_settings import SERVER_SECTIONS, check_shown_settings
-from .payload import (
-    COUNTED,
-    EVENTS,
-    HELLO,
-    SUM,
-    TASK,
-    extract,
-    extract_sum_reply,
-    message_to_shareable,
-    read_refusal,
-    shareable_to_message,
-    wrap,
-)
 from .polling import TaskPolling
 from .session import ServerSession
 from .tracking import TRACKER_ID, Tracker
@@ -162,24 +150,27 @@ class FederatedController(Controller):
         def exchange(attempt: Attempt) -> Mapping[str, Reply]:
             meta = {"kind": attempt.kind, "round": attempt.round}
             tasks = [
-                (message_to_shareable(message, {**meta, COUNTED: attempt.counted[sites[0]]}), sites)
+                (payload.message_to_shareable(message, {**meta, payload.COUNTED: attempt.counted[sites[0]]}), sites)
                 for message, sites in _group_sites(attempt.messages, attempt.counted)
             ]
             replies = {
                 site: decode_reply(session.endpoint, site, result, self.logger)
-                for site, result in ask(TASK, tasks, limit_s if attempt.seconds is None else attempt.seconds)
+                for site, result in ask(payload.TASK, tasks, limit_s if attempt.seconds is None else attempt.seconds)
             }
             # Replies arrive in any order, but float sums depend on it: the order of names gives the same bits.
             return dict(sorted(replies.items()))
 
         def exchange_steps(questions: Questions) -> Iterator[tuple[str, Any]]:
-            tasks = [(wrap(SUM, message), sites) for message, sites in _group_sites(questions.messages)]
-            for site, result in ask(SUM, tasks, limit_s if questions.seconds is None else questions.seconds):
-                yield site, extract_sum_reply(result)
+            tasks = [(payload.wrap(payload.SUM, message), sites) for message, sites in _group_sites(questions.messages)]
+            for site, result in ask(payload.SUM, tasks, limit_s if questions.seconds is None else questions.seconds):
+                yield site, payload.extract_sum_reply(result)
 
         def handshake(sites: list[str]) -> Mapping[str, Any]:
             tasks = [(Shareable(), sites)]
-            return {site: extract(HELLO, hello) for site, hello in ask(HELLO, tasks, job.federation.round_s or limit_s)}
+            return {
+                site: payload.extract(payload.HELLO, hello)
+                for site, hello in ask(payload.HELLO, tasks, job.federation.round_s or limit_s)
+            }
 
         connections = Connections(
             partial(_list_connected_sites, fl_ctx, job.federation.min_sites),
@@ -219,7 +210,7 @@ class FederatedController(Controller):
         """Return the quarantined sites that have sent a hello, and leave an invitation for the others."""
 
         def receive(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001
-            if extract(HELLO, client_task.result) is not None:
+            if payload.extract(payload.HELLO, client_task.result) is not None:
                 self._returned.add(client_task.client.name)
             client_task.result = None
 
@@ -228,7 +219,7 @@ class FederatedController(Controller):
             task = self._invitations.get(site)
             # Nothing waits for an invitation: a site takes it when it polls again, after a pause of any length.
             if site not in returned and (task is None or task.completion_status is not None):
-                self._invitations[site] = self._offer(HELLO, Shareable(), [site], timeout_s, receive, fl_ctx)
+                self._invitations[site] = self._offer(payload.HELLO, Shareable(), [site], timeout_s, receive, fl_ctx)
         for site in returned:
             self._returned.discard(site)
             self._invitations.pop(site, None)
@@ -292,9 +283,9 @@ def decode_reply(endpoint: ServerEndpoint, site: str, result: Shareable, log: lo
     """
     try:
         if result.get_return_code() != ReturnCode.OK:
-            return read_refusal(result, site)
-        message, meta = shareable_to_message(result, site)
-        return endpoint.decode(site, message, meta.get("examples"), meta.get("metrics"), meta.get(EVENTS))
+            return payload.read_refusal(result, site)
+        message, meta = payload.shareable_to_message(result, site)
+        return endpoint.decode(site, message, meta.get("examples"), meta.get("metrics"), meta.get(payload.EVENTS))
     except WireError as error:
         log.warning("update rejected: %s", error)
         return error

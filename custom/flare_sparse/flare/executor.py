@@ -21,21 +21,8 @@ from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from ..core.errors import CheckpointError, MissingBase, RejectedMessage, get_failure_code
 from ..wire.capabilities import local_capabilities
+from . import payload
 from .job_settings import SITE_SECTIONS, check_shown_settings
-from .payload import (
-    COUNTED,
-    HELLO,
-    MISSING_BASE_HEADER,
-    SUM,
-    UPDATE,
-    build_refusal,
-    dxo_to_update,
-    extract,
-    shareable_to_message,
-    update_to_dxo,
-    update_to_shareable,
-    wrap,
-)
 from .session import get_site_session, read_job, read_site_policy
 from .workspace import write_site_error
 
@@ -68,10 +55,10 @@ class SparseExecutor(Executor):
 
         Never raises: FLARE would log the error's text, and it streams logs to the server.
         """
-        if task_name == HELLO:
+        if task_name == payload.HELLO:
             is_valid = self._error is None
             hello = get_site_session(fl_ctx).build_hello(fl_ctx) if is_valid else local_capabilities().to_message()
-            return wrap(HELLO, hello)
+            return payload.wrap(payload.HELLO, hello)
         # FLARE receives and sends each message in threads of its own, and the C library keeps what each of them frees:
         # without this, a site would take the memory of several messages more with every round.
         try_malloc_trim()
@@ -80,14 +67,14 @@ class SparseExecutor(Executor):
                 raise self._error
             session = get_site_session(fl_ctx)
             endpoint = session.get_endpoint(fl_ctx)
-            if task_name == SUM:
-                return wrap(SUM, endpoint.stage.answer(extract(SUM, shareable)))
+            if task_name == payload.SUM:
+                return payload.wrap(payload.SUM, endpoint.stage.answer(payload.extract(payload.SUM, shareable)))
             # In a job with a script FLARE downloads what a task holds only for a filter, and for whoever asks.
             if contains_lazy_download_ref(shareable):
                 cell = fl_ctx.get_engine().get_cell()
                 shareable = materialize_lazy_download_refs(shareable, cell, abort_signal)
-            message, meta = shareable_to_message(shareable, "server")
-            request = endpoint.receive(message, meta.get(COUNTED))
+            message, meta = payload.shareable_to_message(shareable, "server")
+            request = endpoint.receive(message, meta.get(payload.COUNTED))
             session.attach(fl_ctx, abort_signal)
             update = endpoint.answer(request)
             # Not at the end of the job alone: a process that dies before it would take the site's own model with it.
@@ -95,9 +82,9 @@ class SparseExecutor(Executor):
                 session.save_own_model(fl_ctx)
         except Exception as error:  # noqa: BLE001 - an error in a task or a model must not stop the site's process
             return self._refuse(error, fl_ctx)
-        reply = update_to_dxo(update, endpoint.site.layout).to_shareable()
+        reply = payload.update_to_dxo(update, endpoint.site.layout).to_shareable()
         # The objects that EncodeUpdate needs; it removes them before anything is sent.
-        reply[UPDATE] = (request, update)
+        reply[payload.UPDATE] = (request, update)
         return reply
 
     def requires_materialized_task_result(self, task_name: str) -> bool:
@@ -108,8 +95,8 @@ class SparseExecutor(Executor):
         code = get_failure_code(error)
         self.log_error(fl_ctx, f"{code}: {type(error).__name__}; see site_error.txt in the job's folder at this site")
         write_site_error(error, code, fl_ctx)
-        reply = build_refusal(code, ReturnCode.EXECUTION_EXCEPTION)
-        reply.set_header(MISSING_BASE_HEADER, isinstance(error, MissingBase))
+        reply = payload.build_refusal(code, ReturnCode.EXECUTION_EXCEPTION)
+        reply.set_header(payload.MISSING_BASE_HEADER, isinstance(error, MissingBase))
         return reply
 
 
@@ -123,21 +110,21 @@ class EncodeUpdate(Filter):
             RejectedMessage: the reply is not an update, or a filter broke it. FLARE then sends an error, no values.
         """
         # Removed before any return: FLARE's serializer (FOBS) at the server does not know these types.
-        pending = shareable.pop(UPDATE, None)
+        pending = shareable.pop(payload.UPDATE, None)
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable
         if pending is None:
             raise RejectedMessage("E_KIND", "reply", "an update of SparseExecutor", "something else")
         endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
         request, update = pending
-        update = dxo_to_update(from_shareable(shareable), update, endpoint.site.layout)
+        update = payload.dxo_to_update(from_shareable(shareable), update, endpoint.site.layout)
         try:
             encoded = endpoint.encode(request, update)
         # Raised, for example, by a value that is not finite or exceeds the bound of a sum.
         except Exception as error:  # noqa: BLE001 - FLARE would send its own code and log the error's text
             code = get_failure_code(error)
             write_site_error(error, code, fl_ctx)
-            return build_refusal(code, ReturnCode.TASK_RESULT_FILTER_ERROR)
+            return payload.build_refusal(code, ReturnCode.TASK_RESULT_FILTER_ERROR)
         if request.round > endpoint.method.config.rounds and endpoint.store is not None:
             # The last request of a run: the next job that starts here deletes the checkpoints of this one. Without the
             # mark they are deleted later, so a full disk must not cost the answer.
@@ -147,4 +134,4 @@ class EncodeUpdate(Filter):
                 endpoint.store.delete()
         # The memory of the training goes back before FLARE sends the message.
         try_malloc_trim()
-        return update_to_shareable(encoded.data, update, endpoint.events)
+        return payload.update_to_shareable(encoded.data, update, endpoint.events)

@@ -13,6 +13,7 @@ from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWr
 from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
 from nvflare.utils.job_launcher_utils import PORTABLE_RESOURCE_DEFAULT_KEY
+from torch import nn
 
 import flare_sparse
 
@@ -22,33 +23,19 @@ from ..config.schema import DeploymentConfig, JobConfig, Packaging, RunConfig
 from ..config.user_classes import list_user_code, load_task
 from ..config.yaml_files import format_yaml
 from ..core.errors import ConfigError
+from ..core.params import Layout
 from ..tasks.bundles.components import iterate_components
 from ..tasks.bundles.task import BundleConfig, BundleTask
 from ..tasks.script import ScriptConfig, ScriptTask
 from .controller import FederatedController
 from .executor import EncodeUpdate, SparseExecutor
 from .job_settings import SERVER_SECTIONS, SITE_SECTIONS, show_settings
-from .networks import NetworkSource, describe_network
 from .payload import HELLO, SUM, TASK
-from .session import (
-    METHOD_ID,
-    SITE_ID,
-    TASK_ID,
-    SiteSession,
-    UserPart,
-)
+from .session import METHOD_ID, SITE_ID, TASK_ID, SiteSession, UserPart
 from .tracking import TRACKER_ID, Tracker
 from .workspace import JOB_FILE
 
-
-def check_packaging(packaging: str) -> None:
-    """Refuse an unknown packaging.
-
-    Raises:
-        ConfigError: the packaging is none of ``Packaging``.
-    """
-    if packaging not in get_args(Packaging):
-        raise ConfigError(f"packaging: expected one of {', '.join(get_args(Packaging))}, found {packaging!r}")
+NetworkSource = nn.Module | type[nn.Module] | Mapping[str, Any] | str
 
 
 class SparseRecipe(Recipe):
@@ -73,13 +60,7 @@ class SparseRecipe(Recipe):
     recipe_privacy = ()
     recipe_framework_support = ("pytorch",)
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        modules: tuple[Path, ...] = (),
-        tracker: Tracker | None = None,
-    ):
+    def __init__(self, config: RunConfig, *, modules: tuple[Path, ...] = (), tracker: Tracker | None = None):
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
         # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
@@ -95,13 +76,15 @@ class SparseRecipe(Recipe):
         # Nested under "server", the only place where FLARE reads it.
         self.add_server_config({"server": {"task_request_interval": config.federation.request_interval_s}})
         if config.deployment.packaging == "byoc":
-            self._add_package(job)
+            # FLARE finds modules to send by tracing imports, which misses files of the package.
+            self._add_module(job, Path(flare_sparse.__file__).parent, "docs", "app_configs")
         elif modules and config.task.key != "script":
             raise ConfigError(
                 "modules: source files travel only with deployment.packaging: byoc; choose it, or install them at the "
                 "sites"
             )
-        self._add_modules(job, modules)
+        for module in modules:
+            self._add_module(job, module)
 
     @classmethod
     def from_script(
@@ -140,7 +123,8 @@ class SparseRecipe(Recipe):
         Raises:
             ConfigError: the settings are invalid, or the network cannot be built from its class.
         """
-        check_packaging(packaging)
+        if packaging not in get_args(Packaging):
+            raise ConfigError(f"packaging: expected one of {', '.join(get_args(Packaging))}, found {packaging!r}")
         script = Path(train_script).resolve()
         if "task" in settings:
             raise ConfigError(
@@ -163,10 +147,7 @@ class SparseRecipe(Recipe):
         modules = list_user_code(config, script.parent)
         # Here and not first in the running job: the path may name no class, or the arguments may not fit it.
         load_task(config, script.parent)
-        return cls(
-            RunConfig(**dict(config), deployment=DeploymentConfig(packaging=packaging)),
-            modules=modules,
-        )
+        return cls(RunConfig(**dict(config), deployment=DeploymentConfig(packaging=packaging)), modules=modules)
 
     def _add_server_components(self, job: FedJob, tracker: Tracker | None) -> None:
         job.to_server(FederatedController(**show_settings(self._config, SERVER_SECTIONS)), id="controller")
@@ -184,36 +165,32 @@ class SparseRecipe(Recipe):
         """Add the settings as a YAML file beside FLARE's own configuration, and the user's classes as components."""
         file = self._staging / JOB_FILE
         file.write_text(format_yaml(serialize_job(config)))
-        job.add_file_to_server(str(file), app_folder_type="config")
-        job.add_file_to_clients(str(file), app_folder_type="config")
-        # FLARE builds both from their paths at each site, so that the site's allow-list decides about them.
-        if config.task.has_own_code:
-            job.to_server(UserPart(describe_user_task(config)), id=TASK_ID)
-            job.to_clients(UserPart(describe_user_task(config)), id=TASK_ID)
-        if config.method.key == "class":
-            job.to_server(UserPart(describe_user_class(config.method)), id=METHOD_ID)
-            job.to_clients(UserPart(describe_user_class(config.method)), id=METHOD_ID)
-
-    def _add_package(self, job: FedJob) -> None:
-        """Copy the whole package into ``custom/``."""
-        # FLARE finds modules to send by tracing imports, which misses files of the package.
-        self._add_folder(job, Path(flare_sparse.__file__).parent, "docs", "app_configs")
-
-    def _add_modules(self, job: FedJob, modules: tuple[Path, ...]) -> None:
-        """Copy the user's files and packages into ``custom/``, each under the name that it is imported by."""
-        for module in modules:
-            if module.is_dir():
-                self._add_folder(job, module)
-                continue
-            for add in (job.add_file_to_server, job.add_file_to_clients):
-                add(str(module), app_folder_type="custom")
-
-    def _add_folder(self, job: FedJob, source: Path, *left_out: str) -> None:
-        copy = self._staging / source.name
-        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", *left_out)
-        shutil.copytree(source, copy, ignore=ignored, dirs_exist_ok=True)
         for add in (job.add_file_to_server, job.add_file_to_clients):
-            add(str(copy), dest_dir=source.name, app_folder_type="custom")
+            add(str(file), app_folder_type="config")
+        # FLARE builds them from their paths at each site, so that the site's allow-list decides about them.
+        for name, part in describe_user_parts(config).items():
+            job.to_server(UserPart(part), id=name)
+            job.to_clients(UserPart(part), id=name)
+
+    def _add_module(self, job: FedJob, source: Path, *left_out: str) -> None:
+        """Copy a file or a package into ``custom/``, under the name that it is imported by."""
+        copy, folder = source, None
+        if source.is_dir():
+            copy, folder = self._staging / source.name, source.name
+            ignored = shutil.ignore_patterns("__pycache__", "*.pyc", *left_out)
+            shutil.copytree(source, copy, ignore=ignored, dirs_exist_ok=True)
+        for add in (job.add_file_to_server, job.add_file_to_clients):
+            add(str(copy), dest_dir=folder, app_folder_type="custom")
+
+
+def describe_user_parts(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """Return the components of the user's task and method, by their ids; empty if the job has neither."""
+    parts = {}
+    if config.task.has_own_code:
+        parts[TASK_ID] = describe_user_task(config)
+    if config.method.key == "class":
+        parts[METHOD_ID] = describe_user_class(config.method)
+    return parts
 
 
 def describe_user_task(config: JobConfig) -> dict[str, Any]:
@@ -247,10 +224,8 @@ def list_user_classes(config: JobConfig) -> list[str]:
             for part in value.values():
                 yield from iterate_paths(part)
 
-    task = describe_user_task(config) if config.task.has_own_code else {}
-    method = describe_user_class(config.method) if config.method.key == "class" else {}
     own = f"{flare_sparse.__name__}."
-    return [path for part in (task, method) for path in iterate_paths(part) if not path.startswith(own)]
+    return [path for path in iterate_paths(describe_user_parts(config)) if not path.startswith(own)]
 
 
 def describe_user_class(choice: Choice[Any]) -> dict[str, Any]:
@@ -262,3 +237,52 @@ def export_job(config: RunConfig, out: Path, modules: tuple[Path, ...] = ()) -> 
     """Write the job folder ``out/<name>``, replacing an older one, and return it."""
     SparseRecipe(config, modules=modules).export(str(out))
     return out / config.name
+
+
+def describe_network(model: NetworkSource) -> tuple[str, dict[str, Any]]:
+    """Return the dotted path of a network's class and the arguments that build it.
+
+    Args:
+        model: a network, its class, the dotted path of its class, or ``{"class_path": ..., "args": {...}}``.
+
+    Raises:
+        ConfigError: ``model`` is none of these, its class cannot be imported at a site, or the class needs arguments
+            that are not given.
+    """
+    if isinstance(model, str):
+        return model, {}
+    if isinstance(model, Mapping) and set(model) <= {"class_path", "args"}:
+        path, args = model.get("class_path"), model.get("args", {})
+        if isinstance(path, str) and isinstance(args, Mapping):
+            return path, dict(args)
+    network = model if isinstance(model, type) else type(model)
+    if not issubclass(network, nn.Module):
+        raise ConfigError(
+            "model: expected a network such as Net(), its class Net, the class's dotted path 'model.Net', or "
+            f'{{"class_path": "model.Net", "args": {{...}}}}, found {model!r}'
+        )
+    if network.__module__ == "__main__" or "<" in network.__qualname__:
+        raise ConfigError(
+            f"model: {network.__qualname__} is defined in the running script or notebook, which no site can import; "
+            "move its class to a module beside the training script, such as model.py"
+        )
+    class_path = f"{network.__module__}.{network.__qualname__}"
+    if network.__module__.startswith("peft."):
+        raise ConfigError(
+            f"model: {network.__qualname__} is what peft.get_peft_model returns; call it in the constructor of a class "
+            "of your own, from which server and sites build the network (docs/lora.md)"
+        )
+    try:
+        built = network()
+        is_same = not isinstance(model, nn.Module) or (
+            Layout.from_module(built).fingerprint == Layout.from_module(model).fingerprint
+        )
+    except TypeError:
+        is_same = False
+    if not is_same:
+        effect = "fails" if isinstance(model, type) else "fails or builds another one"
+        raise ConfigError(
+            f"model: server and sites build the network from its class, and {class_path}() {effect}; give "
+            f'its arguments: model={{"class_path": "{class_path}", "args": {{...}}}}'
+        )
+    return class_path, {}

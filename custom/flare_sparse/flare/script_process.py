@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,8 +51,6 @@ class ScriptProcess:
         self._code, self._folder = [str(path.resolve()) for path in (script.parent, *code)], folder
         self._environment: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._requests: Connection | None = None
-        self._replies: Connection | None = None
 
     def set_budget(self, budget: ScriptBudget) -> None:
         """Name the budget that the script's engine charges; before the first request."""
@@ -65,11 +64,9 @@ class ScriptProcess:
         """
         if self._process is None:
             self._start()
-        assert self._requests is not None, "the process has been started"
-        assert self._replies is not None, "the process has been started"
         try:
-            _send(self._requests, request)
-            reply = _receive(self._replies)
+            _send(self._pipe, request)
+            reply = _receive(self._pipe)
         except (EOFError, OSError) as error:
             raise ScriptFailed("the script's process died", str(self._folder / OUTPUT)) from error
         if isinstance(reply, Exception):
@@ -86,9 +83,7 @@ class ScriptProcess:
         """Stop the script and its process."""
         if self._process is None:
             return
-        for end in (self._requests, self._replies):
-            if end is not None:
-                end.close()
+        self._pipe.close()
         # The process ends when its requests end; a script that is stuck is killed.
         try:
             self._process.wait(STOP_S)
@@ -98,13 +93,12 @@ class ScriptProcess:
 
     def _start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        request_end, self_requests = os.pipe()
-        self_replies, reply_end = os.pipe()
+        self._pipe, its_end = Pipe()
         path = os.pathsep.join([*self._code, *filter(None, sys.path)])
         with (self._folder / OUTPUT).open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
-                [sys.executable, "-m", __name__, str(request_end), str(reply_end)],
-                pass_fds=(request_end, reply_end),
+                [sys.executable, "-m", __name__, str(its_end.fileno())],
+                pass_fds=[its_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -112,27 +106,24 @@ class ScriptProcess:
                 env={**os.environ, **self._environment, "PYTHONPATH": path},
             )
         # Closed here, so that the death of the process ends the pipe.
-        os.close(request_end)
-        os.close(reply_end)
-        self._requests, self._replies = (
-            Connection(self_requests, readable=False),
-            Connection(self_replies, writable=False),
-        )
-        _send(self._requests, self._settings)
+        its_end.close()
+        _send(self._pipe, self._settings)
 
 
-def serve(requests: Connection, replies: Connection) -> None:
+def serve(pipe: Connection) -> None:
     """Run the script and answer requests until there are no more."""
-    script_file, args, data, folder, threads = _receive(requests)
+    script_file, args, data, folder, threads = _receive(pipe)
     torch.set_num_threads(threads)
     script = FlareScript(script_file, args, data, folder, log=str(folder / OUTPUT))
     context = FLContextManager(_Engine(), identity_name=data.site, job_id="local").new_context()
-    context.set_prop(FLContextKey.WORKSPACE_OBJECT, _Workspace(script_file.parent), private=True, sticky=False)
+    # The part of FLARE's workspace that it reads to run a script.
+    workspace = SimpleNamespace(get_app_custom_dir=lambda job_id: str(script_file.parent))
+    context.set_prop(FLContextKey.WORKSPACE_OBJECT, workspace, private=True, sticky=False)
     context.set_prop(FLContextKey.CURRENT_JOB_ID, "local", private=False, sticky=True)
     script.attach(context, Signal())
     while True:
         try:
-            request = _receive(requests)
+            request = _receive(pipe)
         except EOFError:
             return
         try:
@@ -140,7 +131,7 @@ def serve(requests: Connection, replies: Connection) -> None:
         # Whatever fails, the site in the other process reports it.
         except Exception as error:  # noqa: BLE001
             reply = error
-        _send(replies, reply)
+        _send(pipe, reply)
 
 
 class _Engine:
@@ -153,20 +144,7 @@ class _Engine:
         """Do nothing."""
 
 
-class _Workspace:
-    """The part of FLARE's workspace that the script's runner reads.
-
-    Args:
-        folder: folder of the script.
-    """
-
-    def __init__(self, folder: Path):
-        self._folder = str(folder)
-
-    def get_app_custom_dir(self, job_id: str) -> str:
-        return self._folder
-
-
+# Not the pipe's own pickling: torch extends it, and would share the memory of tensors in place of copying it.
 def _send(connection: Connection, value: object) -> None:
     connection.send_bytes(pickle.dumps(value))
 
@@ -177,8 +155,8 @@ def _receive(connection: Connection) -> Any:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    with suppress(BrokenPipeError):
-        serve(Connection(int(sys.argv[1])), Connection(int(sys.argv[2])))
+    with suppress(ConnectionError):
+        serve(Connection(int(sys.argv[1])))
     # A script that is stuck holds a thread; leaving at once ends it with this process.
     sys.stdout.flush()
     sys.stderr.flush()

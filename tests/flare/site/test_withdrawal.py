@@ -73,12 +73,12 @@ def test_subjects_are_left_out_of_all_later_jobs_and_what_jobs_hold_goes(kit: Pa
     models = kit / "flare_sparse_models" / "0123"
     models.mkdir(parents=True)
     done = withdraw_at_site(kit, write_list(tmp_path, "s1", "s2"))
-    assert (done.added, done.total, done.deleted) == (2, 2, ["study-0123", "flare_sparse_models"])
+    assert done == ["2 subjects added, 2 on the list", "deleted: study-0123, flare_sparse_models"]
     assert not (kit / "checkpoints" / "study-0123").exists()
     assert not models.exists()
     assert (kit / "local" / "flare_sparse_withdrawn.txt").stat().st_mode & 0o777 == 0o600
     again = withdraw_at_site(kit, write_list(tmp_path, "s2", "s3"))
-    assert (again.added, again.total, again.deleted) == (1, 3, [])
+    assert again == ["1 subjects added, 3 on the list", "deleted: nothing"]
     assert find_site_data("site-1", kit / "local", {}).withdrawn == {"s0", "s1", "s2", "s3"}
 
 
@@ -98,11 +98,11 @@ def test_no_way_back_by_a_job_that_runs_meanwhile(kit: Path, tmp_path: Path) -> 
             withdraw_at_site(kit, leaving)
         assert find_site_data("site-1", kit / "local", {}).withdrawn == {"s0", "s1"}
         (kit / "job-1" / "script").mkdir(parents=True)
-        assert withdraw_at_site(kit, leaving, end_after_s=0).deleted == ["study-0123", "job-1"]
+        assert withdraw_at_site(kit, leaving, end_after_s=0)[1] == "deleted: study-0123, job-1"
         assert job.wait() < 0
     assert not (scratch / "study-0123").exists()
     with run_job(kit, 0.5):
-        assert withdraw_at_site(kit, leaving, end_after_s=30).deleted == []
+        assert withdraw_at_site(kit, leaving, end_after_s=30)[1] == "deleted: nothing"
     assert list_running(kit, "site-1") == []
 
 

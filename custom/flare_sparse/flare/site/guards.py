@@ -36,24 +36,8 @@ from ...tasks.data.source import read_withdrawn
 from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES, get_count_name
 from ...training import SampleUsage
 from ...wire.codec import Encoded
+from .. import payload
 from ..egress import install_recorder, iterate_buffers
-from ..payload import (
-    EVENTS,
-    HELLO,
-    MISSING_BASE_HEADER,
-    SUM,
-    UPDATE,
-    build_refusal,
-    dxo_to_update,
-    extract,
-    extract_code,
-    is_statistics,
-    shareable_to_message,
-    strip_to_codes,
-    update_to_dxo,
-    update_to_shareable,
-    wrap,
-)
 from ..questions import ADMITTED
 from ..running import hold_data
 from ..session import find_record, get_site_session, read_job, read_site_policy
@@ -71,21 +55,21 @@ class SiteResultPolicy(Filter):
         # Reset first: the gate must never accept an update that was approved for an earlier task.
         fl_ctx.set_prop(APPROVED, None, private=True, sticky=False)
         is_description = _is_description(shareable, fl_ctx)
-        if shareable.get_return_code() != ReturnCode.OK or not (is_description or UPDATE in shareable):
+        if shareable.get_return_code() != ReturnCode.OK or not (is_description or payload.UPDATE in shareable):
             return shareable
         try:
             return _approve_description(shareable, fl_ctx) if is_description else self._apply_policy(shareable, fl_ctx)
         # Fail closed: whatever goes wrong, nothing leaves.
         except Exception as error:  # noqa: BLE001
             write_site_error(error, _get_code(error), fl_ctx)
-            return build_refusal(_get_code(error), ReturnCode.TASK_RESULT_FILTER_ERROR)
+            return payload.build_refusal(_get_code(error), ReturnCode.TASK_RESULT_FILTER_ERROR)
 
     def _apply_policy(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         session = get_site_session(fl_ctx)
         endpoint, policy = session.get_endpoint(fl_ctx), read_site_policy(fl_ctx)
         if policy.methods is not None and endpoint.method.name not in policy.methods:
             raise PolicyRefusal(f"this site's policy: methods: {endpoint.method.name} may not run at this site")
-        request, update = shareable[UPDATE]
+        request, update = shareable[payload.UPDATE]
         layout = endpoint.site.layout
         if (
             policy.privacy_budget is not None
@@ -96,7 +80,7 @@ class SiteResultPolicy(Filter):
                 "this site's policy: epsilon: the job has no privacy section, so what it tells about a subject has no "
                 "bound; ask the lead to add one, or remove epsilon from the policy"
             )
-        update = dxo_to_update(from_shareable(shareable), update, layout)
+        update = payload.dxo_to_update(from_shareable(shareable), update, layout)
         update = replace(update, patch=update.patch.copy_to_host())
         raise_refusals(policy.find_request_refusals(request.kind, request.trainable.count))
         if update.content == "scores":
@@ -123,8 +107,8 @@ class SiteResultPolicy(Filter):
             policy.find_refusals(update.content, _count_usage(endpoint), update.patch.mask, sanitized, layout)
         )
         fl_ctx.set_prop(APPROVED, update, private=True, sticky=False)
-        reply = update_to_dxo(update, layout).to_shareable()
-        reply[UPDATE] = (request, update)
+        reply = payload.update_to_dxo(update, layout).to_shareable()
+        reply[payload.UPDATE] = (request, update)
         return reply
 
 
@@ -149,8 +133,8 @@ class SiteLastGate(FLComponent):
         try:
             if result.get_return_code() != ReturnCode.OK:
                 _discard_withheld(fl_ctx)
-                missing_base = result.get_header(MISSING_BASE_HEADER) is True
-                strip_to_codes(result, extract_code(result) or "E_SITE", missing_base=missing_base)
+                missing_base = result.get_header(payload.MISSING_BASE_HEADER) is True
+                payload.strip_to_codes(result, payload.extract_code(result) or "E_SITE", missing_base=missing_base)
             elif (rebuilt := self._rebuild(result, fl_ctx)) is not None:
                 # clear() removes keys and headers that a filter of the job added to the message.
                 result.clear()
@@ -158,7 +142,7 @@ class SiteLastGate(FLComponent):
         # Fail closed: a result that the gate cannot read does not leave the site.
         except Exception as error:  # noqa: BLE001
             # The result is stripped first, because writing and logging may fail, too.
-            strip_to_codes(result, _get_code(error))
+            payload.strip_to_codes(result, _get_code(error))
             _discard_withheld(fl_ctx)
             write_site_error(error, _get_code(error), fl_ctx)
             self.log_error(fl_ctx, f"{_get_code(error)}: a result was withheld; see site_error.txt in the job's folder")
@@ -169,13 +153,13 @@ class SiteLastGate(FLComponent):
         Raises:
             FlareSparseError: the result may not leave.
         """
-        if extract(HELLO, result) is not None:
-            return wrap(HELLO, get_site_session(fl_ctx).build_hello(fl_ctx))
-        if extract(SUM, result) is not None:
+        if payload.extract(payload.HELLO, result) is not None:
+            return payload.wrap(payload.HELLO, get_site_session(fl_ctx).build_hello(fl_ctx))
+        if payload.extract(payload.SUM, result) is not None:
             # Used once: a job must not send the same reply again.
             if (reply := get_site_session(fl_ctx).get_endpoint(fl_ctx).stage.take_reply()) is None:
                 raise PolicyRefusal("this site's policy: a message of a sum that this site has not made")
-            return wrap(SUM, reply)
+            return payload.wrap(payload.SUM, reply)
         if _is_description(result, fl_ctx):
             approved = fl_ctx.get_prop(APPROVED)
             if not isinstance(approved, Shareable):
@@ -211,8 +195,8 @@ class SiteLastGate(FLComponent):
                 "this site's policy: SiteResultPolicy did not approve this result; is it in the job's privacy scope? "
                 "Run: flare-sparse site setup KIT"
             )
-        message, meta = shareable_to_message(result, endpoint.site.name)
-        if set(meta) - {"examples", "metrics", EVENTS} or set(from_shareable(result).data) != {"message"}:
+        message, meta = payload.shareable_to_message(result, endpoint.site.name)
+        if set(meta) - {"examples", "metrics", payload.EVENTS} or set(from_shareable(result).data) != {"message"}:
             raise PolicyRefusal(
                 "this site's policy: a filter of the job added something to the message, the examples and the metrics"
             )
@@ -227,12 +211,12 @@ class SiteLastGate(FLComponent):
         raise_refusals(policy.find_refusals(approved.content, _count_usage(endpoint), mask, values, layout, size))
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
         # The endpoint's own events: a filter of the job may have changed those of the message.
-        return update_to_shareable(np.asarray(message), replace(approved, metrics=metrics), endpoint.events)
+        return payload.update_to_shareable(np.asarray(message), replace(approved, metrics=metrics), endpoint.events)
 
 
 def _is_description(result: Shareable, fl_ctx: FLContext) -> bool:
     """Return whether a result holds statistics of a job of this package; another package's has no settings of ours."""
-    return is_statistics(result) and find_job_file(fl_ctx).is_file()
+    return payload.is_statistics(result) and find_job_file(fl_ctx).is_file()
 
 
 def _approve_description(shareable: Shareable, fl_ctx: FLContext) -> Shareable:
@@ -289,7 +273,7 @@ def _get_code(error: Exception) -> str:
 
 def _is_package_message(result: Shareable) -> bool:
     try:
-        shareable_to_message(result, "")
+        payload.shareable_to_message(result, "")
     except FlareSparseError:
         return False
     return True

@@ -26,20 +26,7 @@ from ...privacy.dp.forecast import Forecast
 from ...tasks.data.source import find_site_data
 from ...tasks.script import ScriptTask
 from ...tasks.task import Examples, SiteData, Task, load_examples
-from .setup import (
-    CLASSES,
-    EVERYTHING,
-    LIST,
-    LOG_STREAMING,
-    MODE,
-    find_broad_entries,
-    find_local_folder,
-    find_missing_guard,
-    get_allow_list,
-    list_code_senders,
-    read_permissions,
-    read_resources,
-)
+from . import setup
 
 ALLOW_COMMAND = "flare-sparse site setup"
 CONNECT_TIMEOUT_S = 5.0
@@ -90,7 +77,7 @@ def _run_check(subject: str, check: Callable[[], tuple[Severity, str]]) -> Findi
 
 
 def _check_kit(kit: Path) -> tuple[Severity, str]:
-    find_local_folder(kit)
+    setup.find_local_folder(kit)
     startup = kit / "startup"
     missing = [
         name for name in ("fed_client.json", "client.crt", "client.key", "rootCA.pem") if not (startup / name).is_file()
@@ -115,33 +102,33 @@ def _check_kit(kit: Path) -> tuple[Severity, str]:
 
 
 def _check_allow_list(kit: Path) -> tuple[Severity, str]:
-    resources = read_resources(find_local_folder(kit))
-    listed, remedy = get_allow_list(resources), f"Run: {ALLOW_COMMAND} {kit}"
-    if broad := find_broad_entries(listed):
-        return "FAIL", f"{', '.join(broad)} in {LIST}: jobs can call every function below it. {remedy}"
-    if EVERYTHING in listed:
+    resources = setup.read_resources(setup.find_local_folder(kit))
+    listed, remedy = setup.get_allow_list(resources), f"Run: {ALLOW_COMMAND} {kit}"
+    if broad := setup.find_broad_entries(listed):
+        return "FAIL", f"{', '.join(broad)} in {setup.LIST}: jobs can call every function below it. {remedy}"
+    if setup.EVERYTHING in listed:
+        return "WARN", f"'*' in {setup.LIST}: jobs can call everything that is installed. Remove it. {remedy}"
+    if resources.get(setup.MODE) == "warn":
         return (
             "WARN",
-            f"'*' in {LIST}: jobs can call everything that is installed. Remove it, then run: {ALLOW_COMMAND} {kit}",
+            f"{setup.MODE} is 'warn': jobs can call everything installed; FLARE only logs it. Set it to 'enforce'",
         )
-    if resources.get(MODE) == "warn":
-        return "WARN", f"{MODE} is 'warn': jobs can call everything installed; FLARE only logs it. Set it to 'enforce'"
-    if missing := [name for name in CLASSES if name not in listed]:
-        return "FAIL", f"{', '.join(missing)} not in {LIST}: the site refuses jobs. {remedy}"
-    return "PASS", f"the {len(CLASSES)} classes of the package are in {LIST}"
+    if missing := [name for name in setup.CLASSES if name not in listed]:
+        return "FAIL", f"{', '.join(missing)} not in {setup.LIST}: the site refuses jobs. {remedy}"
+    return "PASS", f"the {len(setup.CLASSES)} classes of the package are in {setup.LIST}"
 
 
 def _check_code(kit: Path) -> tuple[Severity, str]:
-    if roles := list_code_senders(read_permissions(find_local_folder(kit))):
+    if roles := setup.list_code_senders(setup.read_permissions(setup.find_local_folder(kit))):
         may = f"{', '.join(roles)} may send code to this site (BYOC)"
         return "WARN", f"{may}. To refuse it, run: flare-sparse site setup {kit}"
     return "PASS", "no role may send code to this site"
 
 
 def _check_policy(kit: Path) -> tuple[Severity, str]:
-    local = find_local_folder(kit)
+    local = setup.find_local_folder(kit)
     policy = read_policy(local / POLICY_FILE)
-    if missing := find_missing_guard(local):
+    if missing := setup.find_missing_guard(local):
         return "WARN", f"{missing}: this site does not check what leaves it. Run: flare-sparse site setup {kit}"
     settings = policy.model_dump(exclude_defaults=True)
     description = "; ".join(f"{name}: {value}" for name, value in settings.items())
@@ -149,16 +136,16 @@ def _check_policy(kit: Path) -> tuple[Severity, str]:
 
 
 def _check_log_streaming(kit: Path) -> tuple[Severity, str]:
-    if read_resources(find_local_folder(kit)).get(LOG_STREAMING, True):
+    if setup.read_resources(setup.find_local_folder(kit)).get(setup.LOG_STREAMING, True):
         return (
             "FAIL",
-            f"{LOG_STREAMING} is on: a job can send this site's logs to the server. Run: {ALLOW_COMMAND} {kit}",
+            f"{setup.LOG_STREAMING} is on: a job can send this site's logs to the server. Run: {ALLOW_COMMAND} {kit}",
         )
     return "PASS", "off: the site's logs stay here"
 
 
 def _check_data_path(kit: Path, environment: Mapping[str, str]) -> tuple[Severity, str]:
-    data = find_site_data(read_site_name(kit), find_local_folder(kit), environment)
+    data = find_site_data(read_site_name(kit), setup.find_local_folder(kit), environment)
     return (
         "WARN",
         f"{data.path} exists but was not read; flare-sparse check CONFIG --site {kit} reads it as that job would",
@@ -173,7 +160,7 @@ def _check_job(
     found: list[Finding] = []
 
     def read_data() -> tuple[Severity, str]:
-        data = find_site_data(read_site_name(kit), find_local_folder(kit), environment)
+        data = find_site_data(read_site_name(kit), setup.find_local_folder(kit), environment)
         assembly = assemble(job, user_task)
         if isinstance(assembly.task, ScriptTask):
             loaded.append((assembly, 0, 0))
@@ -203,7 +190,7 @@ def _count_withdrawn(assembly: Assembly, data: SiteData, used: Examples) -> str:
 
 def _read_charges(kit: Path) -> list[Charge]:
     """Return what all jobs so far have charged this site's subjects."""
-    root = find_local_folder(kit).absolute().parent / PRIVACY_FOLDER / read_site_name(kit)
+    root = setup.find_local_folder(kit).absolute().parent / PRIVACY_FOLDER / read_site_name(kit)
     return read_ledger(root / LEDGER_FILE).list_charges()
 
 
@@ -211,7 +198,7 @@ def _check_policy_allows(
     kit: Path, job: JobConfig, assembly: Assembly, examples: int, subjects: int
 ) -> tuple[Severity, str]:
     """Check a job against the site's policy; with privacy also compute what it charges the site's subjects."""
-    policy, name = read_policy(find_local_folder(kit) / POLICY_FILE), read_site_name(kit)
+    policy, name = read_policy(setup.find_local_folder(kit) / POLICY_FILE), read_site_name(kit)
     limit, charges = policy.privacy_budget, _read_charges(kit)
     if reasons := find_policy_conflicts(policy, job, assembly, {name: examples}, {name: subjects}, charges):
         return "FAIL", f"this site's policy would refuse updates of {job.name}: {' | '.join(reasons)}"

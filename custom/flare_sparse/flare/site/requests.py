@@ -35,6 +35,11 @@ class RunSummary:
     record: RunRecord
 
     @property
+    def label(self) -> str:
+        """Name of the job, and id of the run."""
+        return f"{self.job} (run {self.record.run})"
+
+    @property
     def last_round(self) -> int:
         """Largest round that was asked for."""
         return max((request.round for request in self.record.requests), default=0)

@@ -65,27 +65,19 @@ SERVER_CLASSES = ("flare_sparse.flare.tracking.Tracker",)
 """Further classes that a job may name at the server alone: what sends figures to a service has no place at a site."""
 CODE_CLASSES = ("flare_sparse.tasks.script.ScriptTask", "flare_sparse.tasks.bundles.task.BundleTask")
 """Further classes that a job with code (BYOC) may name; no allow-list has them, so a job without code may not."""
-COMPONENTS = (
-    "aggregators.FlexLoRAMean",
-    "aggregators.MagnitudePruning",
-    "aggregators.MetaStep",
-    "aggregators.OrderedMean",
-    "aggregators.RankMean",
-    "aggregators.ScoredMask",
-    "aggregators.SelectiveSum",
-    "controllers.MetaGaterController",
-    "controllers.NeuroSFLController",
-    "csr.FromCSR",
-    "csr.ToCSR",
-    "masking.KeepMask",
-    "masking.MaskedTraining",
-    "score_executor.ScoreExecutor",
-    "sparse_exchange.SparseExchange",
-    "uploads.ChannelUpload",
-    "uploads.RankUpload",
-)
-"""Classes of ``flare_sparse.components``."""
-RECIPE_CLASSES = (*(f"flare_sparse.components.{name}" for name in COMPONENTS),)
+COMPONENTS = {
+    "aggregators": (
+        *("FlexLoRAMean", "MagnitudePruning", "MetaStep", "OrderedMean", "RankMean", "ScoredMask", "SelectiveSum"),
+    ),
+    "controllers": ("MetaGaterController", "NeuroSFLController"),
+    "csr": ("FromCSR", "ToCSR"),
+    "masking": ("KeepMask", "MaskedTraining"),
+    "score_executor": ("ScoreExecutor",),
+    "sparse_exchange": ("SparseExchange",),
+    "uploads": ("ChannelUpload", "RankUpload"),
+}
+"""Classes of ``flare_sparse.components`` by module."""
+RECIPE_CLASSES = tuple(f"flare_sparse.components.{part}.{name}" for part, names in COMPONENTS.items() for name in names)
 """Further classes, for jobs of FLARE's own recipes without code; they are allowed by name only (``--also``)."""
 SERVER_FILE = "startup/fed_server.json"
 """File that only the startup kit of a server holds."""
@@ -322,26 +314,7 @@ def find_missing_guard(local: Path) -> str:
 
 
 UNIT_FILE = "flare-sparse-site.service"
-_UNIT = """# A site of FLARE as a service. Copy it to /etc/systemd/system/, then: systemctl enable --now {name}
-[Unit]
-Description=NVIDIA FLARE site {site}
-After=network-online.target
-Wants=network-online.target
-
-[Service]
-Type=forking
-User={user}
-ExecStart={kit}/startup/start.sh
-# FLARE's start script watches the site itself; systemd starts both again after a crash or a restart of the machine.
-Restart=always
-RestartSec=30
-UMask=0077
-
-[Install]
-WantedBy=multi-user.target
-"""
-
-
+"""Service of systemd that starts a site; the package has it as a template of the same name."""
 NO_POLICY = Path("none")
 """Policy of a site without guards: what a job asks for leaves."""
 DEFAULT_POLICY = Path("careful")
@@ -398,7 +371,8 @@ def set_up_site(
         yield f"policy: {'; '.join(f'{name}: {value}' for name, value in in_force.items()) or 'everything may leave'}"
     yield from set_up_server(kit, also, keeps_code=keeps_code)
     folder = kit.resolve()
-    text = _UNIT.format(name=UNIT_FILE, site=folder.name, user=getuser(), kit=shlex.quote(str(folder)))
+    unit = Path(__file__).with_name(UNIT_FILE).read_text(encoding="utf-8")
+    text = unit.format(name=UNIT_FILE, site=folder.name, user=getuser(), kit=shlex.quote(str(folder)))
     (folder / UNIT_FILE).write_text(text, encoding="utf-8")
     yield f"service: {folder / UNIT_FILE}; its first line says where it goes"
 

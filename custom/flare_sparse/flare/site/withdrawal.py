@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from nvflare.apis.workspace import Workspace
@@ -20,25 +20,12 @@ from .requests import summarize_requests
 from .setup import find_local_folder
 
 
-@dataclass(frozen=True)
-class SiteWithdrawal:
-    """What a withdrawal changed at a site.
-
-    Attributes:
-        total: number of subjects on the site's list.
-        added: how many of them are new.
-        deleted: what was deleted: names of jobs with checkpoints, and files and folders.
-        jobs: runs that the site has answered, with the last round; their models may have learned from the subjects.
-    """
-
-    total: int
-    added: int
-    deleted: list[str]
-    jobs: list[str]
-
-
-def withdraw_at_site(kit: Path, file: Path, *, end_after_s: float | None = None) -> SiteWithdrawal:
+def withdraw_at_site(kit: Path, file: Path, *, end_after_s: float | None = None) -> list[str]:
     """Add subjects to a site's list, which each later job heeds, and delete what its jobs hold of them.
+
+    Returns:
+        Lines of text: how many subjects are on the list; which checkpoints, by the names of their jobs, files and
+        folders were deleted; and the runs that the site has answered, whose models may have learned from them.
 
     Args:
         kit: the startup kit.
@@ -67,8 +54,14 @@ def withdraw_at_site(kit: Path, file: Path, *, end_after_s: float | None = None)
             "or with --end-after SECONDS, which then ends the job at this site"
         )
     deleted = _delete_traces(local.parent, name)
-    jobs_answered = [f"{run.job} (run {run.record.run}), to round {run.last_round}" for run in summarize_requests(kit)]
-    return SiteWithdrawal(len(known | given), len(given - known), deleted, jobs_answered)
+    return [
+        f"{len(given - known)} subjects added, {len(known | given)} on the list",
+        f"deleted: {', '.join(deleted) or 'nothing'}",
+        *(
+            f"may have learned from them, run it again: {run.label}, to round {run.last_round}"
+            for run in summarize_requests(kit)
+        ),
+    ]
 
 
 def _delete_traces(kit: Path, name: str) -> list[str]:
