@@ -39,7 +39,7 @@ from ..training import Site
 from ..training.compute import can_use_kernels, explain_missing_kernels
 from ..training.trainer import Trainer, Training, Wrapper
 from .check_columns import describe_columns
-from .check_script import ScriptTooSlow, find_extra_training, find_launcher, train_once
+from .check_script import find_extra_training, find_launcher, train_once
 
 
 @dataclass
@@ -289,6 +289,8 @@ def _check_script(study: Study, task: ScriptTask, data: Mapping[str, SiteData]) 
 
 def _train_script(study: Study, site: SiteData) -> Finding:
     """Return what a site's script does in one request."""
+    from ..flare.script_process import ScriptTooSlow
+
     place = f"training at {site.site}"
     try:
         text, has_moved = train_once(study, site)

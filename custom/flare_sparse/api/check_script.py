@@ -5,26 +5,17 @@ import shlex
 import shutil
 import tempfile
 from pathlib import Path
-from threading import Event, Timer
 
-from ..config.assemble import open_script_budget, open_script_trainer
 from ..config.study import Study
-from ..config.user_classes import find_script
-from ..core.errors import ConfigError, FlareSparseError
+from ..core.errors import ConfigError
 from ..core.mask import Mask
 from ..privacy.dp.account import PRIVACY_FOLDER
-from ..tasks.script import ScriptConfig
 from ..tasks.task import SiteData
 from ..training.script_exchange import ScriptFailed
+from .local import open_script
 
 LIMIT_S = 60.0
 """Seconds after which a script that still trains is stopped."""
-
-
-class ScriptTooSlow(FlareSparseError):
-    """The script did not answer within :data:`LIMIT_S`, which says nothing about whether it works."""
-
-    code = "E_SCRIPT"
 
 
 def find_launcher(launch: str) -> str:
@@ -58,45 +49,26 @@ def train_once(study: Study, data: SiteData) -> tuple[str, bool]:
         ScriptFailed: the script failed, or sent nothing usable.
         ScriptTooSlow: it did not end in time, and was stopped.
     """
-    from ..flare.script_process import OUTPUT, ScriptProcess
+    from ..flare.script_process import OUTPUT
 
-    settings, assembly, config = study.config, study.assembly, study.config.task.config
-    assert isinstance(config, ScriptConfig), "a script's task has these settings"
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / OUTPUT
-        script = find_script(settings, study.folder)
-        runner = ScriptProcess(script, config.args, data, Path(folder), [study.folder], settings.federation.threads)
+    assembly = study.assembly
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         # An account of its own: what a check trains is sent to no one.
-        budget = open_script_budget(assembly, Path(folder) / PRIVACY_FOLDER)
-        if budget is not None:
-            runner.set_budget(budget)
-        site = open_script_trainer(assembly, data, runner, config.weigh_by, budget)
-        is_late = Event()
-
-        def stop() -> None:
-            is_late.set()
-            runner.kill()
-
-        timer = Timer(LIMIT_S, stop)
-        timer.start()
+        site, process = open_script(study, assembly, data, folder, folder / PRIVACY_FOLDER, LIMIT_S)
         try:
             start, full = assembly.weights, Mask.full(assembly.layout.size)
-            trained = site.train(start.clone(), full, settings.method.config.training, 1)
+            trained = site.train(start.clone(), full, study.config.method.config.training, 1)
             metrics = site.evaluate(start)
-        except FlareSparseError as error:
-            if is_late.is_set():
-                text = f"the script still ran after {LIMIT_S:.0f} s and was stopped: nothing else is known about it"
-                raise ScriptTooSlow(text) from error
-            if not isinstance(error, ScriptFailed):
-                raise
+        except ScriptFailed as error:
             # The folder of the output is gone once this command ends.
+            output = folder / OUTPUT
             lines = output.read_text(errors="replace").splitlines()[-5:] if output.is_file() else ["nothing"]
             error.happened = "\n".join([error.happened, "its output ends with:", *(f"  {line}" for line in lines)])
             error.output = ""
             raise
         finally:
-            timer.cancel()
-            runner.close()
+            process.close()
     layout = assembly.layout
     before, after = layout.unflatten(start), layout.unflatten(trained)
     names = [spec.name for spec in layout.tensors if spec.role != "buffer"]

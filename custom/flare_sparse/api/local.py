@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,19 +47,16 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
     config, assembly = study.config, study.assembly
     check_kernels(assembly.method)
     checkpoints = folder.open_checkpoints(study)
+    _refuse_launcher(study)
     data = study.prepare_sites(folder.path, observer)
-    runners = _build_script_runners(study, data, folder.path / SCRIPTS)
+    scripts: list[ScriptProcess] = []
     # The number of threads decides the order of float sums, so data is loaded under the job's own number, as in FLARE.
     with limit_threads(config.torch_threads):
-        # A task of its own for each site, as in FLARE: a user task may keep what it has loaded.
-        sites = {
-            name: _open_site(replace(assembly, task=study.load_task()), own, runners.get(name), folder.path)
-            for name, own in data.items()
-        }
+        sites = {name: _open_site(study, own, folder.path, scripts) for name, own in data.items()}
     folder.clear()
     notes: dict[str, list[str]] = {}
     for name, opened in sites.items():
-        if isinstance(opened, Site) and not runners:
+        if isinstance(opened, Site) and not scripts:
             # Their number alone: the record is published with the model, and the names are those of subjects.
             notes[name] = [text.partition(":")[0] for text in opened.trainer.examples.warnings]
             for finding in find_example_warnings(name, opened.trainer.examples):
@@ -91,8 +87,8 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
         )
     finally:
         shutil.rmtree(folder.path / STEP_FOLDER, ignore_errors=True)
-        for runner in runners.values():
-            runner.close()
+        for script in scripts:
+            script.close()
     record.finish(outcome)
     if describe_site_model(assembly.method.config):
         for name in outcome.rounds[-1].sites_contributed:
@@ -130,44 +126,61 @@ class _SiteErrors:
         self._observer.say(f"site {site} failed: {first}{where}; see {file}")
 
 
-def _build_script_runners(study: Study, data: Mapping[str, SiteData], folder: Path) -> dict[str, ScriptProcess]:
-    """Return a process for the training script of each site, by site; empty for a job without a script."""
+def _refuse_launcher(study: Study) -> None:
+    """Refuse a script that FLARE must start, and one that is not there, before any site is opened."""
     settings = study.config.task.config
     if not isinstance(settings, ScriptConfig):
-        return {}
+        return
     if settings.launch:
         raise ConfigError(
             f"task.launch: {settings.launch!r} starts processes through FLARE; use --env sim, or --set task.launch=''"
         )
+    find_script(study.config, study.folder)
+
+
+def open_script(
+    study: Study, assembly: Assembly, data: SiteData, folder: Path, account: Path, limit_s: float | None = None
+) -> tuple[Site, ScriptProcess]:
+    """Build a site whose script trains in a process of its own, which its first request starts.
+
+    Args:
+        study: the study.
+        assembly: parts of its job.
+        data: location of the site's data.
+        folder: working folder of the script.
+        account: folder of the site's secret and privacy ledger.
+        limit_s: seconds that the script has for a request; None: no limit.
+    """
     # FLARE takes seconds to import; a job without a script does not need it here.
     from ..flare.script_process import ScriptProcess
 
+    assert isinstance(assembly.task, ScriptTask), "only a script's task has a script"
     script, threads = find_script(study.config, study.folder), study.config.federation.threads
-    return {
-        name: ScriptProcess(script, settings.args, site_data, folder / name, [study.folder], threads)
-        for name, site_data in data.items()
-    }
+    process = ScriptProcess(script, assembly.task.config.args, data, folder, [study.folder], threads, limit_s)
+    budget = open_script_budget(assembly, account)
+    if budget is not None:
+        process.set_budget(budget)
+    return open_script_trainer(assembly, data, process, budget), process
 
 
-def _open_site(assembly: Assembly, data: SiteData, script: ScriptProcess | None, root: Path) -> Site | Exception:
+def _open_site(study: Study, data: SiteData, root: Path, scripts: list[ScriptProcess]) -> Site | Exception:
     """Load a site's data and build the site; return the error of a site that fails: the others continue.
 
     Args:
-        assembly: parts of the job.
+        study: the study.
         data: location of the site's data.
-        script: process of the site's training script; None: the task trains.
         root: result folder, which receives the site's secret and privacy ledger, and how far its training is.
+        scripts: receives the process of the site's training script, if it has one.
     """
+    account = root / PRIVACY_FOLDER / data.site
     try:
-        if script is not None:
-            assert isinstance(assembly.task, ScriptTask), "only a script's task has a script"
-            budget = open_script_budget(assembly, root / PRIVACY_FOLDER / data.site)
-            if budget is not None:
-                script.set_budget(budget)
-            site = open_script_trainer(assembly, data, script, assembly.task.config.weigh_by, budget)
+        # A task of its own for each site, as in FLARE: a user task may keep what it has loaded.
+        assembly = replace(study.assembly, task=study.load_task())
+        if isinstance(assembly.task, ScriptTask):
+            site, process = open_script(study, assembly, data, root / SCRIPTS / data.site, account)
+            scripts.append(process)
         else:
-            account = None if assembly.privacy is None else PrivacyAccount(root / PRIVACY_FOLDER / data.site)
-            site = open_site(assembly, data, account)
+            site = open_site(assembly, data, None if assembly.privacy is None else PrivacyAccount(account))
     except Exception as error:  # noqa: BLE001 - whatever a task's load raises, as at a site of FLARE
         return error
     progress = root / STEP_FOLDER / data.site

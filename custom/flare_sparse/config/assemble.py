@@ -28,13 +28,14 @@ from ..privacy.dp.config import PrivacyConfig
 from ..privacy.dp.mechanism import SiteMechanism
 from ..privacy.dp.scripts import ScriptBudget
 from ..rounds.local.run import Transport
+from ..tasks.script import ScriptTask
 from ..tasks.task import Examples, SiteData, Task, load_examples
 from ..training import LocalTask, Site, SitePrivacy, build_site
 from ..training.compute import can_use_kernels
 from ..training.personal import select_personal
 from ..training.private import SilentTrainer, check_private_network
 from ..training.script_exchange import ScriptRunner
-from ..training.script_trainer import ScriptTrainer, WeighBy
+from ..training.script_trainer import ScriptTrainer
 from ..training.trainer import Trainer
 from .loading import build_method, serialize_job
 from .needs import JobPart, find_conflicts
@@ -240,7 +241,6 @@ def open_script_trainer(
     assembly: Assembly,
     data: SiteData,
     runner: ScriptRunner,
-    weigh_by: WeighBy,
     budget: ScriptBudget | None = None,
     gate: ReleaseGate | None = None,
 ) -> Site:
@@ -250,7 +250,6 @@ def open_script_trainer(
         assembly: parts of the job.
         data: location of the site's data.
         runner: runs the script.
-        weigh_by: what n_k is.
         budget: what the script's engine charges; None: the job has no privacy section.
         gate: as in :func:`open_site`.
 
@@ -262,18 +261,19 @@ def open_script_trainer(
             f"site {data.site}: {len(data.withdrawn)} subjects have withdrawn, and a training script reads its data by "
             "itself; remove them from the data, and then from the site's list"
         )
-    method = assembly.method
+    method, task = assembly.method, assembly.task
+    assert isinstance(task, ScriptTask), "only a script's task has a script"
     site_settings = validate_site_settings(method, data)
     first = method.count_requests(SCORE, 0)
     rounds = range(first, first + method.config.rounds)
     trainer: Trainer = ScriptTrainer(
-        data.site, assembly.task, assembly.layout, method.seed, runner, rounds, weigh_by, budget
+        data.site, task, assembly.layout, method.seed, runner, rounds, task.config.weigh_by, budget
     )
     if assembly.privacy is not None and assembly.privacy.metrics == "none":
         trainer = SilentTrainer(trainer)
     site = Site(data.site, trainer, site_settings)
     if gate is not None:
-        site.release = gate.build(gate.bind(assembly.task, data), assembly.task, None)
+        site.release = gate.build(gate.bind(task, data), task, None)
     return site
 
 

@@ -21,6 +21,7 @@ from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContextManager
 from nvflare.apis.signal import Signal
 
+from ..core.errors import FlareSparseError
 from ..privacy.dp.scripts import PRIVACY_VARIABLE, ScriptBudget
 from ..tasks.task import SiteData
 from ..training.script_exchange import ScriptFailed, ScriptReply, ScriptRequest
@@ -30,6 +31,12 @@ OUTPUT = "output.log"
 """File with the output of a script, in its folder."""
 STOP_S = 10.0
 """Seconds after which a script that does not end is killed."""
+
+
+class ScriptTooSlow(FlareSparseError):
+    """A script did not answer in time, which says nothing about whether it works."""
+
+    code = "E_SCRIPT"
 
 
 class ScriptProcess:
@@ -42,14 +49,23 @@ class ScriptProcess:
         folder: working folder of the script; its output is in ``output.log``.
         code: folders of the modules that the script imports, besides its own.
         threads: number of torch threads.
+        limit_s: seconds after which the process is stopped if it has not answered a request; None: never.
     """
 
     def __init__(
-        self, script: Path, args: str, data: SiteData, folder: Path, code: Sequence[Path] = (), threads: int = 1
+        self,
+        script: Path,
+        args: str,
+        data: SiteData,
+        folder: Path,
+        code: Sequence[Path] = (),
+        threads: int = 1,
+        limit_s: float | None = None,
     ):
         self._settings = (script.resolve(), args, data, folder.resolve(), threads)
         self._code, self._folder = [str(path.resolve()) for path in (script.parent, *code)], folder
         self._environment: dict[str, str] = {}
+        self._limit_s = limit_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def set_budget(self, budget: ScriptBudget) -> None:
@@ -61,11 +77,18 @@ class ScriptProcess:
 
         Raises:
             ScriptFailed: the script raised an exception or ended, or its process died.
+            ScriptTooSlow: it did not answer in time.
         """
         if self._process is None:
             self._start()
+        assert self._process is not None, "the process has been started"
         try:
             _send(self._pipe, request)
+            if not self._pipe.poll(self._limit_s):
+                self._process.kill()
+                raise ScriptTooSlow(
+                    f"the script still ran after {self._limit_s:.0f} s and was stopped: nothing else is known about it"
+                )
             reply = _receive(self._pipe)
         except (EOFError, OSError) as error:
             raise ScriptFailed("the script's process died", str(self._folder / OUTPUT)) from error
@@ -73,11 +96,6 @@ class ScriptProcess:
             raise reply
         assert isinstance(reply, ScriptReply), "the process sends replies and errors"
         return reply
-
-    def kill(self) -> None:
-        """Kill the process, if there is one: a request that it answers fails."""
-        if self._process is not None:
-            self._process.kill()
 
     def close(self) -> None:
         """Stop the script and its process."""

@@ -288,8 +288,7 @@ class SiteSession(FLComponent):
             os.environ[PRIVACY_VARIABLE] = budget.write(folder / "budget.json")
         self._script = FlareScript(script, task.config.args, data, folder, task.config.launch)
         location = data or SiteData(name, Path(), withdrawn=read_withdrawn(local))
-        gate = open_gate(fl_ctx)
-        return open_script_trainer(assembly, location, self._script, task.config.weigh_by, budget, gate)
+        return open_script_trainer(assembly, location, self._script, budget, open_gate(fl_ctx))
 
     def build_hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
         """Return the message with which this site introduces itself: its versions and its limits on uploads.
