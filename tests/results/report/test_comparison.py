@@ -13,10 +13,10 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
-from flare_sparse.results.report.findings import build_group_comparisons, describe_findings
-from flare_sparse.results.runs.comparison import describe_runs
+from flare_sparse.results.report.findings import build_comparisons, describe_findings
+from flare_sparse.results.runs.comparison import OTHER_SUBJECTS, describe_runs
 from flare_sparse.results.runs.predictions import RUN, Predictions
-from flare_sparse.results.runs.results import RunResult, read_runs
+from flare_sparse.results.runs.results import RunResult
 
 BASELINES = ["site_mean", "ridge_local", "ridge_pooled"]
 
@@ -96,8 +96,7 @@ def test_page_shows_the_baselines(printed: Any, tmp_path: Path) -> None:
     assert "Compared with trivial baselines" in page
     assert "neurosfl against ridge_pooled" in page
     assert "Runs on the same test subjects" not in page, "there is one run"
-    table = build_group_comparisons(read_runs(list(printed[0].values())))
-    assert table is not None
+    (_, table) = build_comparisons(printed[1])
     assert len(table.rows) == 3
     difference = next(group for group in printed[1]["groups"] if group["label"] == "fedavg")["differences"]
     assert any(f"{difference['local_only']['mae']['value']:+.3f} [" in row[4] for row in table.rows)
@@ -232,7 +231,7 @@ def test_sites_with_other_identifiers_or_targets_are_left_out_with_a_note() -> N
     assert same["notes"] == {}
     assert same["differences"]["n"]["mae"]["subjects"] == 6
     for change, reason in (
-        ({"digests": "xz"}, "b left out: the runs do not have the same usable subjects there"),
+        ({"digests": "xz"}, f"b left out: {OTHER_SUBJECTS}"),
         ({"targets": [0.0] * 5 + [1.0]}, "b left out: targets of the same subjects differ"),
     ):
         group = compare_two({}, change)
@@ -241,7 +240,7 @@ def test_sites_with_other_identifiers_or_targets_are_left_out_with_a_note() -> N
         assert (difference["subjects"], difference["by_site"]) == (3, {"a": 1.0})
     group = compare_two({}, {"digests": "vw"})
     assert "n" not in group["differences"]
-    assert group["notes"]["n"] == "a, b left out: the runs do not have the same usable subjects there"
+    assert group["notes"]["n"] == f"a, b left out: {OTHER_SUBJECTS}"
     assert compare_two({"targets": [50.0] * 6}, {"targets": [50.00001] * 6})["notes"] == {}, "rounding"
 
 
@@ -259,12 +258,11 @@ def test_runs_without_names_of_subjects_are_compared_where_seed_and_fold_are_the
         return {"note": group["notes"].get(name, ""), "subjects": subjects}
 
     assert compare(1, 2, digests="vw") == {"note": "", "subjects": 4}
-    paired = "a in part left out: the task names no subjects, so only runs of one seed are paired"
+    paired = f"a in part left out: {OTHER_SUBJECTS}"
     assert compare(1, digests="v") == {"note": paired, "subjects": 2}
-    none = "a left out: the task names no subjects, and no two runs have the same seed and fold"
-    assert compare(3, digests="v") == {"note": none, "subjects": None}
-    unequal = "a left out: the runs do not have the same usable subjects there"
-    assert compare(1, digests="z") == {"note": unequal, "subjects": None}
+    none = f"a left out: {OTHER_SUBJECTS}"
+    assert compare(3, digests="y") == {"note": none, "subjects": None}
+    assert compare(1, digests="z") == {"note": none, "subjects": None}
 
 
 def test_page_says_which_sites_are_left_out() -> None:
@@ -272,8 +270,7 @@ def test_page_says_which_sites_are_left_out() -> None:
         build_run("f", "fedavg", 1, 1, [1.0, 2.0], [0, 1], digests="x"),
         build_run("n", "neurosfl", 1, 1, [1.0, 2.0], [0, 1], digests="y"),
     ]
-    table = build_group_comparisons(runs)
-    assert table is not None
+    (_, table) = build_comparisons(describe_runs(runs, {}))
     assert table.rows == []
     assert "f against n: a left out: the runs do not have the same" in table.note
 

@@ -13,7 +13,7 @@ from flare_sparse.config.study import Study
 from flare_sparse.results.report.findings import build_comparisons
 from flare_sparse.results.report.page import write_report
 from flare_sparse.results.runs.bootstrap import compute_t_quantile
-from flare_sparse.results.runs.comparison import describe_groups, describe_runs
+from flare_sparse.results.runs.comparison import OTHER_SUBJECTS, describe_groups, describe_runs
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.predictions import RUN, Predictions
 from flare_sparse.results.runs.results import RunResult, read_runs
@@ -69,7 +69,7 @@ def test_runs_with_other_usable_subjects_are_not_paired_by_rank(visits: Path) ->
     first, second = read_predictions(imputed).digests, read_predictions(skipped).digests
     assert (first["a"] == second["a"], first["b"] == second["b"]) == (False, True)
     group = describe_groups(read_runs([imputed.path, skipped.path]))[0]
-    assert group["notes"]["skipped"] == "a left out: the runs do not have the same usable subjects there"
+    assert group["notes"]["skipped"] == f"a left out: {OTHER_SUBJECTS}"
     difference = group["differences"]["skipped"]["mae"]
     assert list(difference["by_site"]) == ["b"]
     assert difference["subjects"] == round(0.2 * SUBJECTS * VISITS)
@@ -82,7 +82,8 @@ def test_rows_of_one_subject_have_its_rank_and_count_once(visits: Path) -> None:
     ranks, counts = np.unique(predictions.subjects[predictions.sites == "a"], return_counts=True)
     assert counts.tolist() == [VISITS, VISITS]
     assert ranks.max() < SUBJECTS
-    group = describe_groups([run])[0]
+    described = describe_runs([run], {})
+    (group,), (alone,) = described["groups"], described["runs"]
     assert (group["subjects"], len(predictions.sites)) == (4, 4 * VISITS)
     # Each site tests two subjects and a resample draws one of them: the quantiles are the means of two subjects, which
     # the interval stretches for four subjects at two sites.
@@ -91,7 +92,7 @@ def test_rows_of_one_subject_have_its_rank_and_count_once(visits: Path) -> None:
         for name in (RUN, "ridge_pooled")
     }
     change = (errors[RUN] - errors["ridge_pooled"]).reshape(2, 2)
-    for difference in (group["differences"]["ridge_pooled"], predictions.differences["ridge_pooled"]):
+    for difference in (group["differences"]["ridge_pooled"], alone["differences"]["ridge_pooled"]):
         bounds = difference["mae"]["low"], difference["mae"]["high"]
         quantiles = np.array([change.min(axis=1).mean(), change.max(axis=1).mean()])
         assert bounds == pytest.approx(
@@ -128,17 +129,16 @@ def test_survival_runs_are_compared_across_sites_unless_a_model_is_a_sites_own(
         "local_only": ["c_index_within_sites"],
     }
     run = RunResult.read(paths[0])
-    assert read_predictions(run).differences["cox_local"].keys() == {"c_index_within_sites"}
+    (alone,) = describe_runs([run], {})["runs"]
+    assert alone["differences"]["cox_local"].keys() == {"c_index_within_sites"}
     assert fedavg["c_index_across_sites"] == pytest.approx(read_predictions(run).pooled["c_index"])
     assert "c_index_across_sites" not in local_only
     monkeypatch.setattr("flare_sparse.results.runs.bootstrap.MOST_PAIRED", 3)
-    # Read again: a run keeps its differences.
-    run = RunResult.read(paths[0])
-    too_many = describe_groups([run])[0]
+    compared = describe_runs([run], {})
+    (too_many,) = compared["groups"]
     assert (too_many["c_index_across_sites"], too_many["differences"]) == (None, {})
     expected = "no c_index_across_sites: it compares all pairs of at most"
     assert too_many["notes"]["cox_pooled"].startswith(expected)
-    assert describe_runs([run], {})["runs"][0]["notes"]["cox_pooled"].startswith(expected)
-    table = build_comparisons([run])
-    assert table is not None
+    assert compared["runs"][0]["notes"]["cox_pooled"].startswith(expected)
+    (table,) = build_comparisons(compared)
     assert f"{run.label} against cox_pooled: {expected}" in table.note

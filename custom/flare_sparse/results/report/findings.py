@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-from ..runs.comparison import describe_groups, explain_missing_metrics
+from ..runs.comparison import describe_runs
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed, label_groups
 from .tables import ReportTable, describe_gap, format_metric
@@ -14,11 +14,24 @@ from .tables import ReportTable, describe_gap, format_metric
 VERDICTS = {"ahead": "better", "behind": "worse", "undecided": "undecided"}
 """Verdicts of a comparison, in words that no reader takes for a place in a queue, by those of the record."""
 
+BASELINES_NOTE = (
+    "On the test subjects of all sites at once; in brackets the 95 % bootstrap interval over subjects within their "
+    "site. Better and worse: the interval excludes 0, and the subjects are at least five more than the sites. The "
+    "baselines are the mean of each site, and a linear model of each site alone and of all sites pooled."
+)
+GROUPS_NOTE = "Every subject counts once, with its mean over the seeds and folds that tested it; intervals as above."
 
-def describe_findings(runs: list[RunResult]) -> list[str]:
-    """Return the findings, one sentence each: gap between subgroups, baselines, traffic, FedAvg, gains."""
+
+def describe_findings(runs: list[RunResult], compared: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the findings, one sentence each: gap between subgroups, baselines, traffic, FedAvg, gains.
+
+    Args:
+        runs: the runs.
+        compared: their comparison, :func:`flare_sparse.results.runs.comparison.describe_runs`; None: computed here.
+    """
+    described = (compared or describe_runs(runs, {}))["runs"]
     sentences = [*(describe_gap(run) for run in runs), *(_describe_absent(run) for run in runs)]
-    sentences += [_compare_with_baselines(run) for run in runs]
+    sentences += [_compare_with_baselines(*pair) for pair in zip(runs, described, strict=True)]
     groups = group_by_seed(runs)
     sentences += [_describe_traffic(*pair) for pair in zip(label_groups(groups), groups, strict=True)]
     sentences += [_compare_with_dense(run, dense) for run in runs if (dense := find_dense_run(run, runs))]
@@ -74,13 +87,10 @@ def list_absent(run: RunResult) -> str:
     return ", ".join(f"{site} ({part.describe_missed() or 'never asked'})" for site, part in absent.items())
 
 
-def _compare_with_baselines(run: RunResult) -> str:
+def _compare_with_baselines(run: RunResult, described: Mapping[str, Any]) -> str:
     """Return how a run compares with the best of its trivial baselines; empty without predictions."""
-    if (predictions := run.predictions) is None:
-        return ""
-    differences = {
-        name: by_metric[run.metric] for name, by_metric in predictions.differences.items() if run.metric in by_metric
-    }
+    by_baseline = described["differences"] or {}
+    differences = {name: found[run.metric] for name, found in by_baseline.items() if run.metric in found}
     if not differences:
         return ""
     choose_best = min if run.lower_is_better else max
@@ -139,46 +149,34 @@ def _describe_gains(label: str, gains: dict[str, float], unit: str) -> str:
     )
 
 
-def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
-    """Return each run beside its trivial baselines, on the same test subjects; None without any predictions."""
-    rows, lacks = [], []
-    for run in runs:
-        predictions = run.predictions
-        if predictions is None:
-            continue
-        differences = predictions.differences
-        for name, by_metric in differences.items():
-            if text := explain_missing_metrics(predictions, name, by_metric):
-                lacks.append(f"{run.label} against {name}: {text}.")
-        for metric in dict.fromkeys(metric for by_metric in differences.values() for metric in by_metric):
-            for name, by_metric in differences.items():
-                if metric in by_metric:
-                    rows.append([f"{run.label} against {name}", metric, *_format_difference(by_metric[metric])])
-    columns = ["comparison", "metric", "run", "baseline", "difference", "verdict", "sites that gain", "worst site"]
-    note = (
-        "On the test subjects of all sites at once; in brackets the 95 % bootstrap interval over subjects within their "
-        "site. Better and worse: the interval excludes 0, and the subjects are at least five "
-        "more than the sites. The baselines are the mean of "
-        "each site, and a linear model of each site alone and of all sites pooled."
+def build_comparisons(compared: Mapping[str, Any]) -> list[ReportTable]:
+    """Return each run beside its trivial baselines, and each pair of groups of runs, on the same test subjects.
+
+    Args:
+        compared: of :func:`flare_sparse.results.runs.comparison.describe_runs`.
+    """
+    groups = compared["groups"]
+    beside = [(run, name) for run in compared["runs"] for name in run["baselines"] or ()]
+    between = [(group, other["label"]) for number, group in enumerate(groups) for other in groups[number + 1 :]]
+    tables = (
+        ("Compared with trivial baselines", "run", "baseline", BASELINES_NOTE, beside),
+        ("Runs on the same test subjects", "first", "second", GROUPS_NOTE, between),
     )
-    table = ReportTable("Compared with trivial baselines", columns, rows, " ".join([note, *lacks]))
-    return table if rows or lacks else None
+    return [table for parts in tables if (table := _build_differences(*parts)).rows or table.note != parts[3]]
 
 
-def build_group_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
-    """Return each pair of runs on the test subjects that both have, seeds and folds taken together."""
-    groups, rows = describe_groups(runs), []
-    labels, left_out = [group["label"] for group in groups], []
-    for number, group in enumerate(groups):
-        for other in labels[number + 1 :]:
-            for metric, difference in group.get("differences", {}).get(other, {}).items():
-                rows.append([f"{group['label']} against {other}", metric, *_format_difference(difference)])
-            if reason := group.get("notes", {}).get(other):
-                left_out.append(f"{group['label']} against {other}: {reason}.")
-    columns = ["comparison", "metric", "first", "second", "difference", "verdict", "sites that gain", "worst site"]
-    note = "Every subject counts once, with its mean over the seeds and folds that tested it; intervals as above."
-    table = ReportTable("Runs on the same test subjects", columns, rows, " ".join([note, *left_out]))
-    return table if rows or left_out else None
+def _build_differences(
+    title: str, first: str, second: str, note: str, pairs: Sequence[tuple[Mapping[str, Any], str]]
+) -> ReportTable:
+    rows, lacks = [], [note]
+    for one, other in pairs:
+        name = f"{one['label']} against {other}"
+        for metric, difference in one["differences"].get(other, {}).items():
+            rows.append([name, metric, *_format_difference(difference)])
+        if reason := one["notes"].get(other):
+            lacks.append(f"{name}: {reason}.")
+    columns = ["comparison", "metric", first, second, "difference", "verdict", "sites that gain", "worst site"]
+    return ReportTable(title, columns, rows, " ".join(lacks))
 
 
 def _format_difference(difference: Mapping[str, Any]) -> list[str]:

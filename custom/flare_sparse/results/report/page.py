@@ -8,12 +8,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from ..runs.comparison import describe_runs
 from ..runs.progress import format_bytes
 from ..runs.record import CONFIG
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
 from . import figures
 from .attacks import build_attacks
-from .findings import build_comparisons, build_group_comparisons, describe_caveat, describe_findings, describe_sites
+from .findings import build_comparisons, describe_caveat, describe_findings, describe_sites
 from .tables import (
     build_cohorts,
     build_contributions,
@@ -85,21 +86,14 @@ def embed_figure(data: bytes, file: Path) -> dict[str, Any]:
 def _build_content(runs: Runs) -> dict[str, Any]:
     """Return the variables of the template."""
     first, labels = runs[0], ", ".join(label_groups(group_by_seed(runs)))
-    build_first = (
-        build_runs,
-        build_seed_averages,
-        build_subgroups,
-        build_comparisons,
-        build_group_comparisons,
-        build_metrics,
-        build_cohorts,
-        build_contributions,
-    )
+    compared = describe_runs(runs, {})
+    build_first = build_runs, build_seed_averages, build_subgroups
+    build_second = build_metrics, build_cohorts, build_contributions
     build_last = build_evaluations, build_sizes, build_privacy, build_attacks, build_events
     return {
         "title": first.summary["name"] if len(runs) == 1 else f"{len(runs)} runs: {labels}",
         "subtitle": _describe_runs(runs),
-        "findings": describe_findings(runs),
+        "findings": describe_findings(runs, compared),
         "caveat": describe_caveat(runs),
         "cards": [
             (format_metric(first.final_metric), f"{first.metric_label}, all sites"),
@@ -108,7 +102,11 @@ def _build_content(runs: Runs) -> dict[str, Any]:
             (f"{100 * first.summary['sparsity']:.1f} %", "of the entries off"),
         ],
         "runs": [(run, _read_config(run)) for run in runs],
-        "tables": [build(runs) for build in build_first],
+        "tables": [
+            *(build(runs) for build in build_first),
+            *build_comparisons(compared),
+            *(build(runs) for build in build_second),
+        ],
         "means": describe_means(runs),
         "missing_predictions": figures.explain_missing_predictions(runs),
         "matrices": build_matrices(runs),

@@ -288,15 +288,17 @@ METRICS: dict[Kind, tuple[PairedMetric, ...]] = {
 """Metrics that predictors are compared by, by the kind of the targets."""
 
 
-def select_metrics(kind: Kind, *, has_site_models: bool) -> tuple[PairedMetric, ...]:
+def select_metrics(kind: Kind | None, *, has_site_models: bool) -> tuple[PairedMetric, ...]:
     """Return the metrics that two predictors are compared by.
 
     Args:
-        kind: kind of the targets.
+        kind: kind of the targets; None: unknown, so that there are none.
         has_site_models: whether one of them is another model at each site. The log-hazards of two models have no common
             zero, so pairs of subjects of two sites mean nothing to it.
     """
-    return (C_INDEX_WITHIN_SITES,) if kind == "survival" and has_site_models else METRICS[kind]
+    if kind == "survival" and has_site_models:
+        return (C_INDEX_WITHIN_SITES,)
+    return METRICS[kind] if kind else ()
 
 
 def _build_mean(scores: np.ndarray) -> Statistic:

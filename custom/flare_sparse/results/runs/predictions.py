@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -30,7 +29,6 @@ from ...core.errors import DataError
 from ...methods.method import describe_site_model
 from ...tasks.task import Examples, Kind, Picture, SiteData, Task, load_examples
 from .baselines import BaselineData, SiteRows, fit_baselines
-from .bootstrap import PairedMetric, compare_predictors, select_metrics
 from .load import list_run_models, read_run_model
 from .model_files import list_site_models
 from .received import parse_record
@@ -71,46 +69,12 @@ class Predictions:
     pooled: dict[str, float] = field(default_factory=dict)
     note: str = ""
 
-    @property
-    def baselines(self) -> list[str]:
-        """Names of the baselines."""
-        return [name for name in self.values if name != RUN]
-
-    @cached_property
-    def differences(self) -> dict[str, dict[str, Any]]:
-        """Differences between the run and each baseline, by baseline and metric.
-
-        Kept, because each interval takes thousands of resamples.
-        """
-        return {name: self._compare_with(name) for name in self.baselines}
-
-    def select_metrics(self, baseline: str) -> tuple[PairedMetric, ...]:
-        """Return the metrics by which the run is compared with a baseline."""
-        if self.kind is None:
-            return ()
-        return select_metrics(self.kind, has_site_models=not {RUN, baseline}.isdisjoint(self.site_models))
-
-    def _compare_with(self, baseline: str) -> dict[str, Any]:
-        subjects, differences = self.number_subjects(), {}
-        for metric in self.select_metrics(baseline):
-            own, other = (metric.score(self.values[name], self.targets) for name in (RUN, baseline))
-            difference = compare_predictors(metric, own, other, self.targets, self.sites, subjects)
-            if difference is not None:
-                differences[metric.name] = asdict(difference)
-        return differences
-
-    def number_subjects(self) -> np.ndarray:
-        """Return the number ``(n,)`` of each example's subject, from 0; one of its own where the subject is unknown."""
-        unknown = -1 - np.arange(len(self.subjects))
-        keys = zip(self.sites.tolist(), np.where(self.subjects < 0, unknown, self.subjects).tolist(), strict=True)
-        return number_labels(list(keys))
-
     def write(self, file: Path) -> None:
         """Write the predictions as JSON."""
         file.parent.mkdir(exist_ok=True)
         arrays = {name: getattr(self, name).tolist() for name in ("sites", "subjects", "targets")}
         values = {name: rows.tolist() for name, rows in self.values.items()}
-        write_json(file, {**asdict(self), **arrays, "values": values})
+        write_json(file, {**vars(self), **arrays, "values": values})
 
     @classmethod
     def read(cls, file: Path, identity: str) -> Predictions | None:
