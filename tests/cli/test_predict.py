@@ -17,6 +17,7 @@ from flare_sparse import load_model
 from flare_sparse.compute.kernels import network
 from flare_sparse.config.withdrawals import WITHDRAWN, Withdrawals
 from flare_sparse.results.runs.load import load_study
+from flare_sparse.results.runs.predictions import compute_pictures
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.models.base import Base, load_base
@@ -162,7 +163,10 @@ def test_report_shows_the_best_the_median_and_the_worst_case_of_each_site(finish
     run, _ = finished
     result = call("report", run)
     assert result.exit_code == 0, result.output
-    cases = RunResult.read(run).pictures
+    found = RunResult.read(run)
+    study, predictions = load_study(run), found.predictions
+    assert predictions is not None
+    cases = compute_pictures(run, study.assembly, study.prepare_sites(run), predictions)
     assert [(case.site, case.rank) for case in cases] == [
         (site, rank) for site in ("site-1", "site-2") for rank in ("best", "median", "worst")
     ]

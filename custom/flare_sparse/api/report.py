@@ -1,24 +1,18 @@
 """Reports of one or several runs: a page with figures, or their figures alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..core.checkpoint.writing import write_json
-from ..core.errors import FlareSparseError, UntrustedCode, require_extra
+from ..core.errors import FlareSparseError, require_extra
 from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
 from ..results.runs.comparison import describe_runs
 from ..results.runs.cost import BATCH, load_inputs, measure_cost
 from ..results.runs.load import load_study, load_trained_model
-from ..results.runs.predictions import (
-    PICTURES_FILE,
-    PREDICTIONS_FILE,
-    compute_pictures,
-    compute_predictions,
-    read_pictures,
-    write_pictures,
-)
+from ..results.runs.predictions import PREDICTIONS_FILE, CasePicture, compute_pictures, compute_predictions
 from ..results.runs.received import name_damage
 from ..results.runs.results import COST_FILE, EVALUATIONS, RunResult, read_runs
 from ..tasks.task import Task
@@ -48,13 +42,7 @@ def write_reports(
         ConfigError: the extra report is not installed, or a folder holds no finished run.
     """
     results, notes = read_with_predictions(runs, baselines=baselines, observer=observer)
-    for run in results:
-        ensure_cost(run, observer)
-    # Read again, as for predictions.
-    results = read_runs(list(runs))
-    if pictures:
-        for run in results:
-            ensure_pictures(run, observer)
+    results = [_measure(run, observer, pictures=pictures and run is results[0]) for run in results]
     with require_extra("report", "report"):
         from ..results.report.card import write_card
         from ..results.report.page import write_report
@@ -77,8 +65,8 @@ def read_with_predictions(
     """Return the runs with their predictions, and by label why a run has none."""
     results = read_runs(list(runs))
     notes = {run.label: note for run in results if baselines and (note := ensure_predictions(run, observer))}
-    # Read again: the predictions that were just written belong to the record.
-    return read_runs(list(runs)), notes
+    # Others: those above have read of the folder that there are no predictions.
+    return [replace(run) for run in results], notes
 
 
 def ensure_predictions(run: RunResult, observer: Observer = SILENT) -> str:
@@ -106,36 +94,24 @@ def ensure_predictions(run: RunResult, observer: Observer = SILENT) -> str:
     return ""
 
 
-def ensure_cost(run: RunResult, observer: Observer = SILENT) -> None:
-    """Measure what a prediction costs, unless the run's folder says so; the sites' data must be on this machine."""
-    if run.cost or run.predictions is None or run.personal_model:
-        return
+def _measure(run: RunResult, observer: Observer, *, pictures: bool) -> RunResult:
+    """Return a run with predictions with the cost of one, measured once, and with pictures of what its task shows."""
+    if run.predictions is None:
+        return run
+    cases: list[CasePicture] = []
     try:
         study = load_study(run.path)
+        pictures = pictures and type(study.assembly.task).illustrate is not Task.illustrate
+        measures = not run.cost and not run.personal_model
         with limit_threads(study.config.torch_threads):
-            site = next(iter(study.prepare_sites(run.path, observer).values()))
-            cost = measure_cost(load_trained_model(study), load_inputs(study, site, BATCH))
+            sites = study.prepare_sites(run.path, observer) if pictures or measures else {}
+            if pictures:
+                cases = compute_pictures(run.path, study.assembly, sites, run.predictions)
+            if measures:
+                inputs = load_inputs(study, next(iter(sites.values())), BATCH)
+                cost = {"identity": run.identity, **measure_cost(load_trained_model(study), inputs)}
+                write_json(run.path / EVALUATIONS / COST_FILE, cost)
     except FlareSparseError as error:
-        observer.say(f"{run.label}: the cost of a prediction is not measured: {error}")
-        return
-    write_json(run.path / EVALUATIONS / COST_FILE, {"identity": run.identity, **cost})
-
-
-def ensure_pictures(run: RunResult, observer: Observer = SILENT) -> None:
-    """Draw the best, the median and the worst test case of every site, unless the run's folder has these pictures.
-
-    Only for a run with predictions whose task has something to see.
-    """
-    file = run.path / EVALUATIONS / PICTURES_FILE
-    if run.predictions is None or read_pictures(file, run.identity) is not None:
-        return
-    try:
-        study = load_study(run.path)
-    except UntrustedCode as error:
-        observer.note(str(error))
-        return
-    if type(study.assembly.task).illustrate is Task.illustrate:
-        return
-    with limit_threads(study.config.federation.threads):
-        sites = study.prepare_sites(run.path, observer)
-        write_pictures(file, compute_pictures(run.path, study.assembly, sites, run.predictions), run.identity)
+        observer.say(f"{run.label}: cost of a prediction, or pictures of cases: {error}")
+    # Another one: what the first one has read of the folder is older.
+    return replace(run, pictures=cases)

@@ -23,7 +23,7 @@ from ..core.seeds import limit_threads
 from ..results.runs.continuation import FINAL, copy_checkpoints
 from ..results.runs.folder import CHECKPOINTS, ERRORS, RunFolder
 from ..results.runs.model_files import delete_models, list_site_models
-from ..results.runs.predictions import PICTURES_FILE, PREDICTIONS_FILE
+from ..results.runs.predictions import PREDICTIONS_FILE
 from ..results.runs.received import explain_damage
 from ..results.runs.results import AUDIT_FOLDER, EVALUATIONS
 from ..rounds.endpoints.server import SERVER
@@ -92,8 +92,7 @@ def remove_traces(run: Path, sites: Iterable[str]) -> list[str]:
     for name in removed:
         shutil.rmtree(run / name)
     models = list_site_models(run)
-    files = [run / EVALUATIONS / name for name in (PREDICTIONS_FILE, PICTURES_FILE)]
-    files += [models[site] for site in sites if site in models]
+    files = [run / EVALUATIONS / PREDICTIONS_FILE, *(models[site] for site in sites if site in models)]
     for file in [file for file in files if file.is_file()]:
         file.unlink()
         removed.append(str(file.relative_to(run)))

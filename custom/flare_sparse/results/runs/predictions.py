@@ -11,10 +11,9 @@ Pictures of the best, the median and the worst case of every site, where the dat
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from ...config.assemble import Assembly
-from ...core.checkpoint.writing import replace_atomically, write_json
+from ...core.checkpoint.writing import write_json
 from ...core.errors import DataError
 from ...methods.method import describe_site_model
 from ...tasks.task import Examples, Kind, Picture, SiteData, Task, load_examples
 from .baselines import BaselineData, SiteRows, fit_baselines
-from .load import list_run_models, read_run_model
+from .load import read_run_model
 from .model_files import list_site_models
 from .received import parse_record
 
@@ -123,8 +122,7 @@ def compute_predictions(
         # A site that never contributed has no model of its own, and no part in a comparison.
         if name not in recorded or (describe_site_model(assembly.method.config) and name not in own):
             continue
-        weights = read_run_model(run, assembly, name if name in own else "final")
-        parts.append(_predict_site(assembly, weights, name, examples, recorded[name]))
+        parts.append(_predict_site(assembly, _read_model_at(run, assembly, name), name, examples, recorded[name]))
         digests[name] = _compute_digest(examples, parts[-1][1])
         rows[name] = _tabulate(task, examples)
     parts = [part for part in parts if len(part[0])]
@@ -235,8 +233,6 @@ def _to_rows(values: Any) -> np.ndarray:
     return array.reshape(len(array), -1) if len(array) else np.zeros((0, 1))
 
 
-PICTURES_FILE = "pictures.npz"
-"""File in the folder of evaluations with the pictures of some cases."""
 RANKS = ("best", "median", "worst")
 
 
@@ -271,16 +267,16 @@ def compute_pictures(
     Raises:
         ConfigError, DataError: as :func:`flare_sparse.results.runs.predictions.compute_predictions`.
     """
-    task, own, pictures = assembly.task, list_run_models(run, assembly), []
+    task, pictures = assembly.task, list[CasePicture]()
     for site in sorted(set(predictions.sites.tolist())):
         rows = predictions.sites == site
-        values = _measure_cases(assembly, predictions.values[RUN][rows], predictions.targets[rows])
-        weights = read_run_model(
-            run, assembly, site if describe_site_model(assembly.method.config) and site in own else "final"
-        )
-        model = assembly.build_network(weights)
+        pairs = zip(*(torch.from_numpy(part[rows]) for part in (predictions.values[RUN], predictions.targets)),
+                    strict=True)  # fmt: skip
+        values = [task.metrics(row[None], target[None])[task.metric.name] for row, target in pairs]
+        model = assembly.build_network(_read_model_at(run, assembly, site))
         test = load_examples(task, sites[site], assembly.method.seed).test
-        for rank, index in zip(RANKS, _select_ranks(values, higher_is_better=task.metric.mode == "max"), strict=True):
+        order = sorted(range(len(values)), key=values.__getitem__, reverse=task.metric.mode == "max")
+        for rank, index in zip(RANKS, (order[0], order[len(order) // 2], order[-1]), strict=True):
             batch = next(task.iterate_batches(Subset(test, [index]), 1))
             if (picture := task.illustrate(model, batch)) is None:
                 return []
@@ -288,48 +284,7 @@ def compute_pictures(
     return pictures
 
 
-def _measure_cases(assembly: Assembly, rows: np.ndarray, targets: np.ndarray) -> list[float]:
-    """Return the run's metric of each case."""
-    pairs = zip(torch.from_numpy(rows), torch.from_numpy(targets), strict=True)
-    return [assembly.task.metrics(row[None], target[None])[assembly.task.metric.name] for row, target in pairs]
-
-
-def _select_ranks(values: list[float], *, higher_is_better: bool) -> tuple[int, int, int]:
-    """Return the indices of the best, the median and the worst value; the first of equal ones.
-
-    >>> _select_ranks([0.5, 0.9, 0.7], higher_is_better=True)
-    (1, 2, 0)
-    """
-    order = sorted(range(len(values)), key=lambda index: -values[index] if higher_is_better else values[index])
-    return order[0], order[len(order) // 2], order[-1]
-
-
-def write_pictures(file: Path, pictures: list[CasePicture], identity: str) -> None:
-    """Write pictures with the identity of the run's model."""
-    arrays: dict[str, Any] = {"identity": np.array(identity)}
-    for number, case in enumerate(pictures):
-        arrays[f"{number}/site"], arrays[f"{number}/rank"] = np.array(case.site), np.array(case.rank)
-        arrays[f"{number}/numbers"] = np.array([case.value, case.picture.aspect])
-        arrays |= {f"{number}/{name}": getattr(case.picture, name) for name in ("image", "labels", "predicted")}
-    file.parent.mkdir(exist_ok=True)
-    with replace_atomically(file) as part, part.open("wb") as stream:
-        np.savez_compressed(stream, **arrays)
-
-
-def read_pictures(file: Path, identity: str) -> list[CasePicture] | None:
-    """Read the pictures of a run; None if there are none, or those of another model."""
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            return list(_unpack(arrays)) if str(arrays["identity"]) == identity else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _unpack(arrays: Any) -> Iterator[CasePicture]:
-    for number in count():
-        if f"{number}/site" not in arrays:
-            return
-        value, aspect = arrays[f"{number}/numbers"].tolist()
-        image, labels, predicted = (arrays[f"{number}/{name}"] for name in ("image", "labels", "predicted"))
-        picture = Picture(image, labels, predicted, aspect)
-        yield CasePicture(str(arrays[f"{number}/site"]), str(arrays[f"{number}/rank"]), value, picture)
+def _read_model_at(run: Path, assembly: Assembly, site: str) -> Tensor:
+    """Return the final model that a site uses: its own, or the run's."""
+    has_own = describe_site_model(assembly.method.config) and site in list_site_models(run)
+    return read_run_model(run, assembly, site if has_own else "final")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -17,7 +17,7 @@ from ...cohorts.subgroups import split_metric
 from ...core.errors import ConfigError
 from ...rounds.federation import Participation
 from ...tasks.task import TEST_EXAMPLES, VALIDATION, VALIDATION_EXAMPLES
-from .predictions import PICTURES_FILE, PREDICTIONS_FILE, CasePicture, Predictions, read_pictures
+from .predictions import PREDICTIONS_FILE, CasePicture, Predictions
 from .received import name_damage, neutralize, parse_record
 from .record import CONFIG
 
@@ -43,6 +43,7 @@ class RunResult:
         summary: content of ``summary.json``.
         rounds: lines of ``rounds.jsonl``.
         messages: lines of ``ledger.jsonl``.
+        pictures: of some test cases of every site; only where a report is written beside their data.
     """
 
     label: str
@@ -50,6 +51,7 @@ class RunResult:
     summary: dict[str, Any]
     rounds: list[dict[str, Any]]
     messages: list[dict[str, Any]]
+    pictures: Sequence[CasePicture] = ()
 
     @classmethod
     def read(cls, path: Path) -> RunResult:
@@ -212,11 +214,6 @@ class RunResult:
     def predictions(self) -> Predictions | None:
         """Predictions for every test subject; None if ``flare-sparse report`` has not computed any."""
         return Predictions.read(self.path / EVALUATIONS / PREDICTIONS_FILE, self.identity)
-
-    @cached_property
-    def pictures(self) -> list[CasePicture]:
-        """Pictures of some test cases of every site; empty if ``flare-sparse report`` has not drawn any."""
-        return read_pictures(self.path / EVALUATIONS / PICTURES_FILE, self.identity) or []
 
     @cached_property
     def cost(self) -> dict[str, Any]:
