@@ -14,7 +14,7 @@ from flare_sparse.core.errors import RoundFailed
 from flare_sparse.privacy.secure_aggregation.keys import SignedKeys
 from flare_sparse.privacy.secure_aggregation.stage import SumRules
 from flare_sparse.rounds.federation import RoundRules
-from flare_sparse.wire.steps import Step, pack_message, read_sum_id, unpack_message
+from flare_sparse.wire.steps import Step, pack_message, unpack_message
 
 HOSTILE = "site-2"
 Change = Callable[[bytes], bytes]
@@ -23,7 +23,7 @@ Change = Callable[[bytes], bytes]
 def repack(message: np.ndarray, change: Change) -> np.ndarray:
     """Return a message with another payload and valid lengths and checksum."""
     step, sum_id, payload = unpack_message(message, HOSTILE)
-    return pack_message(step, read_sum_id(sum_id), change(payload))
+    return pack_message(step, sum_id, change(payload))
 
 
 def run(step: Step, attack: Callable[[np.ndarray], Any]) -> LocalFederation:
@@ -85,7 +85,7 @@ def test_reply_that_is_damaged_or_of_another_sum_is_rejected(step: Step) -> None
 
     def replay(message: np.ndarray) -> np.ndarray:
         _, sum_id, payload = unpack_message(message, HOSTILE)
-        return pack_message(step, replace(read_sum_id(sum_id), sequence=99), payload)
+        return pack_message(step, replace(sum_id, sequence=99), payload)
 
     assert_rejects("E_REPLAY", step, replay)
 

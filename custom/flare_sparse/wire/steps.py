@@ -50,19 +50,6 @@ class SumId:
         return _ID.pack(bytes.fromhex(self.run), self.sequence, self.round, self.kind.encode("ascii"))
 
 
-def read_sum_id(data: bytes) -> SumId:
-    """Return the id in 36 bytes that are not trusted.
-
-    Raises:
-        RejectedMessage: the kind is not printable ASCII, padded with zeros.
-    """
-    run, sequence, t, kind = _ID.unpack(data)
-    name = kind.rstrip(b"\0").decode("latin-1")
-    if not is_kind(name):
-        raise RejectedMessage("E_KIND", "kind", "printable ASCII, zero-padded", kind)
-    return SumId(run.hex(), name, t, sequence)
-
-
 def pack_message(step: Step, sum_id: SumId, payload: bytes) -> np.ndarray:
     """Return a message, uint8 ``(n,)``."""
     head = _HEAD.pack(MAGIC, VERSION, step, sum_id.to_bytes(), len(payload))
@@ -70,7 +57,7 @@ def pack_message(step: Step, sum_id: SumId, payload: bytes) -> np.ndarray:
     return np.frombuffer(b"".join([head, checksum, bytes(4), payload]), np.uint8)
 
 
-def unpack_message(data: np.ndarray, site: str) -> tuple[Step, bytes, bytes]:
+def unpack_message(data: np.ndarray, site: str) -> tuple[Step, SumId, bytes]:
     """Return step, id of the sum and payload of a message, which is not trusted.
 
     Args:
@@ -96,4 +83,8 @@ def unpack_message(data: np.ndarray, site: str) -> tuple[Step, bytes, bytes]:
         raise RejectedMessage("E_CRC", "checksum", "the checksum of the content", "another one", site)
     if any(content[_HEAD.size + _CHECKSUM.size : HEADER_BYTES]):
         raise RejectedMessage("E_CANON", "padding", "zero bytes", "other bytes", site)
-    return Step(step), sum_id, payload
+    run, sequence, t, kind = _ID.unpack(sum_id)
+    name = kind.rstrip(b"\0").decode("latin-1")
+    if not is_kind(name):
+        raise RejectedMessage("E_KIND", "kind", "printable ASCII, zero-padded", kind, site)
+    return Step(step), SumId(run.hex(), name, t, sequence), payload

@@ -30,7 +30,7 @@ from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.stage import PLAIN_STAGE, SiteStage
-from flare_sparse.wire.steps import HEADER_BYTES, Step, pack_message, read_sum_id, unpack_message
+from flare_sparse.wire.steps import HEADER_BYTES, Step, pack_message, unpack_message
 
 SUMMABLE = list_compatible_methods(FEATURES["wire.aggregation: masked"])
 SGD = {"optimizer": "sgd", "lr": 0.01}
@@ -328,7 +328,7 @@ def test_swapped_key_is_refused_by_every_site() -> None:
             return question
         forged = get_public_key(bytes(range(32)))
         members = [replace(keys, pad_key=forged) if keys.name == "site-2" else keys for keys in unpack_members(payload)]
-        return pack_message(step, read_sum_id(sum_id), pack_members(members))
+        return pack_message(step, sum_id, pack_members(members))
 
     federation.change_question = swap
     with pytest.raises(RoundFailed, match="site-1 E_SIGNATURE, site-2 E_REQUEST, site-3 E_SIGNATURE"):

@@ -5,6 +5,7 @@ Sites are named by one byte with the length and the UTF-8 bytes of the name.
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def unpack_reply(data: np.ndarray, step: Step, sum_id: SumId, site: str) -> byte
         RejectedMessage: the message is malformed, damaged, or of another step or sum.
     """
     actual_step, actual_id, payload = unpack_message(data, site)
-    if (actual_step, actual_id) != (step, sum_id.to_bytes()):
+    if (actual_step, actual_id) != (step, sum_id):
         raise RejectedMessage("E_REPLAY", "step, sum", step.name, actual_step.name, site)
     return payload
 
@@ -41,13 +42,7 @@ def unpack_members(payload: bytes) -> list[SignedKeys]:
     Raises:
         RejectedMessage: the payload is malformed.
     """
-    members, reader = [], _Reader(payload)
-    while reader.has_more:
-        name = reader.read_name()
-        (size,) = struct.unpack("<H", reader.read(2))
-        members.append(SignedKeys.from_bytes(name, reader.read(min(size, MAX_KEYS_BYTES + 1))))
-        _check_count(len(members))
-    return members
+    return [SignedKeys.from_bytes(name, keys) for name, keys in _iterate_named(payload, None)]
 
 
 def pack_boxes(boxes: Mapping[str, bytes]) -> bytes:
@@ -61,15 +56,10 @@ def unpack_boxes(payload: bytes) -> dict[str, bytes]:
     Raises:
         RejectedMessage: the payload is malformed.
     """
-    boxes: dict[str, bytes] = {}
-    reader = _Reader(payload)
-    while reader.has_more:
-        name = reader.read_name()
-        if name in boxes:
-            # The server has put the payload together.
-            raise RejectedMessage("E_CANON", "boxes", "one of each sender", "two of one", "server")
-        boxes[name] = reader.read(BOX_BYTES)
-        _check_count(len(boxes))
+    named = list(_iterate_named(payload, BOX_BYTES))
+    if len(boxes := dict(named)) < len(named):
+        # The server has put the payload together.
+        raise RejectedMessage("E_CANON", "boxes", "one of each sender", "two of one", "server")
     return boxes
 
 
@@ -84,12 +74,7 @@ def unpack_names(payload: bytes) -> list[str]:
     Raises:
         RejectedMessage: the payload is malformed.
     """
-    names: list[str] = []
-    reader = _Reader(payload)
-    while reader.has_more:
-        names.append(reader.read_name())
-        _check_count(len(names))
-    return names
+    return [name for name, _ in _iterate_named(payload, 0)]
 
 
 def split_payload(payload: bytes, size: int, site: str) -> list[bytes]:
@@ -100,7 +85,7 @@ def split_payload(payload: bytes, size: int, site: str) -> list[bytes]:
     """
     if len(payload) % size or len(payload) > size * MAX_SITES:
         raise RejectedMessage("E_LEN", "payload", f"a multiple of {size} bytes", len(payload), site)
-    return list(_iterate_parts(payload, size))
+    return [payload[start : start + size] for start in range(0, len(payload), size)]
 
 
 def bound_reply_bytes(step: Step, section_bytes: int, sites: int) -> int:
@@ -119,35 +104,31 @@ def _pack_name(name: str) -> bytes:
     return bytes([len(encoded)]) + encoded
 
 
-def _check_count(count: int) -> None:
-    if count > MAX_SITES:
-        raise RejectedMessage("E_SIZE", "sites", f"at most {MAX_SITES}", count, "server")
+def _iterate_named(payload: bytes, size: int | None) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the content of each site in a payload that is not trusted.
 
+    Args:
+        payload: the payload.
+        size: bytes of a content; None: its length (uint16) is before it.
 
-def _iterate_parts(payload: bytes, size: int) -> Iterator[bytes]:
-    for start in range(0, len(payload), size):
-        yield payload[start : start + size]
+    Raises:
+        RejectedMessage: the payload is malformed, or has too many sites.
+    """
+    stream = BytesIO(payload)
 
-
-class _Reader:
-    """Reads a payload that is not trusted from its beginning to its end."""
-
-    def __init__(self, payload: bytes):
-        self._payload, self._position = payload, 0
-
-    @property
-    def has_more(self) -> bool:
-        return self._position < len(self._payload)
-
-    def read(self, size: int) -> bytes:
-        part = self._payload[self._position : self._position + size]
-        if len(part) != size:
-            raise RejectedMessage("E_LEN", "payload", f"{size} more bytes", len(part), "server")
-        self._position += size
+    def read(length: int) -> bytes:
+        part = stream.read(length)
+        if len(part) != length:
+            raise RejectedMessage("E_LEN", "payload", f"{length} more bytes", len(part), "server")
         return part
 
-    def read_name(self) -> str:
+    count = 0
+    while stream.tell() < len(payload):
         try:
-            return self.read(self.read(1)[0]).decode()
+            name = read(read(1)[0]).decode()
         except UnicodeDecodeError as error:
             raise RejectedMessage("E_CANON", "name", "UTF-8", "other bytes", "server") from error
+        yield name, read(struct.unpack("<H", read(2))[0] if size is None else size)
+        count += 1
+        if count > MAX_SITES:
+            raise RejectedMessage("E_SIZE", "sites", f"at most {MAX_SITES}", count, "server")

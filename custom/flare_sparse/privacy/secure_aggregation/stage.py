@@ -36,7 +36,7 @@ from ...wire.stage import (
     StageRun,
     StepTransport,
 )
-from ...wire.steps import HEADER_BYTES, Step, SumId, pack_message, read_sum_id, unpack_message
+from ...wire.steps import HEADER_BYTES, Step, SumId, pack_message, unpack_message
 from .collector import SumCollector, TooFewSites
 from .identities import CERTIFICATE_FILE, KEY_FILE, ROOT_FILE, RootCertificate, SiteIdentity, generate_kits
 from .keys import SHARE_BYTES, SignedKeys
@@ -219,8 +219,7 @@ class SiteSums(SiteStage):
             RejectedMessage: the message is malformed, or holds keys or shares that are not those of their sites.
             RequestRefused: this site does not take part in such a sum, or a step is out of order.
         """
-        step, raw_id, payload = unpack_message(data, "server")
-        sum_id = read_sum_id(raw_id)
+        step, sum_id, payload = unpack_message(data, "server")
         if step == Step.KEYS:
             answer = self._publish_keys(sum_id, payload)
         else:
@@ -387,7 +386,6 @@ class SumExchange:
 
     Attributes:
         attempts: what is remembered of all attempts at the request.
-        failure: why the sum has failed; empty: it has not.
     """
 
     def __init__(self, sums: ServerSums, sum_id: SumId, assignment: Assignment, mask: Mask, attempts: RequestSums):
@@ -395,22 +393,18 @@ class SumExchange:
         ring = build_ring(assignment.expected.content, mask, sums.run.layout, sums.rules)
         self._section_bytes = ring.section_bytes
         self.collector = SumCollector(sum_id, ring, sums.root, sums.rules.min_sites)
-        self.failure = ""
 
     def ask(self, step: Step, examples: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """Return the question of a step to each site that is still in the sum; none after a failure.
+        """Return the question of a step to each site that is still in the sum.
 
         Args:
             step: the step.
             examples: reported numbers of examples of the sites that have an update.
+
+        Raises:
+            TooFewSites: the sum has failed.
         """
-        if self.failure:
-            return {}
-        try:
-            payloads = dict(self._iterate_payloads(step, examples))
-        except TooFewSites as error:
-            self.failure = str(error)
-            return {}
+        payloads = dict(self._iterate_payloads(step, examples))
         messages: dict[bytes, np.ndarray] = {}
         # Equal questions share one buffer, so that a transport can send them as one broadcast.
         for payload in payloads.values():
@@ -472,21 +466,18 @@ class SumExchange:
             raise RejectedMessage("E_WEIGHT", "examples", examples[keys.name], keys.num_examples, keys.name)
         self.collector.accept_keys(keys)
 
-    def finish(self, contributions: Mapping[str, Contribution]) -> tuple[Contribution | None, dict[str, Contribution]]:
+    def finish(self, contributions: Mapping[str, Contribution]) -> tuple[Contribution, dict[str, Contribution]]:
         """Return the contribution that stands for all summed ones, and the contributions of its sites.
 
         The values of a single contribution are NaN: the server cannot read them.
 
         Args:
             contributions: the sites' replies without values.
+
+        Raises:
+            TooFewSites: the sum has failed.
         """
-        if self.failure:
-            return None, {}
-        try:
-            total = self.collector.compute_sum()
-        except TooFewSites as error:
-            self.failure = str(error)
-            return None, {}
+        total = self.collector.compute_sum()
         content, survivors = self.assignment.expected.content, self.collector.survivors
         hidden = Patch(torch.full((1,), torch.nan).expand(self.mask.count), self.mask)
         summed = {site: replace(contributions[site], content=content, patch=hidden) for site in survivors}
@@ -528,23 +519,24 @@ class SumExchange:
         refused: dict[str, str] = {}
         for site in self.attempts.silent.keys() & examples.keys():
             _apply_code(after, site, self.attempts.silent[site])
-        for step in Step:
-            questions = self.ask(step, examples)
-            answers = self._send(step, questions, transport, deadline, examples) if questions else {}
-            if step == Step.REVEAL:
-                # Their values are in the sum: what they answer matters only if it fails.
-                refused = {site: code for site, code in answers.items() if code}
-                break
-            if step == Step.SHARES:
-                # All members must share: the next attempt at this request begins without those that did not.
-                self.attempts.silent |= {site: answers.get(site) for site in questions if answers.get(site) != ""}
-            for site in questions:
-                _apply_code(after, site, answers.get(site))
-        total, summed = self.finish(contributions)
-        if self.failure:
-            after.update(refused)
-            _LOG.warning("round %d (%s): %s", self.sum_id.round, self.sum_id.kind, self.failure)
-        return Opened({**after, **summed}, total, self.failure)
+        try:
+            for step in Step:
+                questions = self.ask(step, examples)
+                answers = self._send(step, questions, transport, deadline, examples) if questions else {}
+                if step == Step.REVEAL:
+                    # Their values are in the sum: what they answer matters only if it fails.
+                    refused = {site: code for site, code in answers.items() if code}
+                    break
+                if step == Step.SHARES:
+                    # All members must share: the next attempt at this request begins without those that did not.
+                    self.attempts.silent |= {site: answers.get(site) for site in questions if answers.get(site) != ""}
+                for site in questions:
+                    _apply_code(after, site, answers.get(site))
+            total, summed = self.finish(contributions)
+        except TooFewSites as error:
+            _LOG.warning("round %d (%s): %s", self.sum_id.round, self.sum_id.kind, error)
+            return Opened({**after, **refused}, failure=str(error))
+        return Opened({**after, **summed}, total)
 
     def _send(
         self,

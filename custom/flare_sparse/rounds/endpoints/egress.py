@@ -22,7 +22,7 @@ from ...core.checkpoint.writing import sync_to_disk, write_new_file
 from ...core.errors import FlareSparseError, WireError
 from ...core.exchange import Update
 from ...wire.codec import read_summary
-from ...wire.steps import Step, read_sum_id, unpack_message
+from ...wire.steps import Step, unpack_message
 
 EGRESS_FOLDER = "flare_sparse_egress"
 """Folder in a site's startup kit with its egress log, by name of the site."""
@@ -81,8 +81,7 @@ def describe_message(message: np.ndarray, beside: Mapping[str, Any] | None = Non
     except WireError:
         pass
     try:
-        step, raw_id, _ = unpack_message(message, "site")
-        sum_id = read_sum_id(raw_id)
+        step, sum_id, _ = unpack_message(message, "site")
         return Outgoing(sum_id.kind, [_STEP_CONTENTS[step], *extra], [message], beside, sum_id.run, sum_id.round)
     except WireError:
         return Outgoing("result", ["unknown bytes", *extra], [message], beside)
