@@ -33,7 +33,7 @@ from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.results.runs.local import run_assembly
-from flare_sparse.rounds.federation import Outcome
+from flare_sparse.rounds.federation.records import Outcome
 from flare_sparse.rounds.local.run import Course
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import LocalTask, Site, build_site

@@ -35,7 +35,7 @@ from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.inputs.scaling import InputScaler
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.results.runs.local import run_assembly
-from flare_sparse.rounds.federation import Outcome
+from flare_sparse.rounds.federation.records import Outcome
 from flare_sparse.tasks.models.brain_age import HemisphereMean
 from flare_sparse.tasks.models.registry import MODELS
 from flare_sparse.tasks.models.shapes import Channels, Count, Volume

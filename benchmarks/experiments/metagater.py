@@ -44,7 +44,7 @@ from flare_sparse.core.params import Layout
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.adaptation import ADAPT
 from flare_sparse.results.runs.model_files import read_model, save_model
-from flare_sparse.rounds.federation import Evaluation
+from flare_sparse.rounds.federation.records import Evaluation
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.data.partition import FewClassesPartition, NaturalPartition
 from flare_sparse.tasks.data.tables import read_table

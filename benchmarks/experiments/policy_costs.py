@@ -42,7 +42,7 @@ from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.flare.workspace import JOB_FILE
 from flare_sparse.privacy.release.record import Rule
 from flare_sparse.rounds.endpoints.request_log import RequestLog
-from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.local import run as rounds
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import Site
@@ -128,7 +128,7 @@ class CountedEndpoint(SiteEndpoint):
 
     def __init__(self, site: Site, method: Any, run: str, values: Any, store: Any, stage: Any, **settings: Any):
         log = RequestLog(run, method.count_requests, attempts=3, max_starts=None)
-        super().__init__(site, method, run, values, store, stage, limits=RequestLimits(log, None), **settings)
+        super().__init__(site, method, run, values, store, stage, requests=log, **settings)
 
 
 def evaluate_delivered(done: Run) -> float:

@@ -39,7 +39,7 @@ from flare_sparse.config.loading import load_config
 from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.exchange import Contribution
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
-from flare_sparse.rounds.federation import RoundRecord
+from flare_sparse.rounds.federation.records import RoundRecord
 from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.tasks.classes import compute_risk_metrics
 from flare_sparse.tasks.task import VALIDATION, Examples

@@ -33,8 +33,10 @@ from flare_sparse.flare.payload import dxo_to_update, update_to_dxo
 from flare_sparse.methods.neurosfl import NeuroSFL, NeuroSFLConfig
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
-from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
-from flare_sparse.rounds.federation import Connections, Federation, RoundRecord
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.federation.loop import Federation
+from flare_sparse.rounds.federation.records import RoundRecord
+from flare_sparse.rounds.federation.roster import Connections
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import LocalTask, TrainingConfig, build_site
 from flare_sparse.wire.formats import FORMATS, ValueType
@@ -219,9 +221,7 @@ class Round:
     def _build_site(self, name: str, folder: Path) -> SiteEndpoint:
         site = build_site(LocalTask.open(name, self.task, self.task.load(SiteData(name, folder), 1), self.layout, 1))
         requests = RequestLog(RUN, self.method.count_requests, attempts=1, file=folder / f"{name}.json")
-        return SiteEndpoint(
-            site, self.method, RUN, self.values, Store(folder / name, {}), limits=RequestLimits(requests)
-        )
+        return SiteEndpoint(site, self.method, RUN, self.values, Store(folder / name, {}), requests=requests)
 
     def run(self) -> None:
         """Run four rounds."""

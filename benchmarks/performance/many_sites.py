@@ -38,7 +38,9 @@ from flare_sparse.privacy.secure_aggregation.stage import SumRules
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.endpoints.update_store import UpdateStore
-from flare_sparse.rounds.federation import Connections, Federation, RoundRules
+from flare_sparse.rounds.federation.loop import Federation
+from flare_sparse.rounds.federation.roster import Connections
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.rounds.local.run import build_stages
 from flare_sparse.tasks.models import build_model

@@ -26,7 +26,8 @@ from flare_sparse.core.params import Layout
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.privacy.secure_aggregation.rings import Ring
 from flare_sparse.privacy.secure_aggregation.stage import SumRules
-from flare_sparse.rounds.federation import Outcome, RoundRules
+from flare_sparse.rounds.federation.records import Outcome
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.rounds.local.run import Course, Transport, run_locally
 from flare_sparse.tasks.models import build_model

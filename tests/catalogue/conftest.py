@@ -21,7 +21,8 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.aggregation.weighted import weigh_by_examples, weighted_sum
 from flare_sparse.methods.method import Method, MethodConfig, broadcast
-from flare_sparse.rounds.federation import Outcome, RoundRules
+from flare_sparse.rounds.federation.records import Outcome
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire import codec
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, Header, read_header, write_header

@@ -32,7 +32,10 @@ from flare_sparse.flare.executor import EncodeUpdate, SparseExecutor
 from flare_sparse.flare.payload import TASK, message_to_shareable
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
-from flare_sparse.rounds.federation import Connections, Federation, Outcome, RoundRules
+from flare_sparse.rounds.federation.loop import Federation
+from flare_sparse.rounds.federation.records import Outcome
+from flare_sparse.rounds.federation.roster import Connections
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.wire.ledger import Ledger
 

@@ -18,7 +18,7 @@ from flare_sparse.core.errors import RejectedMessage, RoundFailed, WireError
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec, compute_digest
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, VERSION
 from flare_sparse.wire.formats import FORMATS

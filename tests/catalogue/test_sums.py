@@ -13,7 +13,7 @@ from local_federation import LocalFederation
 from flare_sparse.core.errors import RoundFailed
 from flare_sparse.privacy.secure_aggregation.keys import SignedKeys
 from flare_sparse.privacy.secure_aggregation.stage import SumRules
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.steps import Step, pack_message, unpack_message
 
 HOSTILE = "site-2"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flare_sparse.core.params import compute_digest
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.encodings import ENCODINGS
 
 every_encoding = pytest.mark.parametrize("encoding", list(ENCODINGS))

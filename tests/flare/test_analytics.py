@@ -13,7 +13,7 @@ from nvflare.apis.fl_constant import FLContextKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
 
 from flare_sparse.flare.controller import announce_round
-from flare_sparse.rounds.federation import Evaluation, RoundRecord
+from flare_sparse.rounds.federation.records import Evaluation, RoundRecord
 
 
 class Recorder(FLComponent):

@@ -17,7 +17,7 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.averaging import FineTuning
 from flare_sparse.rounds.endpoints.server import Attempt
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.training.loop import TrainingDiverged
 from flare_sparse.wire.stage import Reply

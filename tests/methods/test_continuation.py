@@ -14,7 +14,7 @@ from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.continuation import FINAL, copy_checkpoints, keep_final_checkpoints
-from flare_sparse.rounds.federation import RoundRecord
+from flare_sparse.rounds.federation.records import RoundRecord
 from flare_sparse.rounds.local.run import Course, Transport, run_locally
 
 SETTINGS: dict[str, dict[str, Any]] = {

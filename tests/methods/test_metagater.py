@@ -22,7 +22,7 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.metagater import MetaGaterState, advance, compute_step_sizes, predict
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.adaptation import take_one_step
-from flare_sparse.rounds.federation import Outcome
+from flare_sparse.rounds.federation.records import Outcome
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models import ModelConfig
 from flare_sparse.tasks.task import Examples, Task

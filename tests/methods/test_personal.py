@@ -18,7 +18,7 @@ from flare_sparse.core.params import Layout, compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.model_files import list_site_models, read_model, save_site_model
 from flare_sparse.rounds.endpoints.site import SiteSnapshot
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.training import build_site
 from flare_sparse.training.personal import PERSONAL, select_personal
 

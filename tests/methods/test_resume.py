@@ -14,7 +14,8 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.endpoints.server import Attempt
-from flare_sparse.rounds.federation import RoundRecord, RoundRules
+from flare_sparse.rounds.federation.records import RoundRecord
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.run import Course, Transport, run_locally
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.stage import Reply

@@ -17,7 +17,10 @@ from flare_sparse.methods.method import Method
 from flare_sparse.rounds.endpoints.events import pack_events
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.federation import Connections, Federation, Handshake, Outcome, RoundRecord, RoundRules
+from flare_sparse.rounds.federation.loop import Federation
+from flare_sparse.rounds.federation.records import Outcome, RoundRecord
+from flare_sparse.rounds.federation.roster import Connections, Handshake
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.run import build_stages
 from flare_sparse.training import Site
 from flare_sparse.wire.codec import Encoded

@@ -26,7 +26,8 @@ from stepped_federation import SITES, LossLog, SteppedFederation
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.exchange import EVALUATE
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
-from flare_sparse.rounds.federation import Outcome, RoundRules
+from flare_sparse.rounds.federation.records import Outcome
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.formats import FORMATS
 
 METHODS: dict[str, dict[str, Any]] = {

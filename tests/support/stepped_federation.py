@@ -19,7 +19,8 @@ from flare_sparse.core.errors import MissingBase, RoundFailed
 from flare_sparse.privacy.secure_aggregation.stage import SumRules
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
 from flare_sparse.rounds.endpoints.site import SiteMemory
-from flare_sparse.rounds.federation import Outcome, RoundRules
+from flare_sparse.rounds.federation.records import Outcome
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.stage import PLAIN_STAGE, Reply
 
 SITES = ("site-1", "site-2", "site-3")

@@ -17,7 +17,7 @@ from flare_sparse.core.seeds import seed_torch
 from flare_sparse.methods.pooled_statistics import pool_statistics
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.record import RecordWriter
-from flare_sparse.rounds.federation import Outcome
+from flare_sparse.rounds.federation.records import Outcome
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
 from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters

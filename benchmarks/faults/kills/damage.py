@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .federation import SERVER, SITES, Federation, Unexpected
+from .federation import SERVER, SITES, Unexpected
+from .federation.loop import Federation
 
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 VICTIM = "site-2"

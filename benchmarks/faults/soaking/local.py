@@ -17,7 +17,9 @@ from flare_sparse.core.errors import WireError
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.federation import Connections, Federation, RoundRecord
+from flare_sparse.rounds.federation.loop import Federation
+from flare_sparse.rounds.federation.records import RoundRecord
+from flare_sparse.rounds.federation.roster import Connections
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.wire import envelope
 from flare_sparse.wire.envelope import read_header

@@ -30,7 +30,7 @@ from ..core.seeds import limit_threads, seed_torch
 from ..privacy.dp.account import PrivacyAccount
 from ..privacy.dp.forecast import Forecast
 from ..results.runs.local import run_assembly
-from ..rounds.federation import Outcome
+from ..rounds.federation.records import Outcome
 from ..rounds.local.run import Course
 from ..tasks.adaptation import AdaptableTask
 from ..tasks.script import ScriptTask

@@ -22,7 +22,7 @@ from ..results.runs.local import run_assembly
 from ..results.runs.model_files import save_site_model
 from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.egress import EGRESS_FOLDER, EgressLog
-from ..rounds.federation import RoundRecord
+from ..rounds.federation.records import RoundRecord
 from ..rounds.local.run import Course
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..tasks.task import SiteData

@@ -11,7 +11,7 @@ from rich.table import Table
 from ..results.report.tables import NO_TESTS, describe_tests
 from ..results.runs.progress import compare_with_dense, format_bytes
 from ..results.runs.results import read_contributions
-from ..rounds.federation import Participation
+from ..rounds.federation.records import Participation
 from ..tasks.task import VALIDATION
 from .console import build_table
 

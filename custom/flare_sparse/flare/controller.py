@@ -34,7 +34,9 @@ from ..core.errors import ConfigError, FlareSparseError, WireError, get_failure_
 from ..results.runs.progress import format_events, format_progress
 from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.server import Attempt, ServerEndpoint
-from ..rounds.federation import BestModel, Connections, Federation, RoundRecord
+from ..rounds.federation.loop import Federation
+from ..rounds.federation.records import BestModel, RoundRecord
+from ..rounds.federation.roster import Connections
 from ..tasks.task import Metric
 from ..wire.stage import Questions, Reply
 from . import payload

@@ -45,7 +45,7 @@ from ..rounds.endpoints.plans import InitialModel
 from ..rounds.endpoints.request_checks import ChangeLimit
 from ..rounds.endpoints.request_log import RequestLog
 from ..rounds.endpoints.server import SERVER, ServerEndpoint
-from ..rounds.endpoints.site import RequestLimits, SiteEndpoint
+from ..rounds.endpoints.site import SiteEndpoint
 from ..rounds.endpoints.update_store import UpdateStore
 from ..tasks.bundles.task import BundleTask
 from ..tasks.data.source import find_site_data, has_site_data, read_withdrawn
@@ -248,7 +248,8 @@ class SiteSession(FLComponent):
                 job.wire.values,
                 store,
                 _build_stage(fl_ctx, job, assembly, requests),
-                RequestLimits(requests, changes),
+                requests,
+                changes,
                 initial,
             )
         return self._endpoint

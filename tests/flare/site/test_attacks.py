@@ -41,7 +41,7 @@ from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.rounds.endpoints.request_checks import ChangeLimit
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
-from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.tasks.table import TableTask
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import LocalTask, SitePrivacy, build_site
@@ -108,7 +108,7 @@ class Victim:
         factor = read_policy(folder / "local" / "flare_sparse_policy.yaml").max_model_change
         changes = None if factor is None else ChangeLimit(factor, self.layout)
         self.endpoint = session._endpoint = SiteEndpoint(
-            site, self.method, RUN, "float32", limits=RequestLimits(requests, changes)
+            site, self.method, RUN, "float32", requests=requests, changes=changes
         )
         workspace = SimpleNamespace(
             get_site_config_dir=lambda: str(folder / "local"), get_run_dir=lambda job: str(folder / "run")

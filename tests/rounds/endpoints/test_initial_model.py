@@ -12,7 +12,8 @@ from toy import Plain, Toy, ToyBench
 
 from flare_sparse.inputs.scaling import InputScaler, build_statistics_mask
 from flare_sparse.rounds.endpoints.plans import InitialModel
-from flare_sparse.rounds.federation import Outcome, RoundRules
+from flare_sparse.rounds.federation.records import Outcome
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
 from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.training import Site

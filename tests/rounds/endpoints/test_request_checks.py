@@ -16,7 +16,7 @@ from flare_sparse.methods.method import SCORE
 from flare_sparse.methods.support.averaging import FINETUNE
 from flare_sparse.rounds.endpoints.plans import plan_request
 from flare_sparse.rounds.endpoints.request_log import RequestLog
-from flare_sparse.rounds.endpoints.site import RequestLimits, SiteEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.link import Vector
 from flare_sparse.wire.codec import encode
 
@@ -30,7 +30,7 @@ class HostileServer:
         bench = ToyBench()
         self.layout, self.method = bench.layout, bench.method(method, **settings)
         self.log = RequestLog(RUN, self.method.count_requests, attempts=1, max_starts=max_starts)
-        self.endpoint = SiteEndpoint(bench.site(1), self.method, RUN, "float32", limits=RequestLimits(self.log))
+        self.endpoint = SiteEndpoint(bench.site(1), self.method, RUN, "float32", requests=self.log)
         self.base: Vector | None = None
         self.sequence = 0
 

@@ -13,7 +13,7 @@ from local_federation import LocalFederation
 from toy import Plain, ToyBench
 
 from flare_sparse.rounds.endpoints.server import Attempt
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.link import KEPT_VECTORS
 
 

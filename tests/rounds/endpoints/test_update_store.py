@@ -19,7 +19,7 @@ from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.privacy.secure_aggregation.stage import SumRules
 from flare_sparse.rounds.endpoints.update_store import UpdateStore
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.stage import Questions
 from flare_sparse.wire.steps import Step, unpack_message
 

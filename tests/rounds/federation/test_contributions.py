@@ -9,7 +9,7 @@ from local_federation import LocalFederation
 
 from flare_sparse.core.exchange import SiteEvent
 from flare_sparse.rounds.endpoints.events import MAX_EVENTS, pack_events, parse_events
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 
 
 def test_every_round_of_a_site_is_contributed_or_missed_for_a_reason() -> None:

@@ -17,7 +17,9 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.rounds.endpoints.server import SERVER
 from flare_sparse.rounds.endpoints.site import SiteSnapshot
-from flare_sparse.rounds.federation import Event, RoundRecord, RoundRules
+from flare_sparse.rounds.federation.events import Event
+from flare_sparse.rounds.federation.records import RoundRecord
+from flare_sparse.rounds.federation.rules import RoundRules
 
 SITE = "site-2"
 COMMITS = 3

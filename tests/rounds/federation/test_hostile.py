@@ -13,7 +13,8 @@ import toy
 from local_federation import LocalFederation, Upload
 
 from flare_sparse.core.params import compute_digest
-from flare_sparse.rounds.federation import Outcome, RoundRules
+from flare_sparse.rounds.federation.records import Outcome
+from flare_sparse.rounds.federation.rules import RoundRules
 
 HOSTILE = ("site-3", "site-6")
 Attack = Callable[[Upload], Upload]

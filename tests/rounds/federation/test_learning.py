@@ -12,9 +12,9 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.endpoints.server import Attempt
-from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.federation.learning import learn_from
 from flare_sparse.rounds.federation.roster import AttemptResult, get_reason_code
+from flare_sparse.rounds.federation.rules import RoundRules
 
 LAYOUT = Layout.from_module(nn.Linear(3, 1))
 FULL = Mask.full(LAYOUT.size)

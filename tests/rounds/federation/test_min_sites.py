@@ -6,7 +6,7 @@ import pytest
 from local_federation import LocalFederation
 
 from flare_sparse.core.errors import RoundFailed
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 
 
 def test_run_with_too_few_sites_stops_before_the_first_message() -> None:

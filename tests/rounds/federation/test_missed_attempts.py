@@ -12,7 +12,7 @@ from local_federation import LocalFederation
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.params import compute_digest
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 
 METHODS: dict[str, dict[str, Any]] = {
     "topk_ef": {"fraction": 0.1},

@@ -18,7 +18,8 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.federation import Outcome, RoundRecord, RoundRules
+from flare_sparse.rounds.federation.records import Outcome, RoundRecord
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.stage import Reply
 
 STRICT = read_policy(PRESETS["strict"])

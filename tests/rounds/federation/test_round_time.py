@@ -14,7 +14,7 @@ from flare_sparse.config.schema import FederationConfig
 from flare_sparse.core.errors import MissingBase, RoundFailed
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.server import Attempt
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.wire.stage import Reply
 

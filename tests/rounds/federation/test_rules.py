@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.methods.aggregation.weighted import normalize_capped
-from flare_sparse.rounds.federation import Evaluation
+from flare_sparse.rounds.federation.records import Evaluation
 from flare_sparse.rounds.federation.rules import MAX_QUARANTINE_ROUNDS, RoundRules, SiteHistory, cap_contributions
 
 SITES = ["a", "b", "c", "d"]
@@ -69,13 +69,13 @@ def test_number_of_test_examples_must_stay_near_the_registered_one() -> None:
     reported = [replace(update("a", 100), metrics={"mse": 1.0, "test_examples": n}) for n in (20.0, 21.0, 2.0**52)]
     assert history.find_violation(update("a", 100), RoundRules()) is None, "scores come without metrics"
     history = history.register(update("a", 100))
-    assert history.tested == {}
+    assert history.evaluated == {}
     for contribution in reported:
         violations.append(history.find_violation(contribution, RoundRules()))
         if violations[-1] is None:
             history = history.register(contribution)
     assert violations == [None, None, "E_METRICS"]
-    assert history == SiteHistory(registered={"a": 100}, tested={"a": 20.0})
+    assert history == SiteHistory(registered={"a": 100}, evaluated={"test_examples": {"a": 20.0}})
 
 
 def test_number_of_examples_must_not_exceed_the_known_one() -> None:

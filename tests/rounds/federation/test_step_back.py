@@ -18,9 +18,9 @@ from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
-from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.federation.learning import reject_outliers
 from flare_sparse.rounds.federation.roster import AttemptResult
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.stage import Reply
 
 UNBOUNDED = RoundRules(min_sites=2, retries=1, max_norm_ratio=None)

@@ -26,7 +26,7 @@ from flare_sparse.privacy.secure_aggregation.stage import RequestSums, ServerSum
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.stage import PLAIN_STAGE, SiteStage

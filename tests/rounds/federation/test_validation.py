@@ -13,8 +13,8 @@ from toy import ToyBench
 
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.params import compute_digest
-from flare_sparse.rounds.federation import Evaluation, Outcome, RoundRules
-from flare_sparse.rounds.federation.rules import EarlyStopping, SiteHistory
+from flare_sparse.rounds.federation.records import Evaluation, Outcome
+from flare_sparse.rounds.federation.rules import EarlyStopping, RoundRules, SiteHistory
 
 NAMES = ["fedavg", "neurosfl", "fedsparsify", "dispfl", "fedavg_ft", "topk_ef", "scbfwp"]
 
@@ -208,7 +208,7 @@ def test_validation_metrics_are_weighted_by_validation_examples() -> None:
 
 def test_number_of_validation_examples_must_stay_near_the_registered_one() -> None:
     history = SiteHistory().register(report({"mse": 1.0, "test_examples": 20.0, "validation_examples": 10.0}))
-    assert history.validated == {"a": 10.0}
+    assert history.evaluated["validation_examples"] == {"a": 10.0}
     assert history.find_violation(report({"validation_examples": 11.0}), RoundRules()) is None
     assert history.find_violation(report({"validation_examples": 2.0**52}), RoundRules()) == "E_METRICS"
 

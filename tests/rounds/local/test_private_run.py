@@ -21,7 +21,8 @@ from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.results.report.tables import build_privacy
 from flare_sparse.results.runs.results import RunResult
-from flare_sparse.rounds.federation import RoundRecord, RoundRules
+from flare_sparse.rounds.federation.records import RoundRecord
+from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.training import Site, SitePrivacy
 from flare_sparse.wire.ledger import Ledger

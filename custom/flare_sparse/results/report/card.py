@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from ...config.withdrawals import Withdrawals
-from ...rounds.federation import Participation
+from ...rounds.federation.records import Participation
 from ...tasks.task import TEST_EXAMPLES
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult

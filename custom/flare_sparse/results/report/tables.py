@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...rounds.federation import Participation
+from ...rounds.federation.records import Participation
 from ...tasks.task import TEST_EXAMPLES
 from ..runs.progress import compare_with_dense, format_bytes
 from ..runs.results import RunResult, group_by_seed, label_groups

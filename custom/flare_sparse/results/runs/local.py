@@ -7,7 +7,7 @@ from ...compute.kernels.threads import limit_kernel_threads
 from ...config.assemble import Assembly, build_transport
 from ...config.schema import RunConfig
 from ...core.seeds import limit_threads
-from ...rounds.federation import Outcome
+from ...rounds.federation.records import Outcome
 from ...rounds.local.run import FROM_START, Course, run_locally
 from ...training import Site
 from ...wire.ledger import Ledger

@@ -15,7 +15,7 @@ import yaml
 
 from ...cohorts.subgroups import split_metric
 from ...core.errors import ConfigError
-from ...rounds.federation import Participation
+from ...rounds.federation.records import Participation
 from ...tasks.task import TEST_EXAMPLES, VALIDATION, VALIDATION_EXAMPLES
 from .predictions import PREDICTIONS_FILE, CasePicture, Predictions
 from .received import name_damage, neutralize, parse_record

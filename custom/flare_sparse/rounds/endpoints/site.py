@@ -84,22 +84,6 @@ class SiteSnapshot:
 
 
 @dataclass(frozen=True)
-class RequestLimits:
-    """What a site refuses beside requests that its copy of the job does not have.
-
-    Attributes:
-        requests: record of the answered requests; None: requests are checked but not counted.
-        changes: refuses models that are too far from the last one; None: they may be anywhere.
-    """
-
-    requests: RequestLog | None = None
-    changes: ChangeLimit | None = None
-
-
-NO_LIMITS = RequestLimits()
-
-
-@dataclass(frozen=True)
 class _Received:
     """A request that this site has accepted.
 
@@ -131,7 +115,8 @@ class SiteEndpoint:
         store: receives a checkpoint before each update is sent. None: after a crash the site needs the full model, and
             the tensors that the method keeps at the site are lost.
         stage: what the values of updates pass on their way; None: each update carries its values.
-        limits: what this site refuses beside requests that its copy of the job does not have.
+        requests: record of the answered requests; None: requests are checked but not counted.
+        changes: refuses models that are too far from the last one; None: they may be anywhere.
         initial: the model of the job's seed, which the first request then need not carry; None: it does.
 
     Attributes:
@@ -148,14 +133,15 @@ class SiteEndpoint:
         values: ValueType,
         store: Store | None = None,
         stage: SiteStage | None = None,
-        limits: RequestLimits = NO_LIMITS,
+        requests: RequestLog | None = None,
+        changes: ChangeLimit | None = None,
         initial: InitialModel | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
         self.stage, self.requests, self.changes, self.initial = (
             stage or SiteStage(),
-            limits.requests,
-            limits.changes,
+            requests,
+            changes,
             initial,
         )
         self.request: Request | None = None

@@ -14,7 +14,7 @@ from ...core.checkpoint.store import Store
 from ...core.errors import RoundFailed
 from ...core.exchange import EVALUATE, Patch
 from ...methods.method import Method
-from ...tasks.task import EPSILON, Metric
+from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
 from .events import ENDED_EARLY, TENSORS_CUT_OFF, UPDATE_DISCARDED, EventLog
 from .progress import ModelComparison, Progress, describe_cut_tensors
@@ -222,34 +222,15 @@ class Federation:
         Raises:
             RoundFailed: a site asked is in none of the fields, or in two.
         """
-        last, learned, messages, mask = result.last, result.learned, result.messages, method.model(state).mask
-        record = RoundRecord(
-            kind=last.attempt.kind,
-            round=last.attempt.round,
-            sequence=last.attempt.sequence,
-            sites_asked=result.asked,
-            sites_contributed=result.contributed,
-            rejected=last.rejected,
-            abstained=[update.site for update in last.accepted if update.site not in set(result.contributed)],
-            timed_out=last.timed_out,
-            quarantined=result.quarantined,
-            excluded=result.excluded,
-            capped=learned.capped if learned else {},
-            clipped=learned.clipped if learned else {},
-            attempts=result.attempts,
+        mask = method.model(state).mask
+        record = replace(
+            result.record,
             evaluated_round=previous.committed,
             evaluation=evaluation,
-            bytes_down=sum(line.payload_bytes for line in messages if line.direction == "down"),
-            bytes_up=sum(line.payload_bytes for line in messages if line.direction == "up"),
-            dense_bytes=sum(line.dense_bytes for line in messages),
             sparsity=1 - mask.count / max(mask.size, 1),
-            seconds=result.seconds,
             committed_at=time.time(),
-            events=self._events.take(last.attempt.round),
-            figures=dict(method.measure(state)) if learned else {},
-            spent_epsilon={
-                update.site: update.metrics[EPSILON] for update in last.accepted if EPSILON in update.metrics
-            },
+            events=self._events.take(result.record.round),
+            figures=dict(method.measure(state)) if result.learned else {},
         )
         # A site that is counted twice or not at all is a defect of this package, and a record must not hide it.
         if not record.is_balanced:

@@ -109,7 +109,7 @@ class BestModel:
 CONTRIBUTED = "contributed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundRecord:
     """What is known when a round is committed; one line of ``rounds.jsonl``.
 
@@ -156,14 +156,14 @@ class RoundRecord:
     capped: dict[str, int]
     clipped: dict[str, float]
     attempts: int
-    evaluated_round: int
-    evaluation: Evaluation
+    evaluated_round: int = 0
+    evaluation: Evaluation = field(default_factory=lambda: Evaluation({}, {}))
     bytes_down: int
     bytes_up: int
     dense_bytes: int
-    sparsity: float
+    sparsity: float = 0.0
     seconds: float
-    committed_at: float
+    committed_at: float = 0.0
     events: list[Event] = field(default_factory=list)
     spent_epsilon: dict[str, float] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)

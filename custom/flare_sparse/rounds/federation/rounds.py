@@ -8,42 +8,31 @@ from typing import Any
 from ...core.errors import MissingBase, RoundFailed
 from ...core.exchange import Assignment, Contribution
 from ...methods.method import Method
-from ...wire.ledger import LedgerLine
+from ...tasks.task import EPSILON
 from ...wire.stage import Reply
 from ..endpoints.server import Attempt, ServerEndpoint
 from .events import BASE_LOST, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
+from .records import RoundRecord
 from .roster import AttemptResult, Roster, get_reason_code
 from .rules import RoundRules, SiteHistory
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round that met its quorum: who was asked, what came back, and what was learned from it.
+    """A round that met its quorum.
 
     Attributes:
         last: replies of the last attempt.
-        asked: sites that received a request.
-        contributed: sites with a contribution that counts.
+        record: what is known before the commit.
         learned: the next state; None if the round only evaluates.
         history: history after the round.
-        attempts: number of attempts.
-        quarantined: sites in quarantine during the round.
-        excluded: reason by site, for the sites that could not take part.
-        messages: ledger lines of all attempts.
-        seconds: time from the first request to the last reply.
     """
 
     last: AttemptResult
-    asked: list[str]
-    contributed: list[str]
+    record: RoundRecord
     learned: LearnResult | None
     history: SiteHistory
-    attempts: int
-    quarantined: list[str]
-    excluded: dict[str, str]
-    messages: list[LedgerLine]
-    seconds: float
 
 
 DIVERGENCE_CODES = frozenset({"E_DIVERGED", "E_FINITE", "E_METRICS"})
@@ -137,23 +126,37 @@ class RoundRunner:
                 # A quarantined site is contacted only if too few others remain: its silence is not another miss.
                 silent_active = [site for site in self.roster.silent if site not in quarantined]
                 accepted = [contribution.site for contribution in result.accepted]
-                return Round(
-                    last=result,
-                    asked=sorted(assignments),
-                    contributed=[contribution.site for contribution in contributions],
-                    learned=learned,
-                    history=history.record_round(accepted, [*assignments, *silent_active], self.rules),
-                    attempts=attempt_number,
+                contributed = [contribution.site for contribution in contributions]
+                messages = self.endpoint.ledger.lines[first_message:]
+                record = RoundRecord(
+                    kind=result.attempt.kind,
+                    round=result.attempt.round,
+                    sequence=result.attempt.sequence,
+                    sites_asked=sorted(assignments),
+                    sites_contributed=contributed,
+                    rejected=result.rejected,
+                    abstained=[site for site in accepted if site not in set(contributed)],
+                    timed_out=result.timed_out,
                     quarantined=quarantined,
                     excluded=excluded,
-                    messages=self.endpoint.ledger.lines[first_message:],
+                    capped=learned.capped if learned else {},
+                    clipped=learned.clipped if learned else {},
+                    attempts=attempt_number,
+                    bytes_down=sum(line.payload_bytes for line in messages if line.direction == "down"),
+                    bytes_up=sum(line.payload_bytes for line in messages if line.direction == "up"),
+                    dense_bytes=sum(line.dense_bytes for line in messages),
                     seconds=seconds,
+                    spent_epsilon={
+                        update.site: update.metrics[EPSILON] for update in result.accepted if EPSILON in update.metrics
+                    },
                 )
-            contributed = len(contributions)
+                history = history.record_round(accepted, [*assignments, *silent_active], self.rules)
+                return Round(result, record, learned, history)
             # The next attempt has updates of its own: those of this one must not stay in memory beside them.
             result = result.drop_values()
+            num_contributed = len(contributions)
             del contributions
-        raise QuorumMissed(self._describe_failure(result, contributed, len(assignments)), result)
+        raise QuorumMissed(self._describe_failure(result, num_contributed, len(assignments)), result)
 
     def _collect(
         self, assignments: Mapping[str, Assignment], history: SiteHistory

@@ -13,7 +13,7 @@ from ...core.errors import RoundFailed
 from ...core.exchange import Contribution
 from ...core.settings import Settings
 from ...methods.aggregation.weighted import compute_common_cap
-from ...tasks.task import TEST_EXAMPLES, VALIDATION_EXAMPLES
+from ...tasks.task import COUNTS
 
 MAX_QUARANTINE_ROUNDS = 16
 
@@ -71,17 +71,15 @@ class SiteHistory:
 
     Attributes:
         registered: training examples (n_k) by site.
-        tested: test examples by site.
-        validated: validation examples by site.
+        evaluated: examples that metrics are computed from, by name of their number and by site.
         missed: rounds in a row without an accepted update, by site.
         quarantined: remaining rounds of quarantine, by site.
     """
 
     registered: dict[str, int] = field(default_factory=dict)
-    tested: dict[str, float] = field(default_factory=dict)
+    evaluated: dict[str, dict[str, float]] = field(default_factory=dict)
     missed: dict[str, int] = field(default_factory=dict)
     quarantined: dict[str, int] = field(default_factory=dict)
-    validated: dict[str, float] = field(default_factory=dict)
 
     def select_available(self, sites: Sequence[str], rules: RoundRules) -> list[str]:
         """Return the sites that are not quarantined, or all sites if too few remain."""
@@ -101,28 +99,19 @@ class SiteHistory:
         registered = self.registered.get(site, contribution.num_examples)
         if not _is_near(contribution.num_examples, registered, rules):
             return "E_WEIGHT"
-        for count, registered_counts in self._counts.items():
+        for count in COUNTS:
             examples = contribution.metrics.get(count)
-            if examples is not None and not _is_near(examples, registered_counts.get(site, examples), rules):
+            known = self.evaluated.get(count, {}).get(site, examples)
+            if examples is not None and known is not None and not _is_near(examples, known, rules):
                 return "E_METRICS"
         return None
-
-    @property
-    def _counts(self) -> dict[str, dict[str, float]]:
-        """Registered numbers of examples that metrics are computed from, by name of the number and by site."""
-        return {TEST_EXAMPLES: self.tested, VALIDATION_EXAMPLES: self.validated}
 
     def register(self, contribution: Contribution) -> SiteHistory:
         """Return the history with a site's numbers of examples; numbers registered earlier are kept."""
         site, metrics = contribution.site, contribution.metrics
-        tested = {site: metrics[TEST_EXAMPLES]} if TEST_EXAMPLES in metrics else {}
-        validated = {site: metrics[VALIDATION_EXAMPLES]} if VALIDATION_EXAMPLES in metrics else {}
-        return replace(
-            self,
-            registered={site: contribution.num_examples} | self.registered,
-            tested=tested | self.tested,
-            validated=validated | self.validated,
-        )
+        new = {count: {site: metrics[count]} for count in COUNTS if count in metrics}
+        evaluated = {**self.evaluated, **{count: known | self.evaluated.get(count, {}) for count, known in new.items()}}
+        return replace(self, registered={site: contribution.num_examples} | self.registered, evaluated=evaluated)
 
     def record_round(self, accepted: Collection[str], asked: Collection[str], rules: RoundRules) -> SiteHistory:
         """Return the history after a committed round.

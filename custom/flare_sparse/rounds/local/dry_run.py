@@ -21,7 +21,7 @@ from ...training import SampleUsage, Site, Trainer, Training, TrainingConfig
 from ...training.local_task import weigh_batches
 from ...training.task_trainer import OBSERVED_BATCH
 from ...wire.ledger import Ledger
-from ..federation import Outcome
+from ..federation.records import Outcome
 from .run import PLAIN, Course, Transport, run_locally
 
 

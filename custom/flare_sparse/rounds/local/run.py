@@ -26,7 +26,10 @@ from ..endpoints.plans import InitialModel
 from ..endpoints.request_log import RequestLog
 from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
-from ..federation import Connections, Federation, Outcome, RoundRecord, RoundRules
+from ..federation.loop import Federation
+from ..federation.records import Outcome, RoundRecord
+from ..federation.roster import Connections
+from ..federation.rules import RoundRules
 
 _LOG = logging.getLogger(__name__)
 
