@@ -54,7 +54,7 @@ ORDER = (
     ("results.audit",),
     ("results.report",),
     ("results",),
-    ("flare.workspace", "flare.named_arrays"),
+    ("flare.workspace",),
     ("flare.payload",),
     ("flare.egress",),
     ("components",),

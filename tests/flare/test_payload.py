@@ -17,8 +17,13 @@ from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.core.exchange import Patch, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.flare.named_arrays import NamedArrays
-from flare_sparse.flare.payload import dxo_to_update, message_to_shareable, shareable_to_message, update_to_dxo
+from flare_sparse.flare.payload import (
+    NamedArrays,
+    dxo_to_update,
+    message_to_shareable,
+    shareable_to_message,
+    update_to_dxo,
+)
 
 LAYOUT = Layout((TensorSpec("a.weight", (2, 3), "weight"), TensorSpec("a.bias", (2,), "bias")))
 MASK = Mask(torch.tensor([1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool))

@@ -32,9 +32,8 @@ from flare_sparse.training.script_exchange import (
     ScriptFailed,
     ScriptReply,
     ScriptRequest,
-    read_tensors,
 )
-from flare_sparse.training.script_trainer import ScriptTrainer
+from flare_sparse.training.script_trainer import ScriptTrainer, read_tensors
 
 
 class Net(nn.Module):

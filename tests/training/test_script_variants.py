@@ -22,7 +22,8 @@ from toy import Toy
 from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.training.script_exchange import ScriptFailed, read_tensors
+from flare_sparse.training.script_exchange import ScriptFailed
+from flare_sparse.training.script_trainer import read_tensors
 
 
 class Tied(nn.Module):

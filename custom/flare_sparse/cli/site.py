@@ -15,7 +15,7 @@ from .console import out as console
 from .options import JSON
 
 if TYPE_CHECKING:
-    from ..flare.site.requests import RunSummary
+    from ..flare.site.people import RunSummary
 
 HELP = """Prepare a site and keep it: data, policy, allowed classes; people, withdrawals; what was asked of it and left.
 
@@ -108,7 +108,7 @@ def withdraw(
 
     [dim]flare-sparse site withdraw /opt/flare/site-1 withdrawn.txt --end-after 600[/]
     """
-    from ..flare.site.withdrawal import withdraw_at_site
+    from ..flare.site.people import withdraw_at_site
 
     for line in withdraw_at_site(kit, subjects, end_after_s=end_after):
         console.print(line, markup=False, soft_wrap=True)
@@ -129,7 +129,7 @@ def declare(
 
     [dim]flare-sparse site declare /opt/flare/site-1 --write[/]
     """
-    from ..flare.site.requests import declare_people
+    from ..flare.site.people import declare_people
 
     text, left = declare_people(kit, write=write)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -160,7 +160,7 @@ def log(
 
     [dim]flare-sparse site log /opt/flare/site-1 --json > site_1.json[/]
     """
-    from ..flare.site.requests import summarize_requests
+    from ..flare.site.people import summarize_requests
     from ..flare.site.setup import find_local_folder
     from ..rounds.endpoints.egress import ROTATION, EgressLog, find_logs, read_chain
 

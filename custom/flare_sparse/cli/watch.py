@@ -192,7 +192,7 @@ def follow_site(kit: Path) -> Iterator[list[str]]:
         RequestRefused: a record cannot be read.
     """
     from ..flare.running import RUNNING_FOLDER, list_running
-    from ..flare.site.requests import summarize_requests
+    from ..flare.site.people import summarize_requests
 
     shown: list[str] = []
     while True:

@@ -32,6 +32,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
+from pydantic import BaseModel
 
 from ..config.loading import serialize_job
 from ..config.people import ReleaseGate
@@ -47,12 +48,7 @@ from ..rounds.endpoints.request_log import RequestLog
 from ..tasks.columns import BINS, LEAST, QUANTILES, Description, Figures, compute_figures, encode_columns, list_columns
 from ..tasks.data.cases import select_cases
 from ..tasks.data.source import find_site_data
-from ..tasks.nnunet.fingerprint import (
-    Fingerprint,
-    compute_fingerprint,
-    find_differences,
-    merge_fingerprints,
-)
+from ..tasks.nnunet.fingerprint import Fingerprint, compute_fingerprint, find_differences, merge_fingerprints
 from ..tasks.nnunet.raw import find_raw_cases
 from ..tasks.nnunet.task import NnunetConfig
 from ..tasks.task import SiteData
@@ -66,7 +62,7 @@ ANSWER = "answer"
 """Only key of an answer's data: bytes, which the guard and the egress log count."""
 ADMITTED = "flare_sparse.admitted"
 """Key of the answer to an admitted question in FLARE's context; the property is private, so it stays at the site."""
-Parsed = TypeVar("Parsed")
+Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 class QuestionRecipe(Recipe):
@@ -191,6 +187,8 @@ class QuestionController(Controller, Generic[Parsed]):
         timeout_s: seconds in which a site must answer.
     """
 
+    kind: type[Parsed]
+    """What an answer holds."""
     result: ClassVar[str]
     """File in the server's folder of the job that receives what the answers give."""
 
@@ -200,9 +198,9 @@ class QuestionController(Controller, Generic[Parsed]):
         self._found: dict[str, Parsed] = {}
         self._refusals: dict[str, str] = {}
 
-    @abstractmethod
     def parse(self, answer: bytes) -> Parsed:
         """Return the content of an answer; whatever it raises, the site has sent no answer."""
+        return self.kind.model_validate_json(answer)
 
     @abstractmethod
     def join(self, answers: Mapping[str, Parsed]) -> Any:
@@ -323,10 +321,7 @@ def coarsen_figures(name: str, figures: Figures, gate: ReleaseGate) -> Figures:
 class DescriptionController(QuestionController[Description]):
     """Asks every site to describe its columns, checks each description, and writes them by column and site."""
 
-    result = "statistics/columns.json"
-
-    def parse(self, answer: bytes) -> Description:
-        return Description.model_validate_json(answer)
+    kind, result = Description, "statistics/columns.json"
 
     def join(self, answers: Mapping[str, Description]) -> dict[str, dict[str, Any]]:
         columns: dict[str, dict[str, Any]] = {}
@@ -366,22 +361,15 @@ class FingerprintExecutor(QuestionExecutor):
             raise ConfigError("the job's task is not nnunet")
         cases = select_cases(data, find_raw_cases(data.path, config.derivative))
         raise_refusals(policy.find_case_refusals(len({case.subject for case in cases.values()})))
-        return compute_fingerprint(
-            data.path,
-            self.samples_per_case,
-            cases,
-            least=max(policy.min_examples, 1),
-            skip_bad_subjects=config.skip_bad_subjects,
-        ).model_dump_json()
+        least, skips = max(policy.min_examples, 1), config.skip_bad_subjects
+        found = compute_fingerprint(data.path, self.samples_per_case, cases, least=least, skip_bad_subjects=skips)
+        return found.model_dump_json()
 
 
 class FingerprintController(QuestionController[Fingerprint]):
     """Asks every site for its fingerprint, checks each, and writes the merged one; no single one is kept."""
 
-    result = "nnunet/fingerprint.json"
-
-    def parse(self, answer: bytes) -> Fingerprint:
-        return Fingerprint.model_validate_json(answer)
+    kind, result = Fingerprint, "nnunet/fingerprint.json"
 
     def find_obstacle(self, answers: Mapping[str, Fingerprint]) -> str:
         sites = list(answers)

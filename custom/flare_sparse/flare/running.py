@@ -5,8 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,14 +51,8 @@ def hold_data(fl_ctx: FLContext) -> None:
     if file in _held:
         return
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    while True:
-        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # A withdrawal may have removed the file of an ended job between these calls: the lock would be of no file.
-        with suppress(FileNotFoundError):
-            if file.stat().st_ino == os.fstat(lock).st_ino:
-                break
-        os.close(lock)
+    lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps(asdict(job)).encode(), 0)
     _held[file] = lock
@@ -67,7 +60,12 @@ def hold_data(fl_ctx: FLContext) -> None:
 
 def list_running(kit: Path, site: str) -> list[DataUse]:
     """Return the jobs that use a site's data now."""
-    return [use for file in _list_files(kit, site) if _is_locked(file) and (use := _read_use(file))]
+    return _list_uses(kit, site, running=True)
+
+
+def list_ended(kit: Path, site: str) -> list[DataUse]:
+    """Return the jobs that have used a site's data and have ended."""
+    return _list_uses(kit, site, running=False)
 
 
 def wait_for_jobs(kit: Path, site: str, patience_s: float) -> list[DataUse]:
@@ -91,48 +89,25 @@ def end_jobs(kit: Path, site: str) -> list[DataUse]:
     return running
 
 
-def remove_records(kit: Path, site: str) -> list[DataUse]:
-    """Remove the records of the jobs that have ended, and return them."""
-    ended = []
-    for file in _list_files(kit, site):
-        with _try_lock(file) as is_mine:
-            if is_mine:
-                ended += [use] if (use := _read_use(file)) else []
-                file.unlink()
-    return ended
-
-
 def _find_folder(kit: Path, site: str) -> Path:
     return kit / RUNNING_FOLDER / site
 
 
-def _list_files(kit: Path, site: str) -> list[Path]:
-    return sorted(_find_folder(kit, site).glob("*.json"))
-
-
-def _read_use(file: Path) -> DataUse | None:
-    # A job that was ended between the lock and the record has read no data.
-    with suppress(OSError, ValueError, TypeError):
-        return DataUse(**json.loads(file.read_text()))
-    return None
-
-
-@contextmanager
-def _try_lock(file: Path) -> Iterator[bool]:
-    """Lock a record while the block runs; yield whether no running job holds it."""
-    lock = os.open(file, os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_mine = True
-    except BlockingIOError:
-        is_mine = False
-    try:
-        yield is_mine
-    finally:
-        os.close(lock)
+def _list_uses(kit: Path, site: str, *, running: bool) -> list[DataUse]:
+    uses = []
+    # No file is ever removed: the lock of a job that starts meanwhile would be of no file.
+    for file in sorted(_find_folder(kit, site).glob("*.json")):
+        # A job that was ended between the lock and the record has read no data.
+        with suppress(ValueError, TypeError):
+            if _is_locked(file) == running:
+                uses.append(DataUse(**json.loads(file.read_text())))
+    return uses
 
 
 def _is_locked(file: Path) -> bool:
-    with suppress(FileNotFoundError), _try_lock(file) as is_mine:
-        return not is_mine
+    with file.open("r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False

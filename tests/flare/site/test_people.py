@@ -9,7 +9,7 @@ import pytest
 
 from flare_sparse.config.people import PEOPLE_FILE, read_declaration
 from flare_sparse.core.errors import ConfigError, DataError
-from flare_sparse.flare.site.requests import declare_people
+from flare_sparse.flare.site.people import declare_people
 
 
 def test_proposal_is_printed_written_once_and_read_by_jobs(tmp_path: Path) -> None:

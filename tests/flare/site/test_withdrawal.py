@@ -15,7 +15,7 @@ import pytest
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import ConfigError, DataError
 from flare_sparse.flare.running import list_running
-from flare_sparse.flare.site.withdrawal import withdraw_at_site
+from flare_sparse.flare.site.people import withdraw_at_site
 from flare_sparse.tasks.data.source import find_site_data
 
 JOB = """

@@ -42,7 +42,7 @@ OPENERS = {
     "config/first_study.py _look_at_table": "a file that a person names, of no site and no run",
     "config/withdrawals.py open_data": "the run's list",
     "flare/session.py _open_site": "no data; the list of the kit, with which scripts are refused",
-    "flare/site/requests.py declare_people": "columns for a person; read_people leaves out who has withdrawn",
+    "flare/site/people.py declare_people": "columns for a person; read_people leaves out who has withdrawn",
 }
 """Functions outside tasks/ that make a location or read by one, and why nobody who has withdrawn comes back."""
 
