@@ -271,8 +271,6 @@ def test_pages_that_a_text_names_can_be_opened_from_any_folder(tmp_path: Path, m
     pages = [Path(word.strip("(),")) for word in found.split()[1:]]
     assert [page.name for page in pages] == ["troubleshooting.md", "it.md"]
     assert all(page.is_file() for page in pages)
-    monkeypatch.setattr(sys.modules[locate_pages.__module__], "_find_pages", lambda: "https://pages.our.org")
-    assert locate_pages("docs/names.md") == "https://pages.our.org/names.md"
 
 
 def test_pages_that_the_package_names_exist_and_travel_in_the_wheel() -> None:

@@ -7,8 +7,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
-from importlib.metadata import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,16 @@ from ..results.runs.progress import Printer
 _PAGE = re.compile(r"\bdocs/([\w./-]+\.md)")
 
 
-@cache
-def _find_pages() -> str:
-    """Return where the pages are: the address in the distribution's metadata, else a folder of this installation."""
-    for entry in metadata("flare-sparse").get_all("Project-URL") or ():
-        label, _, address = entry.partition(", ")
-        if label.lower() == "documentation":
-            return str(address).rstrip("/")
-    installed, source = Path(__file__).parents[1] / "docs", Path(__file__).parents[3] / "docs"
-    return str(installed if installed.is_dir() else source)
+_INSTALLED, _SOURCE = Path(__file__).parents[1] / "docs", Path(__file__).parents[3] / "docs"
+PAGES = _INSTALLED if _INSTALLED.is_dir() else _SOURCE
+"""Folder of the pages: in the wheel below the package, in the repository beside it."""
 
 
 def locate_pages(text: str) -> str:
     """Return a text whose pages (``docs/NAME.md``) can be opened from the working directory."""
 
     def locate(match: re.Match[str]) -> str:
-        return match[0] if Path(match[0]).is_file() else f"{_find_pages()}/{match[1]}"
+        return match[0] if Path(match[0]).is_file() else str(PAGES / match[1])
 
     return _PAGE.sub(locate, text)
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..config.problems import format_allowed
 from ..config.yaml_files import list_configurations
-from ..core.errors import ConfigError, suggest
+from ..core.errors import ConfigError
 from .console import out as console
 
 if TYPE_CHECKING:
@@ -40,48 +40,37 @@ def settings(
 
     [dim]flare-sparse settings my_tasks.Dose[/]
     """
-    from ..config.loading import load_entry
-    from ..tasks.task import Task
-
     if name is None:
         for section, table in (("method", _list_methods()), ("task", _list_tasks())):
             console.print(table)
             _print_plugins(section)
         console.print(f"\nconfigurations, for flare-sparse run NAME: {', '.join(list_configurations())}", markup=False)
         return
-    entry = load_entry(_find_section(name), name, Path.cwd())
-    if not issubclass(entry, Task):
-        console.print(build_settings_table(entry.Config, "method", find_source(entry)))
-        return
-    console.print(build_settings_table(entry.Config, "task", _describe_target(entry)))
-    console.print(f"\nmetric: {_describe_metric(entry)}", markup=False)
-    if entry.reads:
-        console.print(f"data:   {entry.reads}", markup=False)
+    section, entry = _load(name)
+    title = find_source(entry) if section == "method" else _describe_target(entry)
+    rows = list(iterate_settings(entry.Config, section))
+    console.print(_build_table(("setting", "default", "allowed", "meaning"), rows, title))
+    if section == "task":
+        console.print(f"\nmetric: {_describe_metric(entry)}", markup=False)
+        if entry.reads:
+            console.print(f"data:   {entry.reads}", markup=False)
 
 
-def _find_section(name: str) -> str:
-    """Return whether a name is that of a method or of a task.
+def _load(name: str) -> tuple[str, type[Any]]:
+    """Return whether a name is that of a method or of a task, and its class.
 
     Raises:
         ConfigError: it is neither.
     """
-    from ..config.loading import BUILT_IN, list_plugins, load_entry
+    from ..config.loading import load_entry
 
-    sections = ("method", "task")
-    known = {section: {*BUILT_IN[section], *(plugin.name for plugin in list_plugins(section))} for section in sections}
-    if found := [section for section in sections if name in known[section]]:
-        return found[0]
-    if "." not in name:
-        names = sorted(known["method"] | known["task"])
-        raise ConfigError(
-            f"there is no method or task {name!r}; expected one of {', '.join(names)}, or module.Class for one of your "
-            f"own.{suggest(name, names)}"
-        )
-    try:
-        load_entry("task", name, Path.cwd())
-    except ConfigError:
-        return "method"
-    return "task"
+    refusals = []
+    for section in ("method", "task"):
+        try:
+            return section, load_entry(section, name, Path.cwd())
+        except ConfigError as error:
+            refusals.append(str(error))
+    raise ConfigError("\n".join(refusals))
 
 
 def _print_plugins(section: str) -> None:
@@ -124,17 +113,6 @@ def _describe_metric(task_class: type[Task]) -> str:
     metric = task_class.metric
     unit = f" in {metric.unit}" if metric.unit else ""
     return f"{metric.name}{unit}, {'lower' if metric.mode == 'min' else 'higher'} is better"
-
-
-def build_settings_table(config: type[BaseModel], section: str, title: str) -> Table:
-    """Return a row for each setting of ``config``.
-
-    Args:
-        config: class of the settings.
-        section: section of the configuration, ``"method"`` or ``"task"``.
-        title: line above the table.
-    """
-    return _build_table(("setting", "default", "allowed", "meaning"), list(iterate_settings(config, section)), title)
 
 
 def _build_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:

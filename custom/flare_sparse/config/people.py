@@ -227,15 +227,23 @@ def read_people(declaration: Declaration, data: SiteData, local: Path, seed: int
     """
     table = read_table(find_table(data.path if declaration.table is None else local / declaration.table))
     names = table.get_names(declaration.id)
-    values = {column: _spell(table, column, groups) for column, groups in declaration.columns.items()}
-    # A person may have several rows: the first one tells the cell.
-    rows = {name: row for row, name in reversed(list(enumerate(names)))}
+    people = _list_people(table, names, declaration.columns, seed, declaration.folds)
     absent = find_absent_rows(data, table) if data.withdrawn and data.id in table.columns else ()
-    own = set(data.select(rows)) - {names[row] for row in absent}
+    own = set(data.select(people)) - {names[row] for row in absent}
+    return {name: values for name, values in people.items() if name in own}
+
+
+def _list_people(table: Table, names: list[str], columns: Columns, seed: int, folds: int) -> People:
+    """Return the columns and the fold of each person; a person may have several rows: the first one tells the cell."""
+    rows = {name: row for row, name in reversed(list(enumerate(names)))}
+    # Names for lists, and numbers as Python spells them for intervals.
+    values = {
+        column: table.get_names(column) if is_listed(groups) else list(map(repr, table.get_numbers(column).tolist()))
+        for column, groups in columns.items()
+    }
     return {
-        name: {FOLD: assign_fold(seed, name, declaration.folds), **{column: own[row] for column, own in values.items()}}
+        name: {FOLD: assign_fold(seed, name, folds), **{column: own[row] for column, own in values.items()}}
         for name, row in rows.items()
-        if name in own
     }
 
 
@@ -260,21 +268,16 @@ def propose(table: Table, id_column: str, folds: int, rule: Rule, seed: int) -> 
         DataError: there is no such column, or there are too few people for two folds.
     """
     names = table.get_names(id_column)
-    rows = {name: row for row, name in reversed(list(enumerate(names)))}
     tried = {name: found for name in table.columns if name != id_column and (found := _group(table, name, rule))}
-    texts = {name: _spell(table, name, groups) for name, groups in tried.items()}
     for count in range(folds, 1, -1):
-        people = {
-            name: {FOLD: assign_fold(seed, name, count), **{column: own[row] for column, own in texts.items()}}
-            for name, row in rows.items()
-        }
+        people = _list_people(table, names, tried, seed, count)
         accepted = declare(rule, b"", {FOLD: build_folds(count), **tried}, people).columns
         if FOLD in accepted:
             break
     else:
         raise DataError(
-            f"{table.source}: {len(rows)} people are too few for two folds of at least {rule.minimum} each. Declare "
-            "nothing: the site then has one cell, everybody"
+            f"{table.source}: {len(set(names))} people are too few for two folds of at least {rule.minimum} each. "
+            "Declare nothing: the site then has one cell, everybody"
         )
     columns = {name: groups for name, groups in accepted.items() if name != FOLD}
     left = [name for name in table.columns if name not in (*columns, id_column)]
@@ -293,10 +296,3 @@ def _group(table: Table, name: str, rule: Rule) -> Groups:
         return ()
     values = table.get_numbers(name)
     return (float(np.nanmedian(values)),) if np.isfinite(values).mean() > 0.5 else ()
-
-
-def _spell(table: Table, name: str, groups: Groups) -> list[str]:
-    """Return a column as texts: names for lists, and numbers as Python spells them for intervals."""
-    if is_listed(groups):
-        return table.get_names(name)
-    return [repr(value) for value in table.get_numbers(name).tolist()]

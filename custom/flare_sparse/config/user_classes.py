@@ -15,7 +15,7 @@ from ..tasks.bundles.task import BundleConfig, BundleTask
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..tasks.task import Metric, Task, TaskConfig
 from .schema import JobConfig, build_task
-from .user_code import CODE_FOLDER, collect_user_code, find_source_folder, import_user_module, is_installed
+from .user_code import CODE_FOLDER, collect_user_code, import_user_module
 
 _BASES: dict[str, tuple[type[Any], type[Any], str]] = {
     "method": (Method, MethodConfig, "docs/new-method.md"),
@@ -177,13 +177,16 @@ def list_user_code(config: JobConfig, folder: Path) -> tuple[Path, ...]:
 def _find_further_folder(module: str, folders: list[Path]) -> list[Path]:
     """Return the folder of a user's module as a list of one; empty if it is installed, or in one of ``folders``."""
     try:
-        source = find_source_folder(import_user_module(module, folders))
+        found = import_user_module(module, folders)
     # Imported for its location only: the error is raised where its class is needed.
     except Exception:  # noqa: BLE001
         return []
-    if source is None or is_installed(source) or source in [folder.resolve() for folder in folders]:
+    if not (file := getattr(found, "__file__", None)):
         return []
-    return [source]
+    source = Path(file).resolve().parents[module.count(".") + (Path(file).name == "__init__.py")]
+    # What pip has installed does not travel with a job.
+    is_known = source.name in ("site-packages", "dist-packages") or source in [folder.resolve() for folder in folders]
+    return [] if is_known else [source]
 
 
 def _load_script_task(config: JobConfig, folder: Path) -> ScriptTask:

@@ -130,19 +130,6 @@ def import_user_module(module: str, folders: Sequence[Path]) -> ModuleType:
             del sys.path[: len(first)]
 
 
-def find_source_folder(module: ModuleType) -> Path | None:
-    """Return the folder that a module's top-level package was imported from; None for one without a file."""
-    file = getattr(module, "__file__", None)
-    return (
-        Path(file).resolve().parents[module.__name__.count(".") + (Path(file).name == "__init__.py")] if file else None
-    )
-
-
-def is_installed(folder: Path) -> bool:
-    """Return whether a folder is one that pip installs into; what lies there does not travel with a job."""
-    return folder.name in ("site-packages", "dist-packages")
-
-
 def _lies_in(module: ModuleType, path: Path) -> bool:
     """Return whether a module was imported from a file or a package folder."""
     locations = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]

@@ -84,19 +84,14 @@ def can_use_kernels(compute: Compute, device: torch.device) -> bool:
     """
     if compute not in get_args(Compute):
         raise ConfigError(f"compute: {compute!r} is none of {', '.join(get_args(Compute))}")
-    obstacle = explain_missing_kernels(device)
+    obstacle = ""
+    if find_spec("numba") is None:
+        obstacle = "numba is not installed (pip install 'flare-sparse[fast]')"
+    elif device.type != "cpu":
+        obstacle = f"the kernels are for CPUs, and this site computes on {device}"
     if compute == "sparse" and obstacle:
         raise ConfigError(f"compute: sparse is not possible: {obstacle}; set it to auto or dense")
     return compute != "dense" and not obstacle
-
-
-def explain_missing_kernels(device: torch.device) -> str:
-    """Return why the sparse kernels cannot compute on a device of this machine; empty if they can."""
-    if find_spec("numba") is None:
-        return "numba is not installed (pip install 'flare-sparse[fast]')"
-    if device.type != "cpu":
-        return f"the kernels are for CPUs, and this site computes on {device}"
-    return ""
 
 
 def _view_weights(model: FlatModel, live: Tensor) -> dict[str, Tensor]:
