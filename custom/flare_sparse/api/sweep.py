@@ -3,10 +3,11 @@
 import json
 import logging
 import multiprocessing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ..results.runs.sweep import (
     find_unequal_validation,
     rank_settings,
 )
+from ..tasks.task import VALIDATION
 from .report import compare_runs
 from .start import Overrides, launch, list_overrides
 
@@ -136,7 +138,7 @@ def _compare_methods(
     best = find_best_of_methods(ranked)
     if len(best) < 2:
         return
-    runs = [folder / Trial(result.settings, seed).folder for result in best.values() for seed in result.values]
+    runs = [folder / Trial(result.settings, seed).folder for result in best.values() for seed in result.validation]
     # With the observer's notes alone: the lines of the baselines are those of a report.
     groups = compare_runs(runs, observer=SILENT)["groups"]
     if len(groups) != len(best):
@@ -146,7 +148,7 @@ def _compare_methods(
     paired = next((name for name in (metric, f"{metric}_across_sites") if name in groups[0]), metric)
     for (name, result), group in zip(best.items(), groups, strict=True):
         difference = group.get("differences", {}).get(groups[0]["label"], {}).get(paired)
-        row = {"method": name, "settings": list(result.settings), "bytes": result.sent, "metric": paired}
+        row = {"method": name, "settings": list(result.settings), "bytes": result.bytes, "metric": paired}
         yield {**row, "value": group.get(paired), "difference": difference}
 
 
@@ -155,35 +157,28 @@ def _join(values: Sequence[Any]) -> str:
 
 
 def _run_trials(
-    start: partial[tuple[str, str | None]], pending: list[Trial], parallel: int, observer: Observer
+    start: Callable[[Trial], tuple[str, str | None]], pending: list[Trial], parallel: int, observer: Observer
 ) -> dict[Trial, str]:
-    """Run trials and return why the failed ones failed.
+    """Run trials, say a line for each as it ends, and return why the failed ones failed.
 
     Raises:
         ConfigError: a process ended without a result.
     """
-    if parallel == 1:
-        return _report_trials(pending, map(start, pending), observer)
+    failures = {}
     # A new interpreter for each worker: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(parallel, multiprocessing.get_context("spawn")) as pool:
+    workers = ProcessPoolExecutor(parallel, multiprocessing.get_context("spawn")) if parallel > 1 else nullcontext()
+    with workers as pool:
+        ended = pool.map(start, pending) if pool else map(start, pending)
         try:
-            return _report_trials(pending, pool.map(start, pending), observer)
+            for trial, (line, failure) in zip(pending, ended, strict=True):
+                observer.say(line)
+                if failure is not None:
+                    failures[trial] = failure
         except BrokenProcessPool as error:
             raise ConfigError(
                 "a process of the sweep ended without a result, as one does that takes more memory than the machine"
                 f" has; lower --parallel {parallel}. The same command continues the sweep"
             ) from error
-
-
-def _report_trials(
-    trials: Iterable[Trial], results: Iterable[tuple[str, str | None]], observer: Observer
-) -> dict[Trial, str]:
-    """Say a line for each trial as it ends, and return why the failed ones failed."""
-    failures = {}
-    for trial, (line, failure) in zip(trials, results, strict=True):
-        observer.say(line)
-        if failure is not None:
-            failures[trial] = failure
     return failures
 
 
@@ -197,19 +192,19 @@ def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -
         result = RunFolder(out, resume=RunFolder(out).has_checkpoint)
         with result.claim():
             summary = launch("local", study, result, SILENT).summary
+    # As text: some errors hold what cannot be sent to the process of the sweep.
     except FlareSparseError as error:
-        # As text: some errors hold what cannot be sent to the process of the sweep.
         reason = f"{error.code}: {error}"
-        return f"{trial.label} failed: {reason}", reason
     except (MemoryError, OSError, RuntimeError) as error:
         # Of the machine, such as torch's lack of memory, or of the user's own code: the same command tries again.
         _LOG.warning("%s failed", trial.label, exc_info=True)
         reason = describe_exception(error)
-        return f"{trial.label} failed: {reason}", reason
-    name = summary["metric"]["name"]
-    value = summary["final"]["metrics"].get(f"validation_{name}")
-    shown = "-" if value is None else f"{value:.4g}"
-    return f"{trial.folder}: validation {name} {shown}, {summary['seconds']:.0f} s", None
+    else:
+        name = summary["metric"]["name"]
+        value = summary["final"]["metrics"].get(f"{VALIDATION}{name}")
+        shown = "-" if value is None else f"{value:.4g}"
+        return f"{trial.folder}: validation {name} {shown}, {summary['seconds']:.0f} s", None
+    return f"{trial.label} failed: {reason}", reason
 
 
 def _load(file: Path, overrides: list[str], trial: Trial) -> Study:
@@ -234,25 +229,15 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
     """Write the record, the configuration with the settings that won, and the figure, if matplotlib is installed."""
     ranked, metric, folder = sweep.results, sweep.metric, sweep.path
     best, unit = ranked[0], metric["unit"]
-    rows = [
-        {
-            "settings": list(r.settings),
-            "validation": r.values,
-            "mean": r.mean,
-            "deviation": r.deviation,
-            "bytes": r.sent,
-            "failed": r.failures,
-        }
-        for r in ranked
-    ]
+    rows = [{**asdict(result), "mean": result.mean, "deviation": result.deviation} for result in ranked]
     record = {"metric": metric, "config": str(file), "overrides": overrides, "results": rows, "warning": sweep.warning}
     record["methods"] = list(sweep.methods)
     write_json(folder / RECORD, record)
-    won = f"{folder.name} of {len(ranked)} settings with {len(best.values)} seeds: {', '.join(best.settings)}."
+    won = f"{folder.name} of {len(ranked)} settings with {len(best.validation)} seeds: {', '.join(best.settings)}."
     lines = [
         f"# Settings that won {won}",
         f"# {metric['name']} on validation examples, mean over the seeds: {best.mean:.4g} {unit}".rstrip(),
-        *(f"# seed {seed} has no result with these settings" for seed in best.failures),
+        *(f"# seed {seed} has no result with these settings" for seed in best.failed),
         *([f"# {sweep.warning}"] if sweep.warning else []),
     ]
     winner = Study.load(file, [*overrides, *best.settings])

@@ -79,11 +79,11 @@ def _build_methods_table(methods: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _build_table(ranked: list[SettingsResult], metric: str) -> Table:
-    rows, has_failures = [], any(result.failures for result in ranked)
+    rows, has_failures = [], any(result.failed for result in ranked)
     for result in ranked:
         mean, deviation = ("-" if value is None else f"{value:.4g}" for value in (result.mean, result.deviation))
-        sent = "-" if result.sent is None else format_bytes(result.sent)
-        failed = ", ".join(f"seed {seed}" for seed in result.failures)
+        sent = "-" if result.bytes is None else format_bytes(result.bytes)
+        failed = ", ".join(f"seed {seed}" for seed in result.failed)
         rows.append([", ".join(result.settings), mean, deviation, sent, *([failed] if has_failures else [])])
     columns = ["settings", f"validation {metric}", "deviation", "sent", *(["failed"] if has_failures else [])]
     return build_table("", columns, rows)

@@ -75,16 +75,19 @@ def test_settings_are_ranked_by_their_mean_on_validation_examples(mode: str, ord
     ranked = rank_settings(results, {})
     assert [result.settings[0] for result in ranked] == order
     best = next(result for result in ranked if result.settings == ("a",))
-    assert (best.mean, best.sent, best.values) == (2.5, 30, {0: 2.0, 1: 3.0})
+    assert (best.mean, best.bytes, best.validation) == (2.5, 30, {0: 2.0, 1: 3.0})
     assert best.deviation == pytest.approx(0.5**0.5)
 
 
 def test_settings_with_a_run_without_validation_metric_come_last() -> None:
     results = {Trial(("a",), 1): summarize(1.0), Trial(("a",), 2): summarize(None), Trial(("b",), 1): summarize(2.0)}
     ranked = rank_settings(results | {Trial(("b",), 2): summarize(3.0)}, {})
-    assert [(result.settings, result.values) for result in ranked] == [(("b",), {1: 2.0, 2: 3.0}), (("a",), {1: 1.0})]
+    assert [(result.settings, result.validation) for result in ranked] == [
+        (("b",), {1: 2.0, 2: 3.0}),
+        (("a",), {1: 1.0}),
+    ]
     reason = "no site reported mae on validation examples; raise task.split.validation for all runs by --set"
-    assert ranked[1].failures == {2: reason}
+    assert ranked[1].failed == {2: reason}
     with pytest.raises(ConfigError, match="in all finished runs, no site reported mae on validation examples"):
         rank_settings({Trial(("a",), 2): summarize(None)}, {Trial(("a",), 1): "E_DATA"})
 
@@ -96,8 +99,8 @@ def test_settings_with_a_failed_run_come_last(mode: str) -> None:
     ranked = rank_settings(results, failures)
     order = ["a", "c"] if mode == "min" else ["c", "a"]
     assert [result.settings[0] for result in ranked] == ["b", *order, "none"]
-    assert [result.failures for result in ranked] == [{}, {2: "E_QUORUM"}, {2: "E_QUORUM"}, {1: "E_DATA"}]
-    assert (ranked[-1].mean, ranked[-1].sent, ranked[-1].deviation) == (None, None, None)
+    assert [result.failed for result in ranked] == [{}, {2: "E_QUORUM"}, {2: "E_QUORUM"}, {1: "E_DATA"}]
+    assert (ranked[-1].mean, ranked[-1].bytes, ranked[-1].deviation) == (None, None, None)
 
 
 def test_label_of_a_trial_names_settings_and_seed() -> None:

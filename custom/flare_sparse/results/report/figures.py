@@ -337,7 +337,7 @@ def draw_sweep(
     figure, grid = plt.subplots(len(heights), figsize=size, height_ratios=heights, squeeze=False, layout="constrained")
     axes, *below = grid[:, 0]
     for row, result in enumerate(ranked):
-        values = list(result.values.values())
+        values = list(result.validation.values())
         axes.plot(values, [row] * len(values), "o", color="C0", alpha=0.6)
         if result.mean is not None:
             axes.plot([result.mean], [row], "|", color="C1", markersize=16, markeredgewidth=2)
@@ -357,5 +357,5 @@ def draw_sweep(
 
 
 def _label(result: SettingsResult) -> str:
-    failed = f" ({len(result.failures)} failed)" if result.failures else ""
+    failed = f" ({len(result.failed)} failed)" if result.failed else ""
     return ", ".join(result.settings) + failed

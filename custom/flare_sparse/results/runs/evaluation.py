@@ -7,12 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from ...cohorts.split import Part
-from ...config.assemble import Assembly, open_site
+from ...config.assemble import Assembly
 from ...config.study import Study
 from ...core.checkpoint.writing import write_json
 from ...core.errors import ConfigError, DataError, FlareSparseError
@@ -20,7 +21,7 @@ from ...core.observer import SILENT, Observer
 from ...core.params import compute_digest
 from ...core.seeds import make_generator
 from ...methods.method import Method, describe_site_model
-from ...tasks.task import TEST_EXAMPLES, Examples, SiteData, Task
+from ...tasks.task import TEST_EXAMPLES, Examples, SiteData, Task, load_examples
 from ...training import LocalTask, Site, build_site
 from .load import list_run_models, read_run_model
 from .model_files import read_mask, read_model, save_model
@@ -47,26 +48,20 @@ class EvaluationSet:
 
     Raises:
         DataError: the data cannot be loaded.
+        TaskFailed: a user's task cannot load it.
     """
 
     def __init__(self, assembly: Assembly, data: SiteData, split: Part):
-        self.data, self.task = data, assembly.task
-        try:
-            examples = open_site(assembly, data).trainer.examples
-        except FlareSparseError:
-            raise
-        # A user task may raise anything.
-        except Exception as error:
-            raise DataError(f"{data.path}: {_describe(self.task, 'load', error)}") from error
-        dataset = _select(examples, split)
-        self.size, self.skipped = len(dataset), examples.skipped  # type: ignore[arg-type]
+        self.data, self.task, seed = data, assembly.task, assembly.method.seed
+        examples = load_examples(self.task, data, seed)
+        parts = {"train": examples.train, "validation": examples.validation, "test": examples.test}
+        chosen = [part for name, part in parts.items() if split in ("all", name) and part is not None and len(part)]
+        dataset: Dataset[Any] = ConcatDataset(chosen) if chosen else TensorDataset(torch.zeros(0))
+        self.size, self.skipped = sum(map(len, chosen)), examples.skipped
         self._notes = tuple(examples.notes)
         hardware = assembly.method.config.training.select_hardware(data.device)
-        no_examples = TensorDataset(torch.zeros(0))
-        evaluated = Examples(no_examples, dataset)
-        self._site = build_site(
-            LocalTask.open(data.site, self.task, evaluated, assembly.network, assembly.method.seed, hardware)
-        )
+        evaluated = Examples(TensorDataset(torch.zeros(0)), dataset)
+        self._site = build_site(LocalTask.open(data.site, self.task, evaluated, assembly.network, seed, hardware))
 
     def evaluate(self, weights: Tensor, resamples: int = 0) -> dict[str, Any]:
         """Return the metrics of a model ``(P,)``, computed as the sites of the run compute them.
@@ -91,6 +86,7 @@ class EvaluationSet:
             metrics = self._site.evaluate(weights)
         except FlareSparseError:
             raise
+        # A user task may raise anything.
         except Exception as error:
             raise DataError(f"{self.data.path}: {_describe(self.task, 'evaluate', error)}") from error
         finally:
@@ -283,29 +279,18 @@ def bootstrap(
         resamples: number of resamples, with replacement.
     """
     generator, count = make_generator(0, "bootstrap"), len(targets)
-    values: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(resamples):
-        drawn = torch.randint(count, (count,), generator=generator).to(predictions.device)
-        for name, value in task.metrics(predictions[drawn], targets[drawn.to(targets.device)]).items():
-            if name in values:
-                values[name].append(float(value))
+    draws = (torch.randint(count, (count,), generator=generator) for _ in range(resamples))
+    found = [task.metrics(predictions[rows], targets[rows]) for rows in draws]
     intervals, notes = {}, []
-    for name, drawn_values in values.items():
+    for name in names:
+        values = [float(metrics[name]) for metrics in found if name in metrics]
         # A metric that is undefined on many resamples, such as the AUC of a few examples, has no honest interval.
-        if len(drawn_values) < 0.95 * resamples:
-            notes.append(f"{name}: no interval, defined on {len(drawn_values)} of {resamples} resamples")
+        if len(values) < 0.95 * resamples:
+            notes.append(f"{name}: no interval, defined on {len(values)} of {resamples} resamples")
             continue
-        bounds = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
-        low, high = torch.quantile(torch.tensor(drawn_values, dtype=torch.float64), bounds).tolist()
+        low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()
         intervals[name] = (low, high)
     return intervals, notes
-
-
-def _select(examples: Examples, split: Part) -> Dataset[Any]:
-    parts = {"train": examples.train, "validation": examples.validation, "test": examples.test}
-    sized = [part for name, part in parts.items() if split in ("all", name) and part is not None]
-    chosen = [part for part in sized if len(part)]  # type: ignore[arg-type]
-    return ConcatDataset(chosen) if chosen else TensorDataset(torch.zeros(0))
 
 
 def _describe(task: Task, function: str, error: Exception) -> str:

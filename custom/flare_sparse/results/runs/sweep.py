@@ -50,27 +50,27 @@ class SettingsResult:
 
     Attributes:
         settings: their overrides.
-        values: the task's metric of the final model on validation examples, by seed of a finished run that has it.
-        failures: why a run failed or lacks the metric, by seed.
+        validation: the task's metric of the final model on validation examples, by seed of a finished run that has it.
+        failed: why a run failed or lacks the metric, by seed.
         examples: validation examples of the final model, by seed.
-        sent: bytes of all messages of a finished run, on average; None without one.
+        bytes: bytes of all messages of a finished run, on average; None without one.
     """
 
     settings: tuple[str, ...]
-    values: dict[int, float]
-    failures: dict[int, str]
+    validation: dict[int, float]
+    failed: dict[int, str]
     examples: dict[int, float]
-    sent: float | None
+    bytes: float | None
 
     @property
     def mean(self) -> float | None:
         """Mean of the metric over the seeds; None without a finished run."""
-        return mean(self.values.values()) if self.values else None
+        return mean(self.validation.values()) if self.validation else None
 
     @property
     def deviation(self) -> float | None:
         """Standard deviation over the seeds (n - 1); None for one seed."""
-        return stdev(self.values.values()) if len(self.values) > 1 else None
+        return stdev(self.validation.values()) if len(self.validation) > 1 else None
 
 
 def expand_grid(axes: Sequence[str], keep: Callable[[Sequence[str]], tuple[str, ...]] = tuple) -> list[tuple[str, ...]]:
@@ -108,7 +108,7 @@ def find_best_of_methods(ranked: Sequence[SettingsResult]) -> dict[str, Settings
     best: dict[str, SettingsResult] = {}
     for result in ranked:
         names = [setting.partition("=")[2] for setting in result.settings if setting.startswith(f"{METHOD}=")]
-        if names and result.values and not result.failures:
+        if names and result.validation and not result.failed:
             best.setdefault(names[0], result)
     return best
 
@@ -127,40 +127,25 @@ def rank_settings(results: Mapping[Trial, Mapping[str, Any]], failures: Mapping[
         ConfigError: no run has the metric on validation examples.
     """
     metric = next(iter(results.values()))["metric"]
-    own_trials: dict[tuple[str, ...], list[Trial]] = {}
-    for trial in [*results, *failures]:
-        own_trials.setdefault(trial.settings, []).append(trial)
-    ranked = [
-        _gather(
-            settings,
-            metric["name"],
-            {trial.seed: results[trial] for trial in own if trial in results},
-            {trial.seed: failures[trial] for trial in own if trial in failures},
-        )
-        for settings, own in own_trials.items()
-    ]
-    if not any(result.values for result in ranked):
-        raise ConfigError(f"in all finished runs, {_explain_lack(metric['name'])}")
+    name = f"{VALIDATION}{metric['name']}"
+    lack = (
+        f"no site reported {metric['name']} on validation examples; raise task.split.validation for all runs by --set"
+    )
+    ranked = []
+    for settings in dict.fromkeys(trial.settings for trial in [*results, *failures]):
+        summaries = {trial.seed: summary for trial, summary in results.items() if trial.settings == settings}
+        metrics = {seed: summary["final"]["metrics"] for seed, summary in summaries.items()}
+        values = {seed: own[name] for seed, own in metrics.items() if own.get(name) is not None}
+        failed = {trial.seed: reason for trial, reason in failures.items() if trial.settings == settings}
+        failed |= dict.fromkeys(metrics.keys() - values.keys(), lack)
+        examples = {seed: own[count] for seed, own in metrics.items() if (count := get_count_name(name)) in own}
+        sent = [sum(way["payload_bytes"] for way in summary["traffic"].values()) for summary in summaries.values()]
+        failed = dict(sorted(failed.items()))
+        ranked.append(SettingsResult(settings, values, failed, examples, mean(sent) if sent else None))
+    if not any(result.validation for result in ranked):
+        raise ConfigError(f"in all finished runs, {lack}")
     sign = -1 if metric["mode"] == "max" else 1
-
-    def rank(result: SettingsResult) -> tuple[bool, bool, float]:
-        return bool(result.failures), result.mean is None, sign * (result.mean or 0.0)
-
-    return sorted(ranked, key=rank)
-
-
-def _gather(
-    settings: tuple[str, ...], metric: str, summaries: Mapping[int, Mapping[str, Any]], failures: Mapping[int, str]
-) -> SettingsResult:
-    """Return the result of some settings from the summaries of their finished runs, by seed."""
-    metrics = {seed: summary["final"]["metrics"] for seed, summary in summaries.items()}
-    name = f"{VALIDATION}{metric}"
-    values = {seed: own[name] for seed, own in metrics.items() if own.get(name) is not None}
-    lacking = {seed: _explain_lack(metric) for seed in metrics.keys() - values.keys()}
-    reasons = dict(sorted({**failures, **lacking}.items()))
-    examples = {seed: own[count] for seed, own in metrics.items() if (count := get_count_name(name)) in own}
-    sent = [sum(way["payload_bytes"] for way in s["traffic"].values()) for s in summaries.values()]
-    return SettingsResult(settings, values, reasons, examples, mean(sent) if sent else None)
+    return sorted(ranked, key=lambda each: (bool(each.failed), each.mean is None, sign * (each.mean or 0.0)))
 
 
 def find_unequal_validation(results: Sequence[SettingsResult]) -> str:
@@ -174,10 +159,6 @@ def find_unequal_validation(results: Sequence[SettingsResult]) -> str:
                 f"{shown}), probably because a setting decides which examples are used"
             )
     return ""
-
-
-def _explain_lack(metric: str) -> str:
-    return f"no site reported {metric} on validation examples; raise task.split.validation for all runs by --set"
 
 
 def _parse_axis(text: str) -> tuple[str, list[str]]:
