@@ -51,7 +51,11 @@ def check_meaning(file: str) -> None:
     decoded = decode((FOLDER / file).read_bytes(), plan)
     found = (decoded.encoding, decoded.values, decoded.content)
     assert found == (meaning["encoding"], meaning["values"], meaning["content"])
-    assert (decoded.kind, decoded.round, decoded.sequence) == (meaning["kind"], meaning["round"], meaning["sequence"])
+    assert (decoded.header.kind, decoded.header.round, decoded.header.sequence) == (
+        meaning["kind"],
+        meaning["round"],
+        meaning["sequence"],
+    )
     assert (decoded.patch.base, decoded.patch.mask) == (meaning["patch_base"], unpack_mask(meaning["mask"], size))
     trainable = meaning["trainable"]
     assert decoded.trainable == (unpack_mask(trainable, size) if trainable is not None else None)

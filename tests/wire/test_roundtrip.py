@@ -87,7 +87,7 @@ def test_decoded_message_equals_encoded_message_bit_for_bit(data: st.DataObject,
     back = decode(sent.data, replace(plan, target=None, request=None, sequence=None, round=None, kind=None), "site-1")
     assert back.patch.values.view(torch.int32).tolist() == values.view(torch.int32).tolist()
     assert (back.patch.mask, back.patch.base, back.content, back.trainable) == (mask, base, "delta", trainable)
-    assert (back.kind, back.round, back.sequence) == ("train", 3, 7)
+    assert (back.header.kind, back.header.round, back.header.sequence) == ("train", 3, 7)
     assert sent.floor_bytes <= sent.payload_bytes
     assert decode(sent.data.tobytes(), plan).patch.mask == mask
 

@@ -359,7 +359,7 @@ def decode_change(message: np.ndarray, plan: Plan, sender: str = "server") -> tu
     decoded = decode(message, plan, sender)
     if decoded.content != name_content(decoded.patch):
         raise RejectedMessage("E_KIND", "content", "a model, or a difference to one", decoded.content, sender)
-    return decoded.patch, decoded.target
+    return decoded.patch, decoded.header.target
 
 
 def decode_update(

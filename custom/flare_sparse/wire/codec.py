@@ -4,23 +4,25 @@ The encoder takes the encoding that needs the fewest bytes. The decoder checks e
 plan before it allocates anything.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import RejectedMessage, WireError
+from ..core.errors import MissingBase, RejectedMessage, WireError
 from ..core.exchange import Base, Content, Patch
 from ..core.mask import Mask
-from .checks import check_base, check_identity, check_patch, check_sender_plan, find_by_code, find_value_format
 from .encoding_choice import choose_encoding, compute_selection_entropy
-from .encodings import Encoding, find_encoding
-from .envelope import HEADER_BYTES, Header, read_header, round_up_to_words, write_header
+from .encodings import ENCODINGS, Encoding
+from .envelope import HEADER_BYTES, Header, is_kind, read_header, round_up_to_words, write_header
 from .formats import FORMATS, WITHOUT_BASE, ValueType
 from .number_format import Coding
 from .plan import NO_NAME, Plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,24 +69,19 @@ class Decoded:
     vector of the receiver.
     """
 
+    header: Header
     patch: Patch
     content: Content
     trainable: Mask | None
-    kind: str
-    round: int
-    sequence: int
-    target: str
-    request: str
     encoding: str
     values: ValueType
-    selection_bytes: int
     values_bytes: int
-    is_difference: bool = False
+    is_difference: bool
 
 
 # The position is the code in the header. Spelled out, because the order of the Literal types means nothing elsewhere.
-_CONTENTS_BY_CODE: tuple[Content, ...] = ("weights", "delta", "scores", "metrics", "statistics")
-_BASES_BY_CODE: tuple[Base, ...] = ("zeros", "previous")
+_CONTENTS: tuple[Content, ...] = ("weights", "delta", "scores", "metrics", "statistics")
+_BASES: tuple[Base, ...] = ("zeros", "previous")
 _DIFFERENCE = 2
 """Added to the code of the base where the values are differences to the receiver's vector."""
 
@@ -212,8 +209,8 @@ def _build_header(patch: Patch, plan: Plan, sections: _Sections, content: Conten
         encoding=sections.encoding.code,
         trainable=sections.trainable_code,
         values=FORMATS[values].code,
-        content=_CONTENTS_BY_CODE.index(content),
-        patch_base=_BASES_BY_CODE.index(patch.base) + _DIFFERENCE * is_difference,
+        content=_CONTENTS.index(content),
+        patch_base=_BASES.index(patch.base) + _DIFFERENCE * is_difference,
         round=plan.round,
         sequence=plan.sequence,
         base=(plan.base or NO_NAME) if builds_on_base else NO_NAME,
@@ -277,7 +274,7 @@ def read_summary(data: np.ndarray) -> tuple[Header, Content]:
         RejectedMessage: the bytes are no message.
     """
     header = read_names(data)
-    return header, find_by_code(_CONTENTS_BY_CODE, header.content, "content")
+    return header, find_by_code(dict(enumerate(_CONTENTS)), header.content, "content")
 
 
 def _view_buffer(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> np.ndarray:
@@ -297,14 +294,15 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
         raise RejectedMessage("E_LEN", "message", f"at most {limit} bytes", buffer.size)
     header = read_header(buffer)
     check_identity(header, plan)
-    encoding = find_encoding(header.encoding, "encoding")
-    value_format = find_value_format(header.values)
-    content = find_by_code(_CONTENTS_BY_CODE, header.content, "content")
+    encodings = {encoding.code: encoding for encoding in ENCODINGS.values()}
+    encoding = find_by_code(encodings, header.encoding, "encoding")
+    value_format = find_by_code({row.code: name for name, row in FORMATS.items()}, header.values, "values", "E_DTYPE")
+    content = find_by_code(dict(enumerate(_CONTENTS)), header.content, "content")
     is_difference = (
         FORMATS[value_format].sends_differences and content == "weights" and header.patch_base >= _DIFFERENCE
     )
-    base = find_by_code(_BASES_BY_CODE, header.patch_base - _DIFFERENCE * is_difference, "base")
-    relative = find_encoding(header.trainable, "trainable encoding") if header.trainable else None
+    base = find_by_code(dict(enumerate(_BASES)), header.patch_base - _DIFFERENCE * is_difference, "base")
+    relative = find_by_code(encodings, header.trainable, "trainable encoding") if header.trainable else None
     # Before the base: a request that comes back as an update is no reason to send the whole model again.
     if plan.is_request not in (None, relative is not None):
         expected, found = ("a request", "an update") if plan.is_request else ("an update", "a request")
@@ -332,17 +330,84 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     values = buffer[start:end]
     base_vector = plan.base_vector if is_difference else None
     return Decoded(
+        header,
         patch=Patch(FORMATS[value_format].open(values, mask, plan.layout, base_vector), mask, base),
         content=content,
         trainable=trainable,
-        kind=header.kind,
-        round=header.round,
-        sequence=header.sequence,
-        target=header.target,
-        request=header.request,
         encoding=encoding.name,
         values=value_format,
-        selection_bytes=header.selection_bytes + header.trainable_bytes,
         values_bytes=values.size,
         is_difference=is_difference,
     )
+
+
+def check_sender_plan(plan: Plan, *, is_named: bool = True) -> None:
+    """Raise ValueError unless the plan identifies a request, with its names if they are not computed later."""
+    names = (plan.target, plan.request) if is_named else ()
+    given = (*names, plan.sequence, plan.round, plan.kind)
+    if None in given or not is_kind(plan.kind or ""):
+        raise ValueError(
+            "plan: a sender needs target, request, sequence, round and a kind of 1 to 16 printable ASCII characters, "
+            f"found {plan}"
+        )
+
+
+def check_patch(patch: Patch, plan: Plan) -> None:
+    """Raise ValueError unless the patch fits the plan's layout and base."""
+    total, shape = plan.layout.size, tuple(patch.source.shape)
+    if patch.mask.size != total:
+        raise ValueError(f"patch.mask: expected a mask of the layout's {total} entries, found {patch.mask}")
+    # A source of any other size would be gathered without an error and send the wrong entries.
+    if shape not in ((patch.mask.count,), (total,)):
+        raise ValueError(f"patch.source: expected shape ({patch.mask.count},) or ({total},), found {shape}")
+    has_base = plan.base_mask is not None or plan.base_vector is not None or patch.base == "previous"
+    if has_base and plan.base is None:
+        raise ValueError("plan.base: a message over a vector needs its name")
+
+
+def check_identity(header: Header, plan: Plan) -> None:
+    """Raise RejectedMessage unless the message is of this run, model and request."""
+    for code, field, expected, found in (
+        # The layout comes before the run: the run's id depends on it, so another model would always show as E_RUN.
+        ("E_LAYOUT", "layout", bytes.fromhex(plan.layout.fingerprint), header.layout),
+        ("E_RUN", "run", bytes.fromhex(plan.run), header.run),
+        ("E_KIND", "kind", plan.kind, header.kind),
+        ("E_ROUND", "round", plan.round, header.round),
+        ("E_REPLAY", "sequence", plan.sequence, header.sequence),
+        ("E_REPLAY", "target", plan.target, header.target),
+        ("E_REPLAY", "request", plan.request, header.request),
+    ):
+        if expected is not None and found != expected:
+            raise RejectedMessage(code, field, _format_field(expected), _format_field(found))
+
+
+def check_base(header: Header, base: Base, encoding: Encoding, plan: Plan, *, is_difference: bool) -> None:
+    """Check that the receiver holds the vector that the message builds on.
+
+    Raises:
+        MissingBase: the receiver does not hold it; the sender can send the full model instead.
+        RejectedMessage: the message names a vector that it does not use.
+    """
+    if encoding.requires_base or base == "previous" or is_difference:
+        lacks = (encoding.requires_base and plan.base_mask is None) or (is_difference and plan.base_vector is None)
+        if lacks or header.base != plan.base:
+            raise MissingBase("E_NOT_HELD", "base", plan.base, header.base)
+    # An unused field must be zero: a message has one valid form, and no data can be hidden in it.
+    elif header.base != NO_NAME:
+        raise RejectedMessage("E_CANON", "base", NO_NAME, header.base)
+
+
+def find_by_code(table: Mapping[int, T], code: int, field: str, error: str = "E_VERSION") -> T:
+    """Return what has ``code`` in the header.
+
+    Raises:
+        RejectedMessage: nothing has.
+    """
+    if code not in table:
+        raise RejectedMessage(error, field, sorted(table), code)
+    return table[code]
+
+
+def _format_field(value: Any) -> Any:
+    """Return bytes as hex digits for an error text, any other value unchanged."""
+    return value.hex() if isinstance(value, bytes) else value

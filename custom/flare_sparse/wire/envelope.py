@@ -80,25 +80,10 @@ def is_kind(name: str) -> bool:
 
 def write_header(header: Header, buffer: np.ndarray) -> None:
     """Write header and checksums into a message whose sections and values are already in place."""
-    fields = _FIELDS.pack(
-        MAGIC,
-        VERSION,
-        header.encoding,
-        header.trainable,
-        header.values,
-        header.content,
-        header.patch_base,
-        0,
-        header.round,
-        header.sequence,
-        *(bytes.fromhex(name) for name in (header.base, header.target, header.request)),
-        header.kind.encode("ascii"),
-        header.run,
-        header.layout,
-        header.scalars,
-        header.selection_bytes,
-        header.trainable_bytes,
-    )
+    # The fields of the header stand in the order of the format, in which a reserved byte follows the first five.
+    names = {name: bytes.fromhex(getattr(header, name)) for name in ("base", "target", "request")}
+    values = list({**vars(header), **names, "kind": header.kind.encode("ascii")}.values())
+    fields = _FIELDS.pack(MAGIC, VERSION, *values[:5], 0, *values[5:])
     buffer[: _FIELDS.size] = np.frombuffer(fields, np.uint8)
     write_checksums(buffer, header.values_start)
 

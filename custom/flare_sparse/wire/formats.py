@@ -19,9 +19,9 @@ _FIRST_FOREIGN_CODE = 128
 
 # Formats of few bits round no buffers, and statistics of inputs are one; so they take no exact statistics away.
 FORMATS: dict[str, NumberFormat] = {
-    "float32": Plain(code=1, dtype=torch.float32, needs=frozenset()),
-    "float16": Plain(code=2, dtype=torch.float16, rounding=2.0**-10, takes=Need.EXACT_STATISTICS),
-    "bfloat16": Plain(code=3, dtype=torch.bfloat16, rounding=2.0**-7, takes=Need.EXACT_STATISTICS),
+    "float32": Plain(code=1, dtype=torch.float32, width=4, needs=frozenset()),
+    "float16": Plain(code=2, dtype=torch.float16, width=2, rounding=2.0**-10, takes=Need.EXACT_STATISTICS),
+    "bfloat16": Plain(code=3, dtype=torch.bfloat16, width=2, rounding=2.0**-7, takes=Need.EXACT_STATISTICS),
     "int8": Quantized(code=5, bits=8, rounding=2.0**-6),
     "int4": Quantized(code=6, bits=4, rounding=2.0**-2),
     "int2": Quantized(code=7, bits=2, rounding=1.0),

@@ -82,9 +82,9 @@ class Ledger:
             values=message.values,
             scalars_sent=mask.count,
             payload_bytes=payload_bytes,
-            selection_bytes=message.selection_bytes,
+            selection_bytes=message.header.selection_bytes,
             floor_bytes=message.values_bytes
-            + min(message.selection_bytes, compute_selection_entropy(mask, plan.base_mask)),
+            + min(message.header.selection_bytes, compute_selection_entropy(mask, plan.base_mask)),
         )
 
     def record(self, plan: Plan, site: str, direction: Literal["down", "up"], content: Content, **cost: Any) -> None:

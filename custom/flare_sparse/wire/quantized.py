@@ -56,11 +56,18 @@ class Quantized(NumberFormat):
     sends_differences: bool = True
     takes: Need | None = Need.EXACT_MODEL
 
-    def compute_min_bytes(self, scalars: int) -> int:
-        return compute_quantized_bytes(scalars, self.bits, 0)
+    def compute_min_bytes(self, scalars: int, exact: int = 0) -> int:
+        """Return the length of a section with so many values, ``exact`` of them buffers."""
+        rounded = scalars - exact
+        return _COUNT_BYTES + 4 * exact + 2 * -(-rounded // BLOCK) + -(-rounded * self.bits // 8)
 
     def measure(self, buffer: np.ndarray, scalars: int, layout: Layout) -> int:
-        return measure_quantized(buffer, scalars, self.bits)
+        if buffer.size < _COUNT_BYTES:
+            raise RejectedMessage("E_LEN", "values", f"at least {_COUNT_BYTES} bytes", buffer.size)
+        exact = int.from_bytes(buffer[:_COUNT_BYTES].tobytes(), "little")
+        if exact > scalars:
+            raise RejectedMessage("E_SIZE", "exact values", f"at most {scalars}", exact)
+        return self.compute_min_bytes(scalars, exact)
 
     def seal(self, patch: Patch, coding: Coding, out: np.ndarray | None = None) -> CodedValues:
         if coding.generator is None:
@@ -84,26 +91,6 @@ class Quantized(NumberFormat):
 
     def can_hold(self, values: Tensor) -> bool:
         return bool((values.abs() <= LARGEST).all())
-
-
-def compute_quantized_bytes(scalars: int, bits: int, exact: int) -> int:
-    """Return the length of a section with so many values, ``exact`` of them buffers."""
-    rounded = scalars - exact
-    return _COUNT_BYTES + 4 * exact + 2 * -(-rounded // BLOCK) + -(-rounded * bits // 8)
-
-
-def measure_quantized(buffer: np.ndarray, scalars: int, bits: int) -> int:
-    """Return the length in bytes of the section at the start of ``buffer``, uint8, which may be longer.
-
-    Raises:
-        RejectedMessage: the buffer is too short, or the section claims more exact values than there are values.
-    """
-    if buffer.size < _COUNT_BYTES:
-        raise RejectedMessage("E_LEN", "values", f"at least {_COUNT_BYTES} bytes", buffer.size)
-    exact = int.from_bytes(buffer[:_COUNT_BYTES].tobytes(), "little")
-    if exact > scalars:
-        raise RejectedMessage("E_SIZE", "exact values", f"at most {scalars}", exact)
-    return compute_quantized_bytes(scalars, bits, exact)
 
 
 def find_exact_values(mask: Mask, layout: Layout) -> Tensor:
@@ -164,7 +151,7 @@ def write_quantized(
 
 
 def read_quantized(section: np.ndarray, reference: Tensor, is_exact: Tensor, bits: int) -> Tensor:
-    """Return the values, float32 ``(k,)``, of a section whose length :func:`measure_quantized` has checked.
+    """Return the values, float32 ``(k,)``, of a section whose length :meth:`Quantized.measure` has checked.
 
     Args:
         section: uint8 ``(n,)``, not trusted.

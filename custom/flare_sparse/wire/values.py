@@ -42,23 +42,11 @@ def pack_shuffled(plain: np.ndarray, width: int) -> np.ndarray:
     return np.frombuffer(b"".join([lengths, *columns]), np.uint8)
 
 
-def measure_shuffled(buffer: np.ndarray, scalars: int, width: int) -> int:
-    """Return the length in bytes of the section at the start of ``buffer``, uint8, which may be longer.
-
-    Raises:
-        RejectedMessage: the buffer is too short, or a column is longer than its plain bytes.
-    """
-    lengths = _read_lengths(buffer, width)
-    if max(lengths) > scalars:
-        raise RejectedMessage("E_SIZE", "values", f"columns of at most {scalars} bytes", max(lengths))
-    return LENGTH_BYTES * width + sum(lengths)
-
-
 def unpack_shuffled(section: np.ndarray, scalars: int, width: int) -> np.ndarray:
     """Return the values in the plain format, uint8 ``(scalars * width,)``. Memory is bounded by their number.
 
     Args:
-        section: uint8 ``(n,)``, not trusted; :func:`measure_shuffled` has checked its length.
+        section: uint8 ``(n,)``, not trusted; :meth:`Compressed.measure` has checked its length.
         scalars: number of values.
         width: bytes of a value.
 
@@ -98,9 +86,6 @@ class Plain(NumberFormat):
     """Values rounded to a type ``dtype``, one after the other."""
 
     dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "width", self.dtype.itemsize)
 
     def compute_min_bytes(self, scalars: int) -> int:
         return self.dtype.itemsize * scalars
@@ -150,14 +135,14 @@ class Plain(NumberFormat):
 class Compressed(Plain):
     """The same bytes, compressed without loss."""
 
-    def __post_init__(self) -> None:
-        """The length of the section depends on the values."""
-
     def compute_min_bytes(self, scalars: int) -> int:
         return LENGTH_BYTES * self.dtype.itemsize
 
     def measure(self, buffer: np.ndarray, scalars: int, layout: Layout) -> int:
-        return measure_shuffled(buffer, scalars, self.dtype.itemsize)
+        lengths = _read_lengths(buffer, self.dtype.itemsize)
+        if max(lengths) > scalars:
+            raise RejectedMessage("E_SIZE", "values", f"columns of at most {scalars} bytes", max(lengths))
+        return LENGTH_BYTES * self.dtype.itemsize + sum(lengths)
 
     def seal(self, patch: Patch, coding: Coding, out: np.ndarray | None = None) -> CodedValues:
         plain = super().seal(patch, coding)

@@ -317,8 +317,8 @@ class ServerEndpoint:
         message = decode(data, plan, site)
         # A site that has lost what it carried on says so: its answer is another one.
         names = [sent.name, name_new_start(sent.name)] if site in self._link.counted else [sent.name]
-        if message.request not in names:
-            raise RejectedMessage("E_REPLAY", "request", names, message.request, site)
+        if message.header.request not in names:
+            raise RejectedMessage("E_REPLAY", "request", names, message.header.request, site)
         if message.patch.base != "zeros":
             raise RejectedMessage("E_KIND", "base", "zeros, as in an update", message.patch.base, site)
         self._check_values(message, assignment.expected, site)
@@ -337,7 +337,7 @@ class ServerEndpoint:
         self.ledger.record_received(message, plan, site, len(data))
         # Only a valid update is a proof of what the site holds.
         del self._round.pending[site]
-        self._round.answers[site] = message.request
+        self._round.answers[site] = message.header.request
         return contribution
 
     def forget_base(self, site: str) -> None:

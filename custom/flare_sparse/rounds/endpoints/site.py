@@ -359,10 +359,10 @@ class SiteEndpoint:
         """
         message = decode(data, plan_request(self.site.layout, self.run, self._find_base(header.base)), "server")
         assert message.trainable is not None, "decode() has checked it"
-        check_kind(self.method, RequestId(message.kind, message.round))
+        check_kind(self.method, RequestId(message.header.kind, message.header.round))
         patch = correct_variances(message.patch, self.site.layout)
         self._apply_patch(patch, message)
-        return Request(message.kind, message.round, patch, message.trainable)
+        return Request(message.header.kind, message.header.round, patch, message.trainable)
 
     def _find_base(self, name: str) -> Vector | None:
         """Return a vector that this site holds, which its weights then contain; None: it does not hold it."""
@@ -403,9 +403,9 @@ class SiteEndpoint:
             name = held.name
         else:
             name = name_vector(self.site.live_patch)
-        self._link = replace(self._link, held=Vector(name, mask) if name == message.target else None)
-        if name != message.target:
-            raise MissingBase("E_NOT_HELD", "target", message.target, name, "server")
+        self._link = replace(self._link, held=Vector(name, mask) if name == message.header.target else None)
+        if name != message.header.target:
+            raise MissingBase("E_NOT_HELD", "target", message.header.target, name, "server")
 
     def _iterate_checkpoints(self) -> Iterator[SiteSnapshot]:
         """Yield the intact checkpoints, the newest first."""
