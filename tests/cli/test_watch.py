@@ -21,7 +21,6 @@ from flare_sparse.cli.watch import (
     follow_folder,
     serve_page,
     show_updates,
-    write_pages,
 )
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.steps import STEP_FILE
@@ -56,20 +55,20 @@ def test_folder_is_followed_to_the_end_of_its_run(tmp_path: Path, monkeypatch: p
             (tmp_path / "summary.json").write_text("{}")
 
     monkeypatch.setattr(time, "sleep", write)
-    looks = [[entry["round"] for entry in new] for new in follow_folder(tmp_path, 1.0)]
+    looks = [[entry["round"] for entry in new] for new in follow_folder(tmp_path)]
     assert looks == [[], [1], [1, 2, 3]]
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no result folder"):
-        next(follow_folder(tmp_path / "none", 1.0))
+        next(follow_folder(tmp_path / "none"))
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ConfigError, match="holds no run; give the folder of --out"):
-        next(follow_folder(tmp_path, 1.0))
+        next(follow_folder(tmp_path))
 
 
 def test_start_of_a_run_is_waited_for_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert next(follow_folder(tmp_path, 1.0)) == []
+    assert next(follow_folder(tmp_path)) == []
     assert "waiting for a run to start in" in capsys.readouterr().out
 
 
@@ -129,14 +128,14 @@ def test_watch_shows_each_round_once_while_the_file_is_written_again(
             (tmp_path / "summary.json").write_text("{}")
 
     monkeypatch.setattr(time, "sleep", write_next)
-    shown = list_shown_rounds(follow_folder(tmp_path, 1.0))
+    shown = list_shown_rounds(follow_folder(tmp_path))
     assert shown == ["round 1/4", "round 2/4", "round 3/4", "round 2/4", "round 3/4"]
 
 
 def test_line_that_is_written_in_part_is_shown_when_it_is_whole(tmp_path: Path) -> None:
     text = json.dumps(build_line(1)) + "\n"
     (tmp_path / "rounds.jsonl").write_text(text + text[:40])
-    assert next(follow_folder(tmp_path, 1.0)) == [build_line(1)]
+    assert next(follow_folder(tmp_path)) == [build_line(1)]
 
 
 def test_table_sums_the_bytes_of_all_rounds_and_estimates_the_time_left() -> None:
@@ -171,12 +170,17 @@ def test_page_is_served_to_this_machine_under_its_own_names(tmp_path: Path) -> N
 
 def test_page_shows_the_table_and_loads_itself_again_until_the_run_has_ended(tmp_path: Path) -> None:
     page, hostile = tmp_path / "page.html", {**line(2), "sites_asked": ["a", HOSTILE]}
-    updates = write_pages(iter([[line(1)], [line(1), hostile]]), page, None)
-    assert next(updates) == [line(1)]
+    console, found = Console(file=io.StringIO()), list[str]()
+
+    def give_updates() -> Iterator[list[Any]]:
+        yield [line(1)]
+        found.append(page.read_text())
+        yield [line(1), hostile]
+
+    show_updates(console, give_updates(), page=page)
     reload = f'<meta http-equiv="refresh" content="{REFRESH_S}">'
-    assert reload in page.read_text()
-    assert "5.000" in page.read_text()
-    list(updates)
+    assert reload in found[0]
+    assert "5.000" in found[0]
     assert reload not in page.read_text()
     assert "6.000" in page.read_text()
     assert HOSTILE not in page.read_text()

@@ -20,10 +20,15 @@ from ..training import Site
 from .memory import measure_step
 
 
-def compute_figures(study: Study) -> dict[str, Any]:
+def compute_figures(study: Study, *, measures: bool = False, rate: float | None = None) -> dict[str, Any]:
     """Return the figures of a dry run: of a run whose sites answer every request at the first attempt.
 
     Noise stands for trained values; where these decide which entries travel, a run may send more or less.
+
+    Args:
+        study: the study.
+        measures: add ``memory``, see :func:`.memory.measure_step`.
+        rate: bits per second of a site's link; adds ``seconds_on_link`` of the busiest site's messages.
 
     Raises:
         ConfigError: neither the configuration nor the data gives the number of sites.
@@ -51,7 +56,8 @@ def compute_figures(study: Study) -> dict[str, Any]:
     by_site: Counter[str] = Counter()
     for line in ledger.lines:
         by_site[line.site] += line.payload_bytes
-    return {
+    busiest = max(by_site.values(), default=0)
+    figures = {
         "name": config.name,
         "method": config.method.name,
         "sites": len(sites),
@@ -61,25 +67,27 @@ def compute_figures(study: Study) -> dict[str, Any]:
         "scalars": sum(line.scalars_sent for line in training),
         "dense_scalars": sum(line.scalars_total for line in training),
         "bytes": {**sent, "total": sum(sent.values())},
-        "busiest_site_bytes": max(by_site.values(), default=0),
+        "busiest_site_bytes": busiest,
         "traffic": traffic,
         "per_round": rounds,
     }
+    if measures:
+        figures["memory"] = measure_step(study)
+    return figures if rate is None else {**figures, "seconds_on_link": 8 * busiest / rate}
 
 
 def compare_methods(
-    file: str | Path, overrides: Sequence[str], names: Sequence[str], *, measures: bool = False
+    file: str | Path, overrides: Sequence[str], names: Sequence[str], **asked: Any
 ) -> dict[str, dict[str, Any] | FlareSparseError]:
     """Return the figures of a study with each of some methods, by name; for a method that does not fit, its error.
 
-    Settings that the file's method has and another one lacks are left out for that one. With ``measures`` the figures
-    have ``memory``, see :func:`.memory.measure_step`.
+    Settings that the file's method has and another one lacks are left out for that one. ``asked`` is what
+    :func:`compute_figures` takes beside the study.
     """
     figures: dict[str, dict[str, Any] | FlareSparseError] = {}
     for name in names:
         try:
-            study = Study.load(file, [*overrides, f"method.name={name}"])
-            figures[name] = compute_figures(study) | ({"memory": measure_step(study)} if measures else {})
+            figures[name] = compute_figures(Study.load(file, [*overrides, f"method.name={name}"]), **asked)
         except FlareSparseError as error:
             figures[name] = error
     return figures

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -68,56 +68,44 @@ def estimate(
     from ..api.estimate import compare_methods, compute_figures, forecast_privacy, parse_link
     from ..config.study import Study
 
-    rate = None if link is None else parse_link(link)
-    if methods is not None:
-        if subjects is not None:
-            raise ConfigError("--subjects is for one method; leave it or --methods out")
-        names = [name.strip() for name in methods.split(",")]
-        compared = compare_methods(config, set_ or (), names, measures=measure)
-        typed = [str(config), *(word for override in set_ or () for word in ("--set", override))]
-        _show_methods(compared, shlex.join(typed), rate, as_json=JSON.get())
+    asked: dict[str, Any] = {"measures": measure, "rate": None if link is None else parse_link(link)}
+    if methods is None:
+        study = Study.load(config, set_ or ())
+        figures = compute_figures(study, **asked)
+        if study.config.privacy is not None:
+            figures |= forecast_privacy(study, subjects)
+        if JSON.get():
+            typer.echo(json.dumps(figures, indent=2))
+        else:
+            _show(stdout, figures)
         return
-    study = Study.load(config, set_ or ())
-    figures = compute_figures(study)
-    if study.config.privacy is not None:
-        figures |= forecast_privacy(study, subjects)
-    if measure:
-        from ..api.memory import measure_step
-
-        figures["memory"] = measure_step(study)
-    if rate is not None:
-        figures["seconds_on_link"] = compute_seconds(figures, rate)
+    if subjects is not None:
+        raise ConfigError("--subjects is for one method; leave it or --methods out")
+    compared = compare_methods(config, set_ or (), [name.strip() for name in methods.split(",")], **asked)
+    typed = [str(config), *(word for override in set_ or () for word in ("--set", override))]
+    rows = [_describe_method(name, found, shlex.join(typed)) for name, found in compared.items()]
     if JSON.get():
-        typer.echo(json.dumps(figures, indent=2))
-    else:
-        _show(stdout, figures)
-
-
-def compute_seconds(figures: Mapping[str, Any], rate: float) -> float:
-    """Return the seconds that the messages of the busiest site take on a link of ``rate`` bits per second."""
-    return 8 * float(figures["busiest_site_bytes"]) / rate
-
-
-def _show_methods(
-    compared: Mapping[str, dict[str, Any] | FlareSparseError], study: str, rate: float | None, *, as_json: bool
-) -> None:
-    """Print a row for each method: whether it fits, its bytes, and the command that starts it."""
-    rows: list[dict[str, Any]] = []
-    for name, found in compared.items():
-        if isinstance(found, FlareSparseError):
-            reasons = [line.strip() for line in str(found).splitlines() if line.startswith("  ")]
-            rows.append({"method": name, "fits": False, "reason": "; ".join(reasons) or str(found)})
-            continue
-        total, dense = found["bytes"]["total"], sum(way["dense_bytes"] for way in found["traffic"].values())
-        row = {"method": name, "fits": True, "bytes": total, "dense_bytes": dense}
-        if rate is not None:
-            row["seconds_on_link"] = compute_seconds(found, rate)
-        if needs := found.get("memory"):
-            row |= {"memory_bytes": needs["total"], "training_seconds": needs["training_seconds"]}
-        rows.append({**row, "command": f"flare-sparse run {study} --set method.name={name}"})
-    if as_json:
         typer.echo(json.dumps(rows, indent=2))
-        return
+    else:
+        _show_methods(rows, asked["rate"])
+
+
+def _describe_method(name: str, found: dict[str, Any] | FlareSparseError, study: str) -> dict[str, Any]:
+    """Return whether a method fits, its bytes, and the command that starts it."""
+    if isinstance(found, FlareSparseError):
+        reasons = [line.strip() for line in str(found).splitlines() if line.startswith("  ")]
+        return {"method": name, "fits": False, "reason": "; ".join(reasons) or str(found)}
+    dense = sum(way["dense_bytes"] for way in found["traffic"].values())
+    row = {"method": name, "fits": True, "bytes": found["bytes"]["total"], "dense_bytes": dense}
+    if "seconds_on_link" in found:
+        row["seconds_on_link"] = found["seconds_on_link"]
+    if needs := found.get("memory"):
+        row |= {"memory_bytes": needs["total"], "training_seconds": needs["training_seconds"]}
+    return {**row, "command": f"flare-sparse run {study} --set method.name={name}"}
+
+
+def _show_methods(rows: Sequence[Mapping[str, Any]], rate: float | None) -> None:
+    """Print a row for each method that fits, then the commands, and why others do not fit."""
     fitting = [row for row in rows if row["fits"]]
     more = {
         "seconds_on_link": (f"at {(rate or 0) / 1e6:g} Mbit/s", format_duration),

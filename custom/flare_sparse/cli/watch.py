@@ -7,7 +7,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,6 +41,8 @@ from .options import JSON
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session
 
+Lines = list[Mapping[str, Any]]
+"""Lines of ``rounds.jsonl``; of a site: each with a text, ``now``."""
 SHOWN_ROUNDS = 12
 """Lines of the live table; older ones scroll away."""
 EVERY_S, REFRESH_S = 2.0, 5
@@ -93,31 +96,27 @@ def watch(
 
         flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
     """
+    from ..results.runs.received import name_damage
+
+    folder = Path(run)
+    build: Callable[[Lines], RenderableType] = partial(build_tables, folder=folder if kit is None else None)
+    if kit is not None:
+        updates = follow_job(run, kit.resolve())
+    elif (folder / "startup").is_dir() and (folder / "local").is_dir():
+        updates, build = follow_site(folder), partial(build_site_table, kit=folder)
+    else:
+        updates = follow_folder(folder)
     with ExitStack() as stack:
         file = None if page is None else Path(page)
         if page is not None and _PORT.fullmatch(page):
             file = Path(stack.enter_context(TemporaryDirectory())) / "page.html"
             address = stack.enter_context(serve_page(file, int(page)))
             err.print(f"page: {address}", markup=False)
+        stack.enter_context(name_damage(folder))
         try:
-            _watch(run, kit, file)
+            show_updates(stdout, updates, build, as_json=JSON.get(), page=file)
         except KeyboardInterrupt:
             stdout.print("no longer watching; the run continues")
-
-
-def _watch(run: str, kit: Path | None, page: Path | None) -> None:
-    from ..results.runs.received import name_damage
-
-    folder = Path(run)
-    if kit is None and (folder / "startup").is_dir() and (folder / "local").is_dir():
-        _watch_site(folder, page, as_json=JSON.get())
-        return
-    updates = follow_folder(folder, EVERY_S) if kit is None else follow_job(run, kit.resolve(), EVERY_S)
-    on_this_machine = folder if kit is None else None
-    if page is not None:
-        updates = write_pages(updates, page, on_this_machine)
-    with name_damage(folder):
-        show_updates(stdout, updates, json.dumps if JSON.get() else None, on_this_machine)
 
 
 @contextmanager
@@ -160,30 +159,14 @@ def write_page(file: Path, shown: RenderableType, *, has_ended: bool = False) ->
     screen = Console(record=True, file=io.StringIO(), width=WIDTH)
     screen.print(shown)
     refresh = "" if has_ended else f'<meta http-equiv="refresh" content="{REFRESH_S}">'
-    with replace_atomically(file) as part:
-        part.write_text(screen.export_html(code_format=_PAGE.replace("REFRESH", refresh)), encoding="utf-8")
+    text = screen.export_html(code_format=_PAGE.replace("REFRESH", refresh))
+    if not file.is_file() or file.read_text(encoding="utf-8") != text:
+        with replace_atomically(file) as part:
+            part.write_text(text, encoding="utf-8")
 
 
-def write_pages(
-    updates: Iterator[list[Mapping[str, Any]]], file: Path, folder: Path | None
-) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield the updates; write the table of the run as a page when it changes, and once more at its end."""
-    lines, shown = list[Mapping[str, Any]](), None
-    for lines in updates:
-        if (found := (list(lines), _find_now(folder, lines))) != shown:
-            shown = found
-            write_page(file, build_tables(*found))
-        yield lines
-    write_page(file, build_tables(lines), has_ended=True)
-
-
-def _find_now(folder: Path | None, lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how far each site is in the round after the last committed one; an admin elsewhere sees none."""
-    return [] if folder is None else find_training(folder, lines[-1]["round"] if lines else 0)
-
-
-def follow_site(kit: Path) -> Iterator[list[str]]:
-    """Yield what was asked of a site, and how far its trainings are, whenever a line of it changes; it never ends.
+def follow_site(kit: Path) -> Iterator[Lines]:
+    """Yield a line for each run that asked a site for models, and for each of its trainings; it never ends.
 
     Nothing of other sites is in a kit.
 
@@ -192,46 +175,29 @@ def follow_site(kit: Path) -> Iterator[list[str]]:
         RequestRefused: a record cannot be read.
     """
     from ..flare.running import RUNNING_FOLDER, list_running
+    from ..flare.session import REQUESTS_FOLDER
     from ..flare.site.people import summarize_requests
 
-    shown: list[str] = []
+    read: dict[Path, int] | None = None
     while True:
+        # A site may have thousands of records: they are read again after a new request only.
+        files = (kit / REQUESTS_FOLDER).glob("*/*.json")
+        if (written := {file: file.stat().st_mtime_ns for file in files}) != read:
+            read, runs = written, summarize_requests(kit)
+        asked = [f"{run.label}: {len(run.record.requests)} models, to round {run.last_round}" for run in runs]
         running = {use.job for site in (kit / RUNNING_FOLDER).glob("*") for use in list_running(kit, site.name)}
-        asked = [
-            f"{run.label}: {len(run.record.requests)} models, to round {run.last_round}"
-            for run in summarize_requests(kit)
-        ]
-        found = [*asked, *find_training(kit, jobs=running)]
-        if found != shown:
-            yield found
-        shown = found
+        yield [{"now": text} for text in [*asked, *find_training(kit, jobs=running)]]
         time.sleep(EVERY_S)
 
 
-def _watch_site(kit: Path, page: Path | None, *, as_json: bool) -> None:
-    """Print a line for each change at a site until Ctrl-C."""
-    shown: list[str] = []
-    for lines in follow_site(kit):
-        for text in lines:
-            if text not in shown:
-                stdout.print(json.dumps({"now": text}) if as_json else text, markup=False, soft_wrap=True)
-        if page is not None:
-            rows = [[text] for text in lines]
-            write_page(page, build_plain_table(f"site {kit.resolve().name}", ["now"], rows, left=["now"]))
-        shown = lines
-
-
-def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield all rounds of a run in a result folder, at every look, until the run has ended.
-
-    Args:
-        folder: result folder; the run need not have started.
-        every_s: seconds between two looks.
+def follow_folder(folder: Path) -> Iterator[Lines]:
+    """Yield all rounds of a run in a result folder, which need not have started, at every look until it has ended.
 
     Raises:
         ConfigError: there is no such folder, or it holds something else.
     """
     from ..core.checkpoint.writing import LOCK
+    from ..results.runs.received import parse_record
     from ..results.runs.record import ROUNDS, SUMMARY
 
     if not folder.is_dir():
@@ -242,31 +208,25 @@ def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, An
         raise ConfigError(f"{folder} holds no run; give the folder of --out")
     if not names:
         stdout.print(f"waiting for a run to start in {folder}; Ctrl-C ends this command", markup=False)
+    file = folder / ROUNDS
     while True:
         # Looked for before the rounds are read: the summary is written last, so that no round is missed.
         has_ended = (folder / SUMMARY).is_file()
-        # Read from its beginning: a run that is resumed, or that steps back, writes the file again.
-        yield _read_lines(folder / ROUNDS)
+        # Read from its beginning: a run that is resumed, or that steps back, writes the file again. The last line may
+        # be written in part.
+        text = file.read_bytes() if file.is_file() else b""
+        yield [parse_record(line) for line in text[: text.rfind(b"\n") + 1].decode().splitlines()]
         if has_ended:
             return
-        time.sleep(every_s)
+        time.sleep(EVERY_S)
 
 
-def _read_lines(file: Path) -> list[Mapping[str, Any]]:
-    """Return the complete lines of a growing file."""
-    text = file.read_bytes() if file.is_file() else b""
-    from ..results.runs.received import parse_record
-
-    return [parse_record(line) for line in text[: text.rfind(b"\n") + 1].decode().splitlines()]
-
-
-def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str, Any]]]:
+def follow_job(job: str, kit: Path) -> Iterator[Lines]:
     """Yield all rounds of a job in a running federation, at every look, until the job has ended.
 
     Args:
         job: id of the job.
         kit: startup kit of an admin with the right to see the job.
-        every_s: seconds between two looks.
 
     Raises:
         ConfigError: the kit is not that of an admin, the login failed, or the server knows no such job.
@@ -302,45 +262,63 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str
             yield list(rounds)
             if status.startswith("FINISHED"):
                 return
-            time.sleep(every_s)
+            time.sleep(EVERY_S)
 
 
 def show_updates(
     console: Console,
-    updates: Iterator[list[Mapping[str, Any]]],
-    format_line: Callable[[Mapping[str, Any]], str] | None = None,
-    folder: Path | None = None,
+    updates: Iterator[Lines],
+    build: Callable[[Lines], RenderableType] | None = None,
+    *,
+    as_json: bool = False,
+    page: Path | None = None,
 ) -> None:
-    """Show rounds as they come: a live table on a terminal, else one line each.
+    """Show lines as they come: a live table on a terminal, else one line of text each.
 
     Args:
-        console: receives the rounds.
-        updates: all rounds so far, at every look.
-        format_line: returns the line of a round, which is then printed on a terminal, too; None: for people.
-        folder: result folder, in which a table shows how far each site is within the round; None: not on this machine.
+        console: receives them.
+        updates: all lines so far, at every look.
+        build: returns the table; None: that of a run, without what goes on within a round.
+        as_json: print each line as JSON, on a terminal, too.
+        page: written when the table changes, and once more at its end; None: no page.
     """
-    shown: list[Mapping[str, Any]] = []
-    if format_line is not None or not console.is_terminal:
+    build, shown, lines = build or build_tables, Lines(), Lines()
+    is_table = console.is_terminal and not as_json
+    with Live(build(lines), console=console, auto_refresh=False) if is_table else nullcontext() as live:
         for lines in updates:
-            pairs = enumerate(zip(shown, lines, strict=False))
-            num_known = next((i for i, (old, new) in pairs if old != new), len(shown))
-            format_next = format_line or ProgressFormatter().format
-            for text in [format_next(line) for line in lines][num_known:]:
-                console.print(text, markup=False)
+            if page is not None:
+                write_page(page, build(lines))
+            if live is not None:
+                live.update(build(lines), refresh=True)
+                continue
+            formatter = ProgressFormatter()
+            texts = [json.dumps(line) if as_json else line.get("now") or formatter.format(line) for line in lines]
+            new = [text for line, text in zip(lines, texts, strict=True) if line not in shown]
+            for text in new:
+                console.print(text, markup=False, soft_wrap=True)
             # A resumed run first writes the rounds that it has: they are not shown a second time.
-            shown = lines if len(lines) > num_known or num_known < len(shown) else shown
-        return
-    with Live(build_tables(shown), console=console, auto_refresh=False) as live:
-        for lines in updates:
-            live.update(build_tables(lines, _find_now(folder, lines)), refresh=True)
+            shown = lines if new else shown
+    if page is not None:
+        write_page(page, build(lines), has_ended=True)
 
 
-def build_tables(lines: Sequence[Mapping[str, Any]], now: Sequence[str] = ()) -> RenderableType:
-    """Return the table of the rounds, and below it that of the sites."""
+def build_site_table(lines: Lines, kit: Path) -> RenderableType:
+    """Return what was asked of a site, and how far its trainings are."""
+    return build_plain_table(f"site {kit.resolve().name}", ["now"], [[line["now"]] for line in lines])
+
+
+def build_tables(lines: Lines, folder: Path | None = None) -> RenderableType:
+    """Return the table of the rounds, and below it that of the sites.
+
+    Args:
+        lines: the rounds.
+        folder: result folder, which shows how far each site is in the next one; None: not on this machine.
+    """
+    now = [] if folder is None else find_training(folder, lines[-1]["round"] if lines else 0)
     return Group(build_table(lines, now), build_sites_table(lines)) if lines else build_table(lines, now)
 
 
-def build_sites_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+def build_sites_table(lines: Lines) -> Table:
     """Return a row for each site: what it contributed, its last metric, its spent budget, and why it is missing now."""
     metric, spent, rows = lines[-1]["metric"], lines[-1].get("spent_epsilon", {}), []
     for site in sorted({site for line in lines for site in line["sites_asked"]}):
@@ -364,26 +342,19 @@ def _explain_absence(site: str, line: Mapping[str, Any]) -> str:
     return str(reason).partition(":")[0] if reason else "did not contribute"
 
 
-def build_table(lines: Sequence[Mapping[str, Any]], now: Sequence[str] = ()) -> Table:
+def build_table(lines: Lines, now: Sequence[str] = ()) -> Table:
     """Return the table of the last rounds, with what goes on now, the bytes so far and the time left below it."""
-    caption = Text("\n").join([*map(Text, now), _describe_total(lines)])
-    table = Table(title=_describe_run(lines), caption=caption, title_justify="left")
-    for column in CELLS:
-        table.add_column(column, justify="left" if column == "request" else "right")
-    for line in lines[-SHOWN_ROUNDS:]:
-        # As Text: names that come from sites are shown as they are, and never read as markup.
-        table.add_row(*map(Text, format_cells(line)))
+    title = "waiting for the first round ..."
+    if lines:
+        line = lines[-1]
+        title = f"run {line['run']}: {line['metric']} ({line['unit']})" if line["unit"] else f"run {line['run']}"
+    table = build_plain_table("", CELLS, map(format_cells, lines[-SHOWN_ROUNDS:]), left=("request",))
+    # As Text: names that come from sites are shown as they are, and never read as markup.
+    table.title, table.caption = Text(title), Text("\n").join(map(Text, [*now, _describe_total(lines)]))
     return table
 
 
-def _describe_run(lines: Sequence[Mapping[str, Any]]) -> Text:
-    if not lines:
-        return Text("waiting for the first round ...")
-    line = lines[-1]
-    return Text(f"run {line['run']}: {line['metric']} ({line['unit']})" if line["unit"] else f"run {line['run']}")
-
-
-def _describe_total(lines: Sequence[Mapping[str, Any]]) -> Text:
+def _describe_total(lines: Lines) -> str:
     sent = sum(line["bytes_up"] + line["bytes_down"] for line in lines)
     dense = sum(line["dense_bytes"] for line in lines)
     parts = [f"{format_bytes(sent)} in total"]
@@ -392,4 +363,4 @@ def _describe_total(lines: Sequence[Mapping[str, Any]]) -> Text:
     left = estimate_seconds_left(lines)
     if left is not None:
         parts.append(f"about {format_duration(left)} left" if left else "all rounds done")
-    return Text(", ".join(parts))
+    return ", ".join(parts)

@@ -74,7 +74,7 @@ def test_damaged_record_is_an_error_that_names_the_file(kit: Path) -> None:
 
 def test_a_site_watches_its_own_requests_and_training(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     updates, held = follow_site(kit), list[int]()
-    assert next(updates) == [f"brain-age (run {RUN}): 4 models, to round 3"]
+    assert next(updates) == [{"now": f"brain-age (run {RUN}): 4 models, to round 3"}]
 
     def train(_: float) -> None:
         lock = kit / RUNNING_FOLDER / "site-1" / "job.json"
@@ -89,5 +89,5 @@ def test_a_site_watches_its_own_requests_and_training(kit: Path, monkeypatch: py
         (kit / "ended" / STEP_FILE).write_text(json.dumps({**line, "round": 20}))
 
     monkeypatch.setattr(time, "sleep", train)
-    assert next(updates)[1:] == ["site-1: round 4, step 7 of 20"]
+    assert next(updates)[1:] == [{"now": "site-1: round 4, step 7 of 20"}]
     os.close(held[0])
