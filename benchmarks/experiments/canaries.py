@@ -32,7 +32,6 @@ from flare_sparse.results.audit.training import (
     AuditedExamples,
     Retraining,
     compute_losses,
-    join_examples,
     select_rows,
 )
 from flare_sparse.results.runs.folder import RunFolder
@@ -119,7 +118,7 @@ def attack_by_canaries(run: Path, count: int, claim: float) -> dict[str, Any]:
         # An example and a canary made of it would contradict each other, so that neither would be learned by heart.
         remaining = examples.is_member.copy()
         remaining[rows] = False
-        datasets = select_rows(join_examples(own), examples.sites, remaining)
+        datasets = select_rows(examples, remaining)
         for site, dataset in datasets.items():
             included = np.flatnonzero(is_included & (examples.sites[rows] == site)).tolist()
             datasets[site] = ConcatDataset([dataset, Subset(canaries, included)])

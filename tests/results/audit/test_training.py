@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from flare_sparse.compute.kernels import threads
 from flare_sparse.config.loading import load_config
 from flare_sparse.results.audit import training
-from flare_sparse.results.audit.training import draw_reference_rows, join_examples, select_rows
+from flare_sparse.results.audit.training import AuditedExamples, draw_reference_rows, select_rows
 from flare_sparse.results.runs import local
 from flare_sparse.rounds.local.run import Course
 from flare_sparse.tasks.task import Examples
@@ -35,7 +35,7 @@ def test_selected_rows_are_the_examples_of_their_site() -> None:
     a, b = (Examples(TensorDataset(parts[i]), TensorDataset(parts[i + 1])) for i in (0, 2))
     chosen = np.zeros(17, dtype=bool)
     chosen[[0, 6, 9, 11, 16]] = True
-    selected = select_rows(join_examples({"b": b, "a": a}), SITES, chosen)
+    selected = select_rows(AuditedExamples.from_sites({"b": b, "a": a}), chosen)
     values = {site: [dataset[i][0].item() for i in range(len(dataset))] for site, dataset in selected.items()}
     assert values == {"a": [0, 6, 9], "b": [11, 16]}
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from .training import (
     compute_gradient_features,
     compute_losses,
     draw_reference_rows,
-    join_examples,
     select_rows,
 )
 
@@ -33,10 +33,11 @@ REFERENCES = 4
 """Reference models of RMIA, unless a number is given."""
 
 
+@dataclass
 class RunAttacks:
     """Attacks on one model.
 
-    Args:
+    Attributes:
         task: task of the run.
         model: the attacked network.
         retraining: trains models of the same configuration.
@@ -46,19 +47,16 @@ class RunAttacks:
         on_progress: called with a line before each training.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        retraining: Retraining,
-        identity: str,
-        folder: Path,
-        references: int = REFERENCES,
-        on_progress: Callable[[str], None] = lambda line: None,
-    ):
-        self._task, self._model, self._retraining, self._references = task, model, retraining, references
-        self._identity, self._folder, self._on_progress = identity, folder, on_progress
-        self.examples = AuditedExamples.from_sites(retraining.examples)
+    task: Task
+    model: nn.Module
+    retraining: Retraining
+    identity: str
+    folder: Path
+    references: int
+    on_progress: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.examples = AuditedExamples.from_sites(self.retraining.examples)
 
     @cached_property
     def losses(self) -> np.ndarray:
@@ -67,7 +65,7 @@ class RunAttacks:
         Raises:
             DataError: the loss of a single example says nothing, as with Cox's partial likelihood.
         """
-        losses = compute_losses(self._task, self._model, self.examples.dataset)
+        losses = compute_losses(self.task, self.model, self.examples.dataset)
         if np.ptp(losses) == 0:
             raise DataError("the loss of every single example is the same; it is defined on several examples only")
         return losses
@@ -82,12 +80,12 @@ class RunAttacks:
         Raises:
             DataError: no reference models are allowed.
         """
-        count, sites, seed = self._references, self.examples.sites, self._retraining.config.seed
+        count, sites, seed = self.references, self.examples.sites, self.retraining.config.seed
         if not count:
             raise DataError("RMIA needs reference models; references is 0")
         is_in = np.stack([draw_reference_rows(sites, number, seed) for number in range(1, count + 1)])
         references = np.stack([self._compute_reference_losses(i + 1, is_in[i]) for i in range(count)])
-        scores = compute_rmia_scores(self.losses, references, is_in, choose_scale(self._task.kind, references))
+        scores = compute_rmia_scores(self.losses, references, is_in, choose_scale(self.task.kind, references))
         found = self._measure("rmia", scores, guess_members(scores, self.examples.is_member))
         return {**found, "references": count}
 
@@ -98,7 +96,7 @@ class RunAttacks:
             DataError: there are not two sites with training and test examples.
         """
         examples = self.examples
-        features = compute_gradient_features(self._task, self._model, examples.dataset)
+        features = compute_gradient_features(self.task, self.model, examples.dataset)
         pairs = list(attack_between_sites(features, examples.is_member, examples.sites))
         if not pairs:
             raise DataError("attacks between sites need two sites with training and test examples")
@@ -118,18 +116,18 @@ class RunAttacks:
 
     def _compute_reference_losses(self, number: int, chosen: np.ndarray) -> np.ndarray:
         """Return the losses in a file of this run, or train, compute and write them: a training takes minutes."""
-        file = self._folder / f"reference-{number}.npz"
+        file = self.folder / f"reference-{number}.npz"
         if file.is_file():
             with np.load(file) as stored:
-                if str(stored["identity"]) == self._identity:
+                if str(stored["identity"]) == self.identity:
                     return np.asarray(stored["losses"])
-        self._on_progress(f"reference model {number} of {self._references}: training")
-        datasets = select_rows(join_examples(self._retraining.examples), self.examples.sites, chosen)
-        seed = derive_seed(self._retraining.config.seed, "audit model", number) >> 11
-        losses = compute_losses(self._task, self._retraining.train(datasets, seed), self.examples.dataset)
+        self.on_progress(f"reference model {number} of {self.references}: training")
+        seed = derive_seed(self.retraining.config.seed, "audit model", number) >> 11
+        model = self.retraining.train(select_rows(self.examples, chosen), seed)
+        losses = compute_losses(self.task, model, self.examples.dataset)
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f"{file.stem}.part.npz")
-        np.savez(part, losses=losses, identity=np.array(self._identity))
+        np.savez(part, losses=losses, identity=np.array(self.identity))
         part.replace(file)
         return losses
 

@@ -111,6 +111,8 @@ def attack_between_sites(features: np.ndarray, is_member: np.ndarray, sites: np.
         is_member: ``(n,)`` bool.
         sites: ``(n,)`` site of each example.
     """
+    from scipy.stats import fisher_exact
+
     names = [site for site in np.unique(sites) if len(np.unique(is_member[sites == site])) == 2]
     for attacker in names:
         own = np.flatnonzero(sites == attacker)
@@ -120,7 +122,11 @@ def attack_between_sites(features: np.ndarray, is_member: np.ndarray, sites: np.
                 continue
             rows = np.flatnonzero(sites == target)
             scores = classifier.decision_function(features[rows])
-            yield _measure_pair(str(attacker), str(target), Ranking(rows, scores, scores > 0), is_member[rows])
+            members, others = (scores[is_member[rows] == label] > 0 for label in (True, False))
+            table = [[int(guesses.sum()), int((~guesses).sum())] for guesses in (members, others)]
+            p_value = float(fisher_exact(table, alternative="greater").pvalue)
+            accuracy = (float(members.mean()) + float((~others).mean())) / 2
+            yield PairAttack(str(attacker), str(target), Ranking(rows, scores, scores > 0), accuracy, p_value)
 
 
 def build_classifier() -> Any:
@@ -131,13 +137,3 @@ def build_classifier() -> Any:
 
     # A small C: a site has fewer examples than features.
     return make_pipeline(StandardScaler(), LogisticRegression(C=0.01, class_weight="balanced", max_iter=1000))
-
-
-def _measure_pair(attacker: str, target: str, ranking: Ranking, is_member: np.ndarray) -> PairAttack:
-    from scipy.stats import fisher_exact
-
-    members, others = ranking.guesses[is_member], ranking.guesses[~is_member]
-    table = [[int(members.sum()), int((~members).sum())], [int(others.sum()), int((~others).sum())]]
-    p_value = float(fisher_exact(table, alternative="greater").pvalue)
-    accuracy = (float(members.mean()) + float((~others).mean())) / 2
-    return PairAttack(attacker, target, ranking, accuracy, p_value)

@@ -68,11 +68,6 @@ class Retraining:
         return open_site(replace(assembly, task=task), self.data[name])
 
 
-def join_examples(examples: Mapping[str, Examples]) -> dict[str, Dataset[Any]]:
-    """Return training and test examples of each site as one data set, in the order of ``AuditedExamples``."""
-    return {site: ConcatDataset([own.train, own.test]) for site, own in sorted(examples.items())}
-
-
 def draw_reference_rows(sites: np.ndarray, number: int, seed: int) -> np.ndarray:
     """Return which examples train a reference model, ``(n,)`` bool: half of each site's.
 
@@ -89,16 +84,6 @@ def draw_reference_rows(sites: np.ndarray, number: int, seed: int) -> np.ndarray
         rows = np.flatnonzero(sites == site)
         chosen[generator.permutation(rows)[: len(rows) // 2]] = True
     return chosen if number % 2 else ~chosen
-
-
-def select_rows(joined: Mapping[str, Dataset[Any]], sites: np.ndarray, chosen: np.ndarray) -> dict[str, Dataset[Any]]:
-    """Return the chosen examples of each site as data sets; sites without any are left out."""
-    selected: dict[str, Dataset[Any]] = {}
-    for site, dataset in joined.items():
-        rows = np.flatnonzero(chosen[sites == site])
-        if len(rows):
-            selected[site] = Subset(dataset, rows.tolist())
-    return selected
 
 
 MAX_ENTRIES = 512
@@ -138,6 +123,12 @@ class AuditedExamples:
         if len(set(members)) < 2:
             raise DataError("an audit needs training and test examples; the sites of the run have one kind only")
         return cls(ConcatDataset(parts), np.array(members), np.array(sites))
+
+
+def select_rows(examples: AuditedExamples, chosen: np.ndarray) -> dict[str, Dataset[Any]]:
+    """Return the chosen examples ``(n,)`` bool of each site as data sets; sites without any are left out."""
+    rows = {str(site): np.flatnonzero(chosen & (examples.sites == site)) for site in np.unique(examples.sites)}
+    return {site: Subset(examples.dataset, own.tolist()) for site, own in rows.items() if len(own)}
 
 
 def compute_losses(task: Task, model: nn.Module, dataset: Dataset[Any]) -> np.ndarray:
