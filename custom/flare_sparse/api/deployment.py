@@ -56,7 +56,7 @@ def run_in_flare(env: Env, study: Study, folder: RunFolder, observer: Observer, 
     if kit is not None:
         observer.say(f"{start}, submitted with {kit}")
         recipe, resume = build_recipe(study, out), folder.resume
-        run_deployed(recipe, kit.resolve(), out, on_line=observer.say, resume=resume, before_submission=folder.clear)
+        run_deployed(recipe, kit.resolve(), out, observer=observer, resume=resume, before_submission=folder.clear)
         return
     checkpoints = folder.open_checkpoints(study)
     with observer.wait("preparing the sites' data ..."):
@@ -67,7 +67,7 @@ def run_in_flare(env: Env, study: Study, folder: RunFolder, observer: Observer, 
         recipe = build_recipe(study, out)
         with start_poc(out / "poc", sites, checkpoints, classes) as admin:
             folder.clear()
-            run_deployed(recipe, admin, out, on_line=observer.say)
+            run_deployed(recipe, admin, out, observer=observer)
         return
     site_files = write_site_files(out / "sites", sites.values())
     observer.say(f"{start}, {len(sites)} sites in FLARE's simulator")

@@ -79,7 +79,7 @@ def run_statistics_job(
 
     out.mkdir(parents=True, exist_ok=True)
     if kit is not None:
-        return run_statistics(recipe, kit.resolve(), out, result, observer.say)
+        return run_statistics(recipe, kit.resolve(), out, result, observer)
     sites = prepare_site_data(study.config, study.load_task(), out, observer)
     # Site files name identifiers of subjects, which belong to no result.
     site_files = write_site_files(out / "workspace" / "sites", sites.values())

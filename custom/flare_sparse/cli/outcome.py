@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import shlex
 import signal
 import threading
@@ -26,7 +25,6 @@ from .console import err
 
 PATIENCE_S = 30.0
 """Seconds after Ctrl-C in which another Ctrl-C does not disturb the end of the run's processes."""
-_ROUND = re.compile(r"round (\d+)/")
 
 
 @dataclass(frozen=True)
@@ -70,19 +68,9 @@ class RunProgress:
 
     committed: int | None = None
 
-    def record(self, line: Mapping[str, Any] | str) -> None:
-        """Note a round.
-
-        Args:
-            line: a line of ``rounds.jsonl``, or the display text of a round; any other text is ignored.
-        """
-        if isinstance(line, str):
-            match = _ROUND.match(line)
-            number = int(match.group(1)) if match else None
-        else:
-            number = min(int(line["round"]), int(line["rounds"]))
-        if number is not None:
-            self.committed = max(number, self.committed or 0)
+    def record(self, line: Mapping[str, Any]) -> None:
+        """Note a round, a line of ``rounds.jsonl``."""
+        self.committed = max(min(int(line["round"]), int(line["rounds"])), self.committed or 0)
 
 
 @dataclass

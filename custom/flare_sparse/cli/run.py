@@ -143,7 +143,6 @@ class RunScreen(Screen):
         self._progress, self._as_json = progress, as_json
 
     def say(self, text: str) -> None:
-        self._progress.record(text)
         if not self._as_json:
             super().say(text)
 

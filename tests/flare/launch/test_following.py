@@ -25,6 +25,7 @@ from flare_sparse.flare.launch import connection as connection_module
 from flare_sparse.flare.launch import submission
 from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, JobFailed, ServerConnection
 from flare_sparse.flare.launch.submission import DROPPED, JobFollower, is_dropped, is_lost
+from flare_sparse.results.runs.progress import Printer
 from flare_sparse.results.runs.record import GrowingRecord
 
 LINE = "round {}/9  3/3 sites  4.0 kB  1.0 s"
@@ -145,7 +146,7 @@ def follow(
 ) -> tuple[str | JobFailed, list[str]]:
     lines: list[str] = []
     connection = connect(server, monkeypatch, folder, lines)
-    follower = JobFollower(connection, "J", lines.append, GrowingRecord(folder / "out"), **options)
+    follower = JobFollower(connection, "J", Printer(lines.append), GrowingRecord(folder / "out"), **options)
     try:
         return follower.follow(), lines
     except JobFailed as error:
@@ -355,7 +356,7 @@ def test_job_is_submitted_again_for_a_dropped_or_slow_site_at_most_three_times(
     monkeypatch.setattr(submission, "_abort", lambda connection, job: aborted.append(job))
     monkeypatch.setattr(submission, "_list_refusals", lambda connection, job: [f"site-2{submission.UNANSWERED}"])
     connection = connect(server, monkeypatch, tmp_path, lines)
-    ended = submission._follow(connection, None, tmp_path, None, lines.append, has_rounds=has_rounds)
+    ended = submission._follow(connection, None, tmp_path, None, Printer(lines.append), has_rounds=has_rounds)
     restarts = min(times, submission.MAX_RESTARTS)
     assert submitted == [f"J{number}" for number in range(1, restarts + 2)]
     assert aborted == (submitted[:-1] if end == DROPPED else [])
@@ -420,9 +421,11 @@ def test_one_command_covers_every_state_of_the_job_before(
     monkeypatch.setattr(server, "abort_job", ended.append, raising=False)
     lines: list[str] = []
     connection = connect(server, monkeypatch, tmp_path, lines)
-    assert submission._find_job(connection, tmp_path, lines.append, is_followed=is_followed) is None, "no job yet"
+    assert submission._find_job(connection, tmp_path, Printer(lines.append), is_followed=is_followed) is None, (
+        "no job yet"
+    )
     (tmp_path / submission.JOB_FILE).write_text("J\n")
-    assert submission._find_job(connection, tmp_path, lines.append, is_followed=is_followed) == job
+    assert submission._find_job(connection, tmp_path, Printer(lines.append), is_followed=is_followed) == job
     assert (ended == ["J"]) is aborted
 
 

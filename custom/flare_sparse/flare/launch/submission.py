@@ -19,8 +19,8 @@ from nvflare.fuel.flare_api.flare_api import Session
 from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
 from nvflare.recipe.spec import Recipe
 
+from ...core.observer import SILENT, Observer
 from ...results.runs.model_files import replace_record
-from ...results.runs.progress import ProgressFormatter
 from ...results.runs.record import ROUNDS, GrowingRecord
 from ..controller import READY, RESULTS, STATS
 from ..recipe import SparseRecipe
@@ -56,7 +56,7 @@ class JobFollower:
     Args:
         connection: connection to the server.
         job: id of the job.
-        on_line: called with a line of text for each change of status, each round and each hint.
+        observer: hears of each change of status, each round and each hint.
         record: extended by the job's rounds as they are committed; None: the job has none.
         restarts: whether :meth:`follow` ends with ``DROPPED`` for a job that must be submitted again.
         shown: numbers of the attempts of the rounds that were shown before the job was submitted again.
@@ -70,14 +70,14 @@ class JobFollower:
         self,
         connection: ServerConnection,
         job: str,
-        on_line: Callable[[str], None],
+        observer: Observer,
         record: GrowingRecord | None,
         *,
         restarts: bool = False,
         shown: set[int] | None = None,
     ):
-        self._connection, self._job, self._on_line = connection, job, on_line
-        self._record, self._formatter, self._restarts = record, ProgressFormatter(), restarts
+        self._connection, self._job, self._observer = connection, job, observer
+        self._record, self._restarts = record, restarts
         self.shown: set[int] = set() if shown is None else shown
         self.dropped: list[str] = []
         self._asks_at: float | None = None
@@ -99,7 +99,7 @@ class JobFollower:
                     return DROPPED
             # That the job is submitted was said when it was.
             if status not in (previous, "SUBMITTED"):
-                self._on_line(f"job {self._job}: {status.lower()}")
+                self._observer.say(f"job {self._job}: {status.lower()}")
             if status.startswith("FINISHED"):
                 return status
             time.sleep(POLL_S)
@@ -111,18 +111,16 @@ class JobFollower:
             line: a line of ``rounds.jsonl``.
         """
         # Every process of a job reports its rounds from the first one on.
-        texts = self._formatter.format_with_events(line)
         if line["sequence"] in self.shown:
             return
         self.shown.add(line["sequence"])
-        for text in texts:
-            self._on_line(text)
+        self._observer.see_round(dict(line))
         # A site that stays silent is quarantined after some rounds, and not asked in each of the next ones.
         silent = {*line["timed_out"], *line.get("quarantined", ())}
         self._misses = {site: self._misses.get(site, 0) + 1 for site in silent}
         for site in sorted(site for site, count in self._misses.items() if count == MISSES):
             again = "the job is submitted again by itself" if self._restarts else "run this command again"
-            self._on_line(
+            self._observer.say(
                 f"{site} did not reply in {MISSES} rounds. If it does not run, start it (KIT/startup/start.sh at the "
                 f"site); FLARE drops a site that was restarted from the job, and then {again}. If its training takes "
                 "longer, raise federation.task_timeout_s or federation.round_minutes"
@@ -252,7 +250,7 @@ def run_deployed(
     kit: Path,
     out: Path,
     *,
-    on_line: Callable[[str], None] = lambda line: None,
+    observer: Observer = SILENT,
     resume: bool = False,
     before_submission: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
@@ -268,7 +266,7 @@ def run_deployed(
         recipe: the job.
         kit: startup kit of an admin who may submit jobs.
         out: result folder; the downloaded job is kept in ``out/job``, FLARE's messages in ``out/flare.log``.
-        on_line: called with a line of text for each change of the job's status and for each round.
+        observer: hears of each change of the job's status and of each round.
         resume: follow the job that was last submitted from ``out``, or download its result, instead of submitting the
             recipe; it is submitted if there is no such job, or it ended without a result.
         before_submission: called once connected, when no older job from ``out`` runs.
@@ -281,10 +279,10 @@ def run_deployed(
         JobFailed: the job was refused, or ended without a result.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with redirect_messages(out / "flare.log"), closing(ServerConnection(kit, on_line)) as connection:
-        job = _find_job(connection, out, on_line, is_followed=resume)
+    with redirect_messages(out / "flare.log"), closing(ServerConnection(kit, observer.say)) as connection:
+        job = _find_job(connection, out, observer, is_followed=resume)
         before_submission()
-        job, status, follower = _follow(connection, recipe, out, job, on_line, has_rounds=True)
+        job, status, follower = _follow(connection, recipe, out, job, observer, has_rounds=True)
         refusals = _list_refusals(connection, job)
         downloaded = _download(connection, job, out)
     if (record := _find_record(downloaded)) is None:
@@ -300,7 +298,7 @@ def run_deployed(
     return summary
 
 
-def run_statistics(recipe: Recipe, kit: Path, out: Path, result: str, on_line: Callable[[str], None]) -> Any:
+def run_statistics(recipe: Recipe, kit: Path, out: Path, result: str, observer: Observer) -> Any:
     """Submit a recipe of federated statistics, wait for its end, and return what it wrote.
 
     Args:
@@ -308,15 +306,15 @@ def run_statistics(recipe: Recipe, kit: Path, out: Path, result: str, on_line: C
         kit: startup kit of an admin who may submit jobs.
         out: as in :func:`run_deployed`.
         result: path of the statistics in the server's folder of the job.
-        on_line: called with a line of text for each change of the job's status.
+        observer: hears of each change of the job's status.
 
     Raises:
         ConfigError: as in :func:`run_deployed`.
         JobFailed: the job was refused, or a site did not answer.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with redirect_messages(out / "flare.log"), closing(ServerConnection(kit, on_line)) as connection:
-        job, status, _ = _follow(connection, recipe, out, None, on_line, has_rounds=False)
+    with redirect_messages(out / "flare.log"), closing(ServerConnection(kit, observer.say)) as connection:
+        job, status, _ = _follow(connection, recipe, out, None, observer, has_rounds=False)
         refusals = _list_refusals(connection, job)
         downloaded = _download(connection, job, out)
     if file := next(downloaded.glob(f"**/{result}"), None):
@@ -329,7 +327,7 @@ def _follow(
     recipe: Recipe,
     out: Path,
     job: str | None,
-    on_line: Callable[[str], None],
+    observer: Observer,
     *,
     has_rounds: bool,
 ) -> tuple[str, str, JobFollower]:
@@ -340,7 +338,7 @@ def _follow(
         recipe: the job.
         out: result folder.
         job: id of a job that is at the server already; None: the recipe is submitted.
-        on_line: as in :func:`run_deployed`.
+        observer: as in :func:`run_deployed`.
         has_rounds: whether the job has rounds, to be shown and recorded as they are committed.
 
     Returns:
@@ -353,18 +351,18 @@ def _follow(
             # A job of statistics is no run: the folder goes on naming the run's own job.
             if has_rounds:
                 (out / JOB_FILE).write_text(f"{job}\n", encoding="utf-8")
-            on_line(f"job {job}: submitted")
+            observer.say(f"job {job}: submitted")
         follower = JobFollower(
             connection,
             job,
-            on_line,
+            observer,
             GrowingRecord(out) if has_rounds else None,
             restarts=number <= MAX_RESTARTS,
             shown=shown,
         )
         status = follower.follow()
         if status == DROPPED:
-            on_line(
+            observer.say(
                 f"{', '.join(follower.dropped)}: connected again, but FLARE has dropped it from the job: job {job} is "
                 f"aborted and submitted again ({number} of at most {MAX_RESTARTS} times); it resumes from its last "
                 "committed round"
@@ -374,7 +372,7 @@ def _follow(
             slow = _find_slow_sites(status, _list_refusals(connection, job))
             if not slow or number > MAX_RESTARTS:
                 return job, status, follower
-            on_line(
+            observer.say(
                 f"{', '.join(slow)}: took longer to accept the job than FLARE waits: job {job} is submitted again "
                 f"({number} of at most {MAX_RESTARTS} times)"
             )
@@ -407,9 +405,7 @@ def _submit(connection: ServerConnection, recipe: Recipe) -> str:
             raise JobFailed(f"the server did not take the job: {error}") from error
 
 
-def _find_job(
-    connection: ServerConnection, out: Path, on_line: Callable[[str], None], *, is_followed: bool
-) -> str | None:
+def _find_job(connection: ServerConnection, out: Path, observer: Observer, *, is_followed: bool) -> str | None:
     """Return the job that was last submitted from ``out`` if it is to be followed; abort it otherwise.
 
     Returns:
@@ -428,12 +424,12 @@ def _find_job(
         has_result = is_followed and _find_record(_download(connection, job, out)) is not None
         return job if has_result else None
     if connection.ask(lambda session: is_lost(session, meta)):
-        on_line(f"job {job} died with its server; it is submitted again and resumes from its last committed round")
+        observer.say(f"job {job} died with its server; it is submitted again and resumes from its last committed round")
         return None
     if is_followed:
-        on_line(f"job {job}: still at the server; following it")
+        observer.say(f"job {job}: still at the server; following it")
         return job
-    on_line(f"job {job}, submitted from this folder, has not ended: aborting it; its committed rounds are safe")
+    observer.say(f"job {job}, submitted from this folder, has not ended: aborting it; its committed rounds are safe")
     _abort(connection, job)
     return None
 

@@ -138,10 +138,6 @@ class ProgressFormatter:
         left = estimate_seconds_left(self._lines)
         return format_progress(line, left if left and left >= LEAST_SHOWN_S else None)
 
-    def format_with_events(self, line: Mapping[str, Any]) -> list[str]:
-        """Return the lines of text for the next round: its events, which precede its commit, and the round."""
-        return [*format_events(line), self.format(line)]
-
 
 class Printer(Observer):
     """Prints a line for each round, and what else is heard of a run.
@@ -168,7 +164,8 @@ class Printer(Observer):
         self._show_problem(f"warning: {text}")
 
     def see_round(self, line: dict[str, Any]) -> None:
-        for text in self._formatter.format_with_events(line):
+        # Events precede the commit of their round.
+        for text in [*format_events(line), self._formatter.format(line)]:
             self._show(text)
 
 
