@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 from flare_sparse.api import deployment
 from flare_sparse.cli import app
 from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 
@@ -383,7 +384,7 @@ def test_exit_code_tells_that_a_site_contributed_to_no_round(config: Path, monke
         "site-2": {"asked": 3, "contributed": 0, "missed": {"E_DATA": 3}},
     }
 
-    def run_partly(*_: Any) -> Any:
+    def run_partly(_env: str, _study: Any, folder: RunFolder, *_: Any) -> Any:
         summary = {
             "name": "count", "method": "fedavg", "note": "", "rounds": 3, "seconds": 1.0, "model_sha256": "0" * 64,
             "metric": {"name": "mae", "unit": ""}, "best": {"round": -1}, "sites": ["site-1", "site-2"],
@@ -392,6 +393,8 @@ def test_exit_code_tells_that_a_site_contributed_to_no_round(config: Path, monke
                         for way in ("down", "up")},
             "contributions": parts, "events": [],
         }  # fmt: skip
+        for name, text in (("summary.json", json.dumps(summary)), ("rounds.jsonl", ""), ("ledger.jsonl", "")):
+            (folder.path / name).write_text(text)
         return SimpleNamespace(summary=summary)
 
     monkeypatch.setattr("flare_sparse.api.start.launch", run_partly)

@@ -79,8 +79,9 @@ def run(
     from ..api.start import PATIENCE_S, check_start, launch, name_run
     from ..config.study import Study
     from ..results.runs.folder import RunFolder
+    from ..results.runs.results import RunResult
     from .outcome import RunCommand, explain_outcome
-    from .summary import PARTIAL, find_idle_sites, show_result
+    from .summary import PARTIAL, show_result
 
     study = Study.load(config, set_ or ())
     check_start(env, study, start, kit)
@@ -101,8 +102,8 @@ def run(
             if JSON.get():
                 console.print(json.dumps({"folder": str(folder.path), **finished.summary}), markup=False)
             else:
-                show_result(console, finished.summary, folder.path)
-    if find_idle_sites(finished.summary):
+                show_result(console, RunResult.read(folder.path))
+    if RunResult.read(folder.path).idle_sites:
         raise typer.Exit(PARTIAL)
 
 

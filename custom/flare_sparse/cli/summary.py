@@ -1,7 +1,5 @@
 """The summary of a finished run on the screen: metrics per site, bytes, who contributed, files, and a next step."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +8,20 @@ from rich.table import Table
 
 from ..results.report.tables import NO_TESTS, describe_tests
 from ..results.runs.progress import compare_with_dense, format_bytes
-from ..results.runs.results import read_contributions
+from ..results.runs.results import RunResult
 from ..rounds.federation.records import Participation
-from ..tasks.task import VALIDATION
+from ..tasks.task import TEST_EXAMPLES, VALIDATION
 from .console import build_table
 
 PARTIAL = 3
 """Exit code of a finished run to which a site contributed in no round."""
 
 
-def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
+def show_result(console: Console, run: RunResult) -> None:
     """Print a finished run's summary."""
-    metric = summary["metric"]
-    name, unit = metric["name"], metric["unit"]
-    console.print(_build_sites_table(summary, name, unit, read_final_evaluation(out)))
+    summary, out = run.summary, run.path
+    name, unit = run.metric, summary["metric"]["unit"]
+    console.print(_build_sites_table(run))
     console.print(_build_bytes_table(summary))
     if summary["note"]:
         console.print(f"{summary['method']}: {summary['note']}", markup=False)
@@ -45,39 +43,27 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
         f"next: flare-sparse run {out / 'config.yaml'} --set method.name={other}; your own data: flare-sparse init "
         "table --data FILE"
     )
-    for line in describe_contributions(summary, out):
+    for line in describe_contributions(run):
         console.print(line, markup=False)
 
 
-def describe_contributions(summary: Mapping[str, Any], out: Path) -> list[str]:
+def describe_contributions(run: RunResult) -> list[str]:
     """Return the last lines of a run: in how many rounds each site contributed, events, and idle sites.
 
     The counts are those of ``contributions`` in ``summary.json``: over the committed rounds that changed the model.
-
-    Args:
-        summary: summary of the run.
-        out: result folder, with the reports of the sites that failed where they are on this machine.
     """
-    counts, lines = read_contributions(summary), []
+    counts, lines = run.contributions, []
     if any(count.expected for count in counts.values()):
         lines.append("contributed: " + ", ".join(_describe_site(site, count) for site, count in counts.items()))
     lines += [
-        f"note: round {event['round']}, {event['site']}: {event['detail']}" for event in summary.get("events", ())
+        f"note: round {event['round']}, {event['site']}: {event['detail']}" for event in run.summary.get("events", ())
     ]
-    if idle := find_idle_sites(summary):
+    if idle := run.idle_sites:
         lines.append(
             f"warning: the model was trained without {', '.join(idle)}: no contribution in any round (exit code "
-            f"{PARTIAL}). {_locate_reports(out, idle)}; docs/troubleshooting.md lists the codes"
+            f"{PARTIAL}). {_locate_reports(run.path, idle)}; docs/troubleshooting.md lists the codes"
         )
     return lines
-
-
-def find_idle_sites(summary: Mapping[str, Any]) -> list[str]:
-    """Return the sites that were to contribute and did so in no round.
-
-    A site that the method itself never asks, such as one that only adapts the final model, is not among them.
-    """
-    return [site for site, count in read_contributions(summary).items() if count.is_idle]
 
 
 def _locate_reports(out: Path, sites: list[str]) -> str:
@@ -96,46 +82,31 @@ def _describe_site(site: str, count: Participation) -> str:
     return f"{site} {count.contributed}/{count.expected}" + (f" ({count.describe_missed()})" if count.missed else "")
 
 
-def read_final_evaluation(out: Path) -> dict[str, Any]:
-    """Return the last line of ``rounds.jsonl``, that of the final evaluation; empty without the file."""
-    file = out / "rounds.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    return last
-
-
-def _build_sites_table(summary: dict[str, Any], name: str, unit: str, last: Mapping[str, Any]) -> Table:
-    final, absent, rows = summary["final"]["sites"], find_absent_sites(summary, last), []
+def _build_sites_table(run: RunResult) -> Table:
+    final, overall, absent, rows = run.summary["final"]["sites"], run.summary["final"]["metrics"], find_absent(run), []
     for site in sorted({*final, *absent}):
-        figures = final.get(site, {})
-        value = f"{figures[name]:.3f}" if name in figures else "-"
-        rows.append([site, value, absent.get(site) or describe_tests(figures)])
-    columns = ("site", f"{name} ({unit})" if unit else name, "test examples")
-    table = build_table(f"{summary['name']}: final model at each site", columns, rows)
-    overall = summary["final"]["metrics"]
-    if name in overall:
+        value = f"{final[site][run.metric]:.3f}" if run.metric in final.get(site, {}) else "-"
+        rows.append([site, value, absent.get(site) or describe_tests(final.get(site, {}))])
+    title = f"{run.summary['name']}: final model at each site"
+    table = build_table(title, ("site", run.metric_label, "test examples"), rows)
+    if run.final_metric is not None:
         table.add_section()
-        table.add_row("all sites", f"{overall[name]:.3f}", f"{overall.get('test_examples', 0):.0f}")
+        table.add_row("all sites", f"{run.final_metric:.3f}", f"{overall.get(TEST_EXAMPLES, 0):.0f}")
     return table
 
 
-def find_absent_sites(summary: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, str]:
-    """Return why a site has no figure of the final model, by site.
-
-    Args:
-        summary: summary of the run.
-        last: the record of the final evaluation.
-    """
+def find_absent(run: RunResult) -> dict[str, str]:
+    """Return why a site has no figure of the final model, by site."""
+    last = run.rounds[-1] if run.rounds else {}
     reasons = {
-        **dict.fromkeys(find_idle_sites(summary), "not evaluated"),
+        **dict.fromkeys(run.idle_sites, "not evaluated"),
         **dict.fromkeys(last.get("quarantined", ()), "quarantined"),
         **{site: str(reason).partition(":")[0] for site, reason in last.get("excluded", {}).items()},
         **dict.fromkeys(last.get("timed_out", ()), "did not reply"),
         **last.get("rejected", {}),
-        **dict.fromkeys(last.get("abstained", ()), NO_TESTS),
-        **dict.fromkeys(last.get("sites_contributed", ()), NO_TESTS),
+        **dict.fromkeys([*last.get("abstained", ()), *last.get("sites_contributed", ())], NO_TESTS),
     }
-    return {site: reason for site, reason in reasons.items() if site not in summary["final"]["sites"]}
+    return {site: reason for site, reason in reasons.items() if site not in run.summary["final"]["sites"]}
 
 
 def _build_bytes_table(summary: dict[str, Any]) -> Table:

@@ -24,7 +24,6 @@ from ..core.errors import ConfigError
 from ..core.threads import run_beside
 from ..results.runs.progress import (
     CELLS,
-    ProgressFormatter,
     append_round,
     compare_with_dense,
     estimate_seconds_left,
@@ -32,6 +31,7 @@ from ..results.runs.progress import (
     format_bytes,
     format_cells,
     format_duration,
+    format_next,
 )
 from .console import build_table as build_plain_table
 from .console import err
@@ -291,8 +291,8 @@ def show_updates(
             if live is not None:
                 live.update(build(lines), refresh=True)
                 continue
-            formatter = ProgressFormatter()
-            texts = [json.dumps(line) if as_json else line.get("now") or formatter.format(line) for line in lines]
+            seen: Lines = []
+            texts = [json.dumps(line) if as_json else line.get("now") or format_next(seen, line) for line in lines]
             new = [text for line, text in zip(lines, texts, strict=True) if line not in shown]
             for text in new:
                 console.print(text, markup=False, soft_wrap=True)

@@ -100,7 +100,8 @@ def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finis
         # The table of models by site; the row of a run of local_only is that of the sites' own models.
         (row,) = [row for row in every if row.startswith((f"{name}: final model", f"{name}: each site"))]
         assert [f"{figure:.3f}" for figure in run.site_metrics.values()] == row.split("\t")[1:]
-    assert f"{runs['neurosfl'].reduction:.1f} times less than" in text
+    sent, dense = (runs["neurosfl"].sum_directions(key) for key in ("payload_bytes", "dense_bytes"))
+    assert f"{dense / sent:.1f} times less than" in text
     assert "One seed per run" in text
     images = browser.find_elements("tag name", "img")
     assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 6

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from flare_sparse.results.runs.progress import (
-    ProgressFormatter,
     append_round,
     compare_with_dense,
     estimate_seconds_left,
+    format_next,
 )
 from flare_sparse.results.runs.record import ROUNDS, GrowingRecord
 
@@ -26,11 +26,11 @@ def line(number: int, seconds: float, **more: Any) -> dict[str, Any]:
 
 
 def test_round_shows_the_time_left_and_says_that_more_than_dense_was_sent() -> None:
-    formatter = ProgressFormatter()
-    assert formatter.format(line(1, 6.0)) == (
+    seen: list[Any] = []
+    assert format_next(seen, line(1, 6.0)) == (
         "round 1/40  1/1 sites  mae 4.000 years  1.0 kB (1.1x more than dense)  6.0 s  3 min 54 s left"
     )
-    assert "left" not in formatter.format(line(39, 0.1))
+    assert "left" not in format_next(seen, line(39, 0.1))
 
 
 @pytest.mark.parametrize(("sent", "dense", "words"), [

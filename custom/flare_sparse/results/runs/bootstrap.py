@@ -12,7 +12,8 @@ degrees of freedom as there are subjects less strata, as the interval of a strat
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -44,23 +45,20 @@ class PairedMetric:
         is_lower_better: whether a lower value is better.
         score: scores ``(n,)`` of examples by their predictions and targets: those of which the metric is the mean, or
             the risks by which it ranks them.
-        build_pairs: builds a metric that compares pairs of examples, from risks, targets and the groups ``(n,)`` that
-            both must be of; None: the metric is the mean over subjects of the mean score of their examples.
-        compute_influences: derivatives ``(n,)`` of the metric by the weight of each example, from the same arguments as
-            ``build_pairs``. Resamples then use the metric linearised at equal weights. Where sites are small, pairs
-            within sites vary up to 1.7 times as much in resamples as in new data; their linearised mean does not.
-        is_within_sites: whether the groups are the sites; else all examples are one group.
-        is_within_runs: whether the risks of two runs have no common zero, as log-hazards, so that a mean of them ranks
-            nothing; the scores of several runs are then ``(n, r)``, NaN where a run did not test an example.
+        ranks: what the metric ranks: examples of two classes (AUC), times (C-index), or nothing: then it is the mean
+            over subjects of the mean score of their examples. The risks of two runs have no common zero, as
+            log-hazards, so that a mean of them ranks no times; the scores of several runs are then ``(n, r)``, NaN
+            where a run did not test an example.
+        is_within_sites: whether it ranks the examples of each site alone. Resamples then use the metric linearised at
+            equal weights. Where sites are small, pairs within sites vary up to 1.7 times as much in resamples as in
+            new data; their linearised mean does not.
     """
 
     name: str
     is_lower_better: bool
     score: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    build_pairs: Callable[[np.ndarray, np.ndarray, np.ndarray], Statistic] | None = None
-    compute_influences: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None
+    ranks: Literal["", "classes", "times"] = ""
     is_within_sites: bool = False
-    is_within_runs: bool = False
 
 
 def _compute_absolute_error(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -112,8 +110,9 @@ def compare_scores(
         is_lower_better: whether a lower score is better.
         resamples: number of resamples.
     """
-    statistics = _build_mean(first), _build_mean(second)
-    difference = _compare(*statistics, sites, is_lower_better=is_lower_better, resamples=resamples)
+    metric = PairedMetric("score", is_lower_better, _get_risk)
+    examples = np.zeros((len(sites), 1)), sites, np.arange(len(sites))
+    difference = compare_predictors(metric, first, second, *examples, resamples)
     assert difference is not None, "a mean is defined for every resample"
     return difference
 
@@ -141,24 +140,52 @@ def compare_predictors(
         subjects: ``(n,)`` number of each example's subject, from 0; the examples of a subject are drawn together.
         resamples: number of resamples.
     """
-    if is_too_large(metric, len(targets)):
+    examples = _select_examples(metric, sites, subjects, first, second, targets)
+    if examples is None:
         return None
-    kept = _form_groups(metric, sites, subjects) >= 0
-    if not kept.any():
-        return None
-    first, second, targets, sites = (part[kept] for part in (first, second, targets, sites))
-    subjects = np.unique(subjects[kept], return_inverse=True)[1]
+    sites, subjects, first, second, targets = examples
     own, other = (build_statistic(metric, scores, targets, sites, subjects) for scores in (first, second))
-    influences = None
-    if metric.compute_influences is not None:
-        groups = _form_groups(metric, sites, subjects)
-        by_example = (metric.compute_influences(scores, targets, groups) for scores in (first, second))
+    groups = _form_groups(metric, sites, subjects)
+    sites = sites[np.unique(subjects, return_index=True)[1]]
+    everyone = np.ones((1, len(sites)), dtype=np.int64)
+    means = float(own(everyone)[0]), float(other(everyone)[0])
+    if not all(map(np.isfinite, means)):
+        return None
+    strata = _form_strata(sites)
+    sizes = np.bincount(strata)[strata]
+    scale = sizes / np.maximum(sizes - 1, 1)
+    resampled = (scale * counts for counts in iterate_resamples(strata, resamples, left_out=1))
+    if not metric.is_within_sites:
+        drawn = np.concatenate([_subtract(own(weights), other(weights)) for weights in resampled])
+    else:
+        by_example = (compute_c_index_influences(scores, targets, groups) for scores in (first, second))
         own_influences, other_influences = (np.bincount(subjects, values) for values in by_example)
         influences = own_influences - other_influences
-    sites_of_subjects = sites[np.unique(subjects, return_index=True)[1]]
-    return _compare(
-        own, other, sites_of_subjects, influences, is_lower_better=metric.is_lower_better, resamples=resamples
-    )
+        drawn = means[0] - means[1] + np.concatenate([(weights - 1) @ influences for weights in resampled])
+    # A resample of one class has no AUC.
+    if np.isfinite(drawn).mean() < LEAST_DEFINED:
+        return None
+    freedom = len(sites) - len(np.unique(strata))
+    bounds = np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    stretch = compute_t_quantile(_NORMAL, max(freedom, 1)) / _NORMAL
+    low, high = (means[0] - means[1] + stretch * (bounds - (means[0] - means[1]))).tolist()
+    names = np.unique(sites)
+    members = (sites[None, :] == names[:, None]).astype(np.int64)
+    by_site = {
+        str(site): float(value)
+        for site, value in zip(names, own(members) - other(members), strict=True)
+        if np.isfinite(value)
+    }
+    # Positive: the first is better.
+    sign = -1 if metric.is_lower_better else 1
+    better = sorted((sign * low, sign * high))
+    verdict = "ahead" if better[0] > 0 else "behind" if better[1] < 0 else "undecided"
+    if freedom < LEAST_FREEDOM:
+        verdict = "undecided"
+    gains = {site: sign * value for site, value in by_site.items()}
+    share = sum(gain > 0 for gain in gains.values()) / len(gains) if gains else None
+    worst = min(gains, key=lambda site: gains[site]) if gains else ""
+    return Difference(*means, means[0] - means[1], low, high, verdict, by_site, share, worst)
 
 
 def evaluate_metric(
@@ -168,28 +195,39 @@ def evaluate_metric(
 
     The arguments are those of :func:`compare_predictors`.
     """
-    kept = _form_groups(metric, sites, subjects) >= 0
-    if is_too_large(metric, len(targets)) or not kept.any():
+    examples = _select_examples(metric, sites, subjects, scores, targets)
+    if examples is None:
         return None
-    scores, targets, sites, subjects = (part[kept] for part in (scores, targets, sites, subjects))
-    subjects = np.unique(subjects, return_inverse=True)[1]
+    sites, subjects, scores, targets = examples
     statistic = build_statistic(metric, scores, targets, sites, subjects)
     value = float(statistic(np.ones((1, subjects.max() + 1), dtype=np.int64))[0])
     return value if np.isfinite(value) else None
 
 
+def _select_examples(
+    metric: PairedMetric, sites: np.ndarray, subjects: np.ndarray, *parts: np.ndarray
+) -> tuple[np.ndarray, ...] | None:
+    """Return sites, subjects, numbered anew, and other parts of the examples that a metric compares; None: none."""
+    kept = _form_groups(metric, sites, subjects) >= 0
+    if is_too_large(metric, len(sites)) or not kept.any():
+        return None
+    return sites[kept], np.unique(subjects[kept], return_inverse=True)[1], *(part[kept] for part in parts)
+
+
 def is_too_large(metric: PairedMetric, examples: int) -> bool:
     """Return whether a metric compares too many pairs of examples for resamples of all of them."""
-    return metric in (C_INDEX, C_INDEX_WITHIN_SITES) and examples > MOST_PAIRED
+    return metric.ranks == "times" and examples > MOST_PAIRED
 
 
 def build_statistic(
     metric: PairedMetric, scores: np.ndarray, targets: np.ndarray, sites: np.ndarray, subjects: np.ndarray
 ) -> Statistic:
     """Return a metric of scored examples as a function of the weights of their subjects."""
-    if metric.build_pairs is None:
-        return _build_mean(np.bincount(subjects, scores) / np.bincount(subjects))
-    statistic = metric.build_pairs(scores, targets, _form_groups(metric, sites, subjects))
+    if not metric.ranks:
+        means = np.bincount(subjects, scores) / np.bincount(subjects)
+        return lambda weights: np.asarray(weights @ means / weights.sum(axis=1))
+    groups = _form_groups(metric, sites, subjects)
+    statistic = build_auc(scores, targets) if metric.ranks == "classes" else build_c_index(scores, targets, groups)
     return lambda weights: statistic(weights[:, subjects])
 
 
@@ -261,24 +299,9 @@ def _get_risk(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:  # no
 MAE = PairedMetric("mae", is_lower_better=True, score=_compute_absolute_error)
 ACCURACY = PairedMetric("accuracy", is_lower_better=False, score=_compute_hits)
 # A task's own auc and c_index are means of rankings within sites: these rank the subjects of all sites together.
-AUC = PairedMetric(
-    "auc_across_sites",
-    is_lower_better=False,
-    score=_get_risk,
-    build_pairs=lambda risk, targets, _: build_auc(risk, targets),
-)
-C_INDEX = PairedMetric(
-    "c_index_across_sites", is_lower_better=False, score=_get_risk, build_pairs=build_c_index, is_within_runs=True
-)
-C_INDEX_WITHIN_SITES = PairedMetric(
-    "c_index_within_sites",
-    is_lower_better=False,
-    score=_get_risk,
-    build_pairs=build_c_index,
-    compute_influences=compute_c_index_influences,
-    is_within_sites=True,
-    is_within_runs=True,
-)
+AUC = PairedMetric("auc_across_sites", is_lower_better=False, score=_get_risk, ranks="classes")
+C_INDEX = PairedMetric("c_index_across_sites", is_lower_better=False, score=_get_risk, ranks="times")
+C_INDEX_WITHIN_SITES = replace(C_INDEX, name="c_index_within_sites", is_within_sites=True)
 METRICS: dict[Kind, tuple[PairedMetric, ...]] = {
     "regression": (MAE,),
     "binary": (ACCURACY, AUC),
@@ -299,61 +322,6 @@ def select_metrics(kind: Kind | None, *, has_site_models: bool) -> tuple[PairedM
     if kind == "survival" and has_site_models:
         return (C_INDEX_WITHIN_SITES,)
     return METRICS[kind] if kind else ()
-
-
-def _build_mean(scores: np.ndarray) -> Statistic:
-    return lambda weights: np.asarray(weights @ scores / weights.sum(axis=1))
-
-
-def _compare(
-    first: Statistic,
-    second: Statistic,
-    sites: np.ndarray,
-    influences: np.ndarray | None = None,
-    *,
-    is_lower_better: bool,
-    resamples: int,
-) -> Difference | None:
-    """Return the difference of two statistics; None if it is undefined for all subjects or in many resamples.
-
-    ``influences`` are its derivatives ``(n,)`` by the weights of the subjects, for resamples of a linear approximation.
-    """
-    everyone = np.ones((1, len(sites)), dtype=np.int64)
-    means = float(first(everyone)[0]), float(second(everyone)[0])
-    if not all(map(np.isfinite, means)):
-        return None
-    strata = _form_strata(sites)
-    sizes = np.bincount(strata)[strata]
-    scale = sizes / np.maximum(sizes - 1, 1)
-    resampled = (scale * counts for counts in iterate_resamples(strata, resamples, left_out=1))
-    if influences is None:
-        drawn = np.concatenate([_subtract(first(weights), second(weights)) for weights in resampled])
-    else:
-        drawn = means[0] - means[1] + np.concatenate([(weights - 1) @ influences for weights in resampled])
-    # A resample of one class has no AUC.
-    if np.isfinite(drawn).mean() < LEAST_DEFINED:
-        return None
-    freedom = len(sites) - len(np.unique(strata))
-    bounds = np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    stretch = compute_t_quantile(_NORMAL, max(freedom, 1)) / _NORMAL
-    low, high = (means[0] - means[1] + stretch * (bounds - (means[0] - means[1]))).tolist()
-    names = np.unique(sites)
-    members = (sites[None, :] == names[:, None]).astype(np.int64)
-    by_site = {
-        str(site): float(value)
-        for site, value in zip(names, first(members) - second(members), strict=True)
-        if np.isfinite(value)
-    }
-    # Positive: the first is better.
-    sign = -1 if is_lower_better else 1
-    better = sorted((sign * low, sign * high))
-    verdict = "ahead" if better[0] > 0 else "behind" if better[1] < 0 else "undecided"
-    if freedom < LEAST_FREEDOM:
-        verdict = "undecided"
-    gains = {site: sign * value for site, value in by_site.items()}
-    share = sum(gain > 0 for gain in gains.values()) / len(gains) if gains else None
-    worst = min(gains, key=lambda site: gains[site]) if gains else ""
-    return Difference(*means, means[0] - means[1], low, high, verdict, by_site, share, worst)
 
 
 def compute_t_quantile(z: float, freedom: int) -> float:

@@ -178,7 +178,7 @@ class ExampleTests:
                 by_run[place, number] = scores[number][row]
         targets = np.array([self._list_targets(key)[0] for key in keys])
         sites, subjects = np.array([key.site for key in keys]), number_labels([key.owner for key in keys])
-        return by_run if metric.is_within_runs else np.nanmean(by_run, axis=1), targets, sites, subjects
+        return by_run if metric.ranks == "times" else np.nanmean(by_run, axis=1), targets, sites, subjects
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return the metrics of a predictor of one run that comparisons use, over all subjects and by site."""

@@ -126,17 +126,11 @@ def append_round(lines: list[Mapping[str, Any]], line: Mapping[str, Any]) -> Non
     lines.append(line)
 
 
-class ProgressFormatter:
-    """Formats the rounds of a run one after another, with an estimate of the time left."""
-
-    def __init__(self) -> None:
-        self._lines: list[Mapping[str, Any]] = []
-
-    def format(self, line: Mapping[str, Any]) -> str:
-        """Return the display text of the next round; see :func:`format_progress`."""
-        append_round(self._lines, line)
-        left = estimate_seconds_left(self._lines)
-        return format_progress(line, left if left and left >= LEAST_SHOWN_S else None)
+def format_next(lines: list[Mapping[str, Any]], line: Mapping[str, Any]) -> str:
+    """Append the line of a round, and return its display text with an estimate of the time left."""
+    append_round(lines, line)
+    left = estimate_seconds_left(lines)
+    return format_progress(line, left if left and left >= LEAST_SHOWN_S else None)
 
 
 class Printer(Observer):
@@ -152,7 +146,8 @@ class Printer(Observer):
         show: Callable[[str], Any] = print,
         show_problem: Callable[[str], Any] = lambda text: print(text, file=sys.stderr),  # noqa: T201 - what it is for
     ):
-        self._show, self._show_problem, self._formatter = show, show_problem, ProgressFormatter()
+        self._show, self._show_problem = show, show_problem
+        self._lines: list[Mapping[str, Any]] = []
 
     def say(self, text: str) -> None:
         self._show(text)
@@ -165,7 +160,7 @@ class Printer(Observer):
 
     def see_round(self, line: dict[str, Any]) -> None:
         # Events precede the commit of their round.
-        for text in [*format_events(line), self._formatter.format(line)]:
+        for text in [*format_events(line), format_next(self._lines, line)]:
             self._show(text)
 
 

@@ -23,7 +23,7 @@ from ...core.version import VERSION
 from ...methods.method import describe_site_model
 from ...privacy.dp.config import PrivacyConfig
 from ...rounds.federation.events import STEPPED_BACK
-from ...rounds.federation.records import Evaluation, Outcome, RoundRecord
+from ...rounds.federation.records import Outcome, RoundRecord
 from ...wire.ledger import Ledger
 from .model_files import delete_models, describe_model, save_model
 
@@ -127,7 +127,7 @@ class RecordWriter:
             "events": [asdict(event) for event in outcome.events],
             "sites": sorted({site for record in outcome.rounds for site in record.sites_asked}),
             "metric": asdict(metric),
-            "final": _to_dict(outcome.evaluation),
+            "final": {"metrics": outcome.evaluation.overall, "sites": outcome.evaluation.sites},
             "best": {"round": outcome.best.round, "metrics": outcome.best.metrics},
             "stopped_after": outcome.stopped_after,
             "sparsity": outcome.rounds[-1].sparsity,
@@ -157,8 +157,8 @@ def _describe_privacy(privacy: PrivacyConfig, outcome: Outcome) -> dict[str, Any
     return {**privacy.model_dump(mode="json"), "spent": dict(sorted(spent.items())), "outside_budget": declared}
 
 
-def _to_dict(evaluation: Evaluation) -> dict[str, Any]:
-    return {"metrics": evaluation.overall, "sites": evaluation.sites}
+COUNTS = ("scalars_sent", "payload_bytes", "dense_bytes", "floor_bytes")
+"""Numbers of a message that the summary adds up."""
 
 
 def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
@@ -166,13 +166,8 @@ def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
     sums: dict[str, dict[str, float]] = {}
     for direction in ("down", "up"):
         lines = [line for line in ledger.lines if line.direction == direction]
-        sums[direction] = {
-            "messages": len(lines),
-            "scalars_sent": sum(line.scalars_sent for line in lines),
-            "payload_bytes": sum(line.payload_bytes for line in lines),
-            "dense_bytes": sum(line.dense_bytes for line in lines),
-            "floor_bytes": sum(line.floor_bytes for line in lines),
-        }
+        counts = {name: sum(getattr(line, name) for line in lines) for name in COUNTS}
+        sums[direction] = {"messages": len(lines), **counts}
     return sums
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -172,7 +172,12 @@ class RunResult:
     @cached_property
     def contributions(self) -> dict[str, Participation]:
         """In how many rounds each site was asked and contributed, in name order; no evaluation counts."""
-        return read_contributions(self.summary)
+        return {site: Participation(**part) for site, part in sorted(self.summary["contributions"].items())}
+
+    @property
+    def idle_sites(self) -> list[str]:
+        """Sites that were to contribute and did so in no round; none that the method itself never asks."""
+        return [site for site, part in self.contributions.items() if part.is_idle]
 
     @property
     def cohorts(self) -> dict[str, dict[str, int | None]]:
@@ -247,21 +252,11 @@ class RunResult:
         """
         return sum(int(self.summary["traffic"][direction][key]) for direction in ("down", "up"))
 
-    @property
-    def reduction(self) -> float:
-        """Bytes that dense FedAvg would have sent divided by the bytes sent."""
-        return self.sum_directions("dense_bytes") / max(self.sum_directions("payload_bytes"), 1)
-
     @cached_property
     def layer_densities(self) -> dict[str, float]:
         """Share of live entries of every tensor with two or more dimensions."""
         layers = self.summary["model"]["layers"]
         return {name: live / max(size, 1) for name, (live, size) in layers.items()}
-
-
-def read_contributions(summary: Mapping[str, Any]) -> dict[str, Participation]:
-    """Return each site's part in the rounds of a run, evaluations aside, in name order."""
-    return {site: Participation(**part) for site, part in sorted(summary["contributions"].items())}
 
 
 def group_by_seed(runs: list[RunResult]) -> list[list[RunResult]]:
@@ -323,10 +318,13 @@ def find_dense_run(run: RunResult, runs: list[RunResult]) -> RunResult | None:
 
     None if there is no such run, or if ``run`` is dense FedAvg itself.
     """
-    dense = [
-        other for other in runs if other.summary["method"] == "fedavg" and abs(other.reduction - 1) < DENSE_TOLERANCE
-    ]
+    dense = [other for other in runs if other.summary["method"] == "fedavg" and _is_dense(other)]
     return None if run in dense else _find_same_split(run, dense)
+
+
+def _is_dense(run: RunResult) -> bool:
+    ratio = run.sum_directions("dense_bytes") / max(run.sum_directions("payload_bytes"), 1)
+    return abs(ratio - 1) < DENSE_TOLERANCE
 
 
 def compute_site_gains(runs: list[RunResult]) -> dict[str, dict[str, float]]:

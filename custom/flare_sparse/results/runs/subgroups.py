@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import hypot, inf, sqrt
 from statistics import NormalDist
-from typing import Any
 
 from ...cohorts.subgroups import ERROR, EVERYONE, SUBJECTS, make_plain, parse_subgroup, split_metric
 from .bootstrap import compute_t_quantile
@@ -61,15 +60,6 @@ class Subgroup:
         weight = z**2 / ((variance / error**2 if error else 0) or self.subjects)
         center, reach = value + weight / 2, sqrt(weight * variance + weight**2 / 4)
         return max((center - reach) / (1 + weight), 0.0), min((center + reach) / (1 + weight), 1.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the subgroup with its intervals as JSON values."""
-        metrics = {
-            name: {"value": value, "error": error, "interval": list(self.compute_interval(name))}
-            for name, (value, error) in self.metrics.items()
-        }
-        counts = {"subjects": self.subjects, "sites": self.sites}
-        return {"column": self.column, "label": self.label, **counts, "metrics": metrics}
 
 
 @dataclass(frozen=True)
