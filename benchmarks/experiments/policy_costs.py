@@ -40,7 +40,7 @@ from flare_sparse.flare.payload import EVENTS, UPDATE, get_refusal_code, shareab
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.flare.workspace import JOB_FILE
-from flare_sparse.privacy.release.record import Rule
+from flare_sparse.privacy.release import Rule
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.local import run as rounds

@@ -14,7 +14,7 @@ import numpy as np
 
 from flare_sparse.config.people import propose
 from flare_sparse.core.errors import DataError
-from flare_sparse.privacy.release.record import Rule, round_count, round_metric
+from flare_sparse.privacy.release import Rule, round_count, round_metric
 from flare_sparse.tasks.data.tables import Table, read_table
 
 

@@ -26,8 +26,7 @@ from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
-from flare_sparse.wire.encoding_choice import compute_selection_entropy
-from flare_sparse.wire.encodings import ENCODINGS
+from flare_sparse.wire.encodings import ENCODINGS, compute_selection_entropy
 from flare_sparse.wire.formats import FORMATS, ValueType
 from flare_sparse.wire.plan import Plan
 

@@ -13,7 +13,7 @@ from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import parse_job
 from flare_sparse.config.people import PEOPLE_FILE, Declaration, ReleaseGate, propose
 from flare_sparse.core.errors import DataError, PolicyRefusal
-from flare_sparse.privacy.release.record import Rule
+from flare_sparse.privacy.release import Rule
 from flare_sparse.tasks.data.tables import read_table
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import Site

@@ -21,7 +21,7 @@ from flare_sparse.inputs.scaling import InputScaler
 from flare_sparse.methods.aggregation.weighted import weigh_by_examples, weighted_sum
 from flare_sparse.methods.topk_ef import TopKEF, TopKEFConfig
 from flare_sparse.rounds.federation.rules import RoundRules
-from flare_sparse.wire.encoding_choice import count_entries_within
+from flare_sparse.wire.encodings import count_entries_within
 from flare_sparse.wire.formats import FORMATS
 
 LAYOUT = ToyBench(Toy()).layout

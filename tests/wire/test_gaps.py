@@ -15,8 +15,7 @@ from thoroughness import count_cases
 from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.wire.encoding_choice import choose_encoding, compute_selection_entropy, count_entries_within
-from flare_sparse.wire.encodings import ENCODINGS
+from flare_sparse.wire.encodings import ENCODINGS, choose_encoding, compute_selection_entropy, count_entries_within
 from flare_sparse.wire.envelope import HEADER_BYTES
 from flare_sparse.wire.formats import FORMATS
 

@@ -15,13 +15,15 @@ from pydantic import Field, ValidationError
 from ..core.errors import DataError, PolicyRefusal
 from ..core.settings import Settings
 from ..privacy.dp.secret import derive_key, read_secret
-from ..privacy.release.record import (
+from ..privacy.release import (
     FOLD,
     Columns,
     Groups,
+    Numbers,
     People,
     ReleaseRecord,
     Rule,
+    SiteRelease,
     assign_fold,
     build_folds,
     declare,
@@ -29,10 +31,11 @@ from ..privacy.release.record import (
     is_listed,
     is_union,
     label_group,
+    list_folds,
     renew,
     round_count,
+    update_record,
 )
-from ..privacy.release.site import Numbers, SiteRelease, list_folds, update_record
 from ..tasks.data.absence import find_absent_rows
 from ..tasks.data.tables import Table, read_table
 from ..tasks.task import Examples, SiteData, Task

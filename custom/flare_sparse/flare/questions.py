@@ -42,7 +42,7 @@ from ..config.yaml_files import format_yaml
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, DataError, PolicyRefusal, RequestRefused, get_failure_code
 from ..core.exchange import RequestId
-from ..privacy.release.site import compute_step
+from ..privacy.release import compute_step
 from ..results.runs.description import is_label
 from ..rounds.endpoints.request_log import RequestLog
 from ..tasks.columns import BINS, LEAST, QUANTILES, Description, Figures, compute_figures, encode_columns, list_columns

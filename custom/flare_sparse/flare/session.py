@@ -38,8 +38,7 @@ from ..core.steps import STEP_FILE, StepFile
 from ..methods.method import ConfiguredMethod, describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, Budget, PrivacyAccount
 from ..privacy.dp.scripts import PRIVACY_VARIABLE
-from ..privacy.release.record import Rule
-from ..privacy.release.site import RELEASE_FOLDER
+from ..privacy.release import RELEASE_FOLDER, Rule
 from ..results.runs.model_files import save_site_model
 from ..rounds.endpoints.plans import InitialModel
 from ..rounds.endpoints.request_checks import ChangeLimit

@@ -21,7 +21,7 @@ from ..core.needs import Need, Needs
 from ..core.params import Layout
 from ..core.seeds import make_generator
 from ..training import Site
-from ..wire.encoding_choice import count_entries_within
+from ..wire.encodings import count_entries_within
 from ..wire.number_format import NumberFormat
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum

@@ -25,7 +25,7 @@ from ..inputs.scaling import (
     select_statistics,
     split_rows,
 )
-from ..privacy.release.site import SiteRelease, compute_step
+from ..privacy.release import SiteRelease, compute_step
 from ..training import Site
 from ..wire.capabilities import Capabilities
 from .method import Method, broadcast

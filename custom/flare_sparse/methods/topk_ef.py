@@ -25,7 +25,7 @@ from ..core.needs import Need, Needs
 from ..core.params import Layout
 from ..inputs.scaling import build_statistics_mask
 from ..training import Site
-from ..wire.encoding_choice import count_entries_within
+from ..wire.encodings import count_entries_within
 from ..wire.number_format import NumberFormat
 from .aggregation.server_step import (
     ModelAverage,

@@ -13,7 +13,7 @@ from ..core.exchange import Patch
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..core.steps import StepFile
-from ..privacy.release.site import SiteRelease
+from ..privacy.release import SiteRelease
 from .config import TrainingConfig
 from .trainer import Trainer, Training
 

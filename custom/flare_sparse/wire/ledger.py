@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from ..core.exchange import Content
 from .codec import Decoded, Encoded
-from .encoding_choice import compute_selection_entropy
+from .encodings import compute_selection_entropy
 from .plan import Plan
 
 

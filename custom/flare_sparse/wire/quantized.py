@@ -127,23 +127,24 @@ def write_quantized(
     scales = torch.empty(-(-count // BLOCK), dtype=torch.int16, device=rounded.device)
     packed = torch.empty(-(-count * bits // 8), dtype=torch.uint8, device=rounded.device)
     noise = np.random.SFC64(int(torch.randint(2**63 - 1, (), generator=generator)))
-    for part in _iterate_parts(count, _PART if rounded.device.type == "cpu" else max(count, 1)):
-        blocks = _subtract_in_blocks(rounded[part.values], sums[part.values])
+    part_size = _PART if rounded.device.type == "cpu" else max(count, 1)
+    for part, in_blocks, in_bytes in _iterate_parts(count, part_size, bits):
+        blocks = _subtract_in_blocks(rounded[part], sums[part])
         # The maximum of a block with NaN is NaN, which compares as false.
         largest = blocks.abs().amax(1)
         if not (largest <= LARGEST).all():
             raise _refuse_values(bits)
-        number = sums[part.values].numel()
+        number = sums[part].numel()
         if bits == 1:
             part_scales, codes = _take_signs(blocks, number)
         else:
             drawn = torch.from_numpy(_draw_noise(noise, number)).to(rounded.device)
             part_scales, codes = _round_blocks(blocks, largest, bits, drawn)
-        scales[part.blocks] = part_scales.to(torch.int16)
-        codes_out = packed[part.bytes(bits)]
+        scales[in_blocks] = part_scales.to(torch.int16)
+        codes_out = packed[in_bytes]
         codes_out.copy_(_pack_codes(codes, bits)[: codes_out.numel()])
         # As the receiver computes them, so that the vectors of both ends stay equal bit for bit over all rounds.
-        _add_blocks(sums[part.values], part_scales, codes, bits)
+        _add_blocks(sums[part], part_scales, codes, bits)
     header = torch.tensor(list(exact.numel().to_bytes(_COUNT_BYTES, "little")), dtype=torch.uint8, device=exact.device)
     # One copy of all parts to the CPU.
     section = torch.cat([header, *(part.contiguous().view(torch.uint8) for part in (exact, scales, packed))])
@@ -177,37 +178,25 @@ def read_quantized(section: np.ndarray, reference: Tensor, is_exact: Tensor, bit
     packed = section[scales_end:]
     sums = reference if not count else reference[~is_exact]
     # Finite numbers may overflow in the sum; the caller checks that every value is finite.
-    for part in _iterate_parts(rounded, _PART):
-        codes = _unpack_codes(packed[part.bytes(bits)], sums[part.values].numel(), bits)
+    for part, in_blocks, in_bytes in _iterate_parts(rounded, _PART, bits):
+        codes = _unpack_codes(packed[in_bytes], sums[part].numel(), bits)
         # A block of zeros has one form; other codes would carry data that no check of the values sees.
-        if codes[scales[part.blocks] == 0].any():
+        if codes[scales[in_blocks] == 0].any():
             raise RejectedMessage("E_CANON", "codes", "zeros in a block with scale 0", "others")
-        _add_blocks(sums[part.values], torch.from_numpy(scales[part.blocks]), torch.from_numpy(codes), bits)
+        _add_blocks(sums[part], torch.from_numpy(scales[in_blocks]), torch.from_numpy(codes), bits)
     exact = np.frombuffer(section[_COUNT_BYTES:exact_end].tobytes(), "<f4").astype(np.float32)
     return _merge_values(sums, torch.from_numpy(exact), is_exact)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The values from ``start`` to ``end``, with their blocks and the bytes of their codes."""
-
-    start: int
-    end: int
-
-    @property
-    def values(self) -> slice:
-        return slice(self.start, self.end)
-
-    @property
-    def blocks(self) -> slice:
-        return slice(self.start // BLOCK, -(-self.end // BLOCK))
-
-    def bytes(self, bits: int) -> slice:
-        return slice(self.start * bits // 8, -(-self.end * bits // 8))
-
-
-def _iterate_parts(count: int, size: int) -> Iterator[_Part]:
-    return (_Part(start, min(start + size, count)) for start in range(0, count, size))
+def _iterate_parts(count: int, size: int, bits: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield parts of ``count`` values: the slices of their values, of their blocks and of the bytes of their codes."""
+    for start in range(0, count, size):
+        end = min(start + size, count)
+        yield (
+            slice(start, end),
+            slice(start // BLOCK, -(-end // BLOCK)),
+            slice(start * bits // 8, -(-end * bits // 8)),
+        )
 
 
 def _draw_noise(source: np.random.SFC64, count: int) -> np.ndarray:

@@ -51,8 +51,7 @@ from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
-from flare_sparse.privacy.release.record import ReleaseRecord, Rule, SentCell
-from flare_sparse.privacy.release.site import Numbers, SiteRelease, update_record
+from flare_sparse.privacy.release import Numbers, ReleaseRecord, Rule, SentCell, SiteRelease, update_record
 from flare_sparse.privacy.secure_aggregation.stage import SiteSums, SumRules
 from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
 from flare_sparse.rounds.endpoints.server import ServerEndpoint

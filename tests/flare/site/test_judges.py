@@ -30,7 +30,7 @@ from flare_sparse.flare.executor import EncodeUpdate, SparseExecutor
 from flare_sparse.flare.payload import HELLO, QUESTION, TASK, get_refusal_code, message_to_shareable, wrap
 from flare_sparse.flare.questions import StatisticsExecutor, build_question
 from flare_sparse.flare.session import SiteSession
-from flare_sparse.privacy.release.site import RELEASE_FOLDER
+from flare_sparse.privacy.release import RELEASE_FOLDER
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.tasks.data.source import WITHDRAWN_FILE
 from flare_sparse.wire.ledger import Ledger

@@ -15,8 +15,7 @@ from ...config.yaml_files import format_yaml
 from ...core.checkpoint.writing import replace_atomically, write_new_file
 from ...core.errors import ConfigError
 from ...core.names import read_names
-from ...privacy.release.record import Rule
-from ...privacy.release.site import RELEASE_FOLDER
+from ...privacy.release import RELEASE_FOLDER, Rule
 from ...rounds.endpoints.request_log import RunRecord, read_record
 from ...tasks.data.absence import check_absence
 from ...tasks.data.source import LOCAL_FILE, WITHDRAWN_FILE, find_site_data, has_site_data, read_withdrawn

@@ -570,13 +570,7 @@ class SumExchange:
         """Add a message to the ledger; keys, shares and reveals count as messages without values."""
         has_values = step == Step.VALUES and direction == "up"
         content = self.assignment.expected.content if has_values else "metrics"
-        plan = Plan(
-            self.sums.run.layout,
-            self.sum_id.run,
-            round=self.sum_id.round,
-            sequence=self.sum_id.sequence,
-            kind=self.sum_id.kind,
-        )
+        plan = Plan(self.sums.run.layout, **vars(self.sum_id))
         self.sums.ledger.record(
             plan,
             site,

@@ -20,8 +20,7 @@ from ...core.mask import Mask
 from ...core.params import Layout, compute_digest
 from ...core.seeds import make_generator
 from ...training import Site
-from ...wire.encoding_choice import choose_encoding
-from ...wire.encodings import ENCODINGS
+from ...wire.encodings import ENCODINGS, choose_encoding
 from ...wire.formats import FORMATS, ValueType
 from ...wire.number_format import Coding
 

@@ -8,8 +8,7 @@ import pytest
 
 from flare_sparse.cohorts.split import SplitConfig
 from flare_sparse.core.errors import PolicyRefusal
-from flare_sparse.privacy.release.record import Rule
-from flare_sparse.privacy.release.site import Numbers, SiteRelease, list_folds, update_record
+from flare_sparse.privacy.release import Numbers, Rule, SiteRelease, list_folds, update_record
 
 
 def test_metrics_of_a_model_that_left_leave_again_whatever_the_rows_are(tmp_path: Path) -> None:

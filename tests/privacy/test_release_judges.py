@@ -18,8 +18,8 @@ import pytest
 
 from flare_sparse.cohorts.conditions import Term
 from flare_sparse.cohorts.split import SplitConfig
-from flare_sparse.privacy.release import record as release
-from flare_sparse.privacy.release.record import (
+from flare_sparse.privacy import release
+from flare_sparse.privacy.release import (
     Columns,
     ReleaseRecord,
     Rule,

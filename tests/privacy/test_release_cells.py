@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flare_sparse.cohorts.conditions import Term
 from flare_sparse.cohorts.split import SplitConfig
-from flare_sparse.privacy.release.record import (
+from flare_sparse.privacy.release import (
     Columns,
     Rule,
     assign_fold,
