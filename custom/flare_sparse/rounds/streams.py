@@ -149,7 +149,7 @@ class ServerStream:
         plan = Plan(layout, self._run, base.name, sequence=0, round=model.round, kind=KIND)
         patch = select_change(model.vector, start, layout, settings)
 
-        def name(rounded: Tensor | None) -> tuple[str, str]:
+        def name_target(rounded: Tensor | None) -> tuple[str, str]:
             nonlocal sent
             read = patch if rounded is None else replace(patch, source=rounded)
             reached = Model.from_vector(layout, apply_change(read, start, layout), model.round, model.types)
@@ -159,7 +159,9 @@ class ServerStream:
         # A message that leads to the same model is rounded alike.
         generator = make_generator(int(model.held.name, 16) >> 4, "stream", model.round)
         content = name_content(patch)
-        encoded = encode(patch, plan, content=content, values=settings.values, generator=generator, name=name)
+        encoded = encode(
+            patch, plan, content=content, values=settings.values, generator=generator, name_target=name_target
+        )
         return encoded.data, sent
 
     def decode_update(self, message: np.ndarray, site: str, *, is_delta: bool) -> tuple[Model, Tensor]:

@@ -86,17 +86,12 @@ _DIFFERENCE = 2
 
 
 @dataclass(frozen=True)
-class _Sections:
-    """The encoded selections of a message; ``trainable_code`` is 0 if it has no trainable section."""
+class _Selection:
+    """An encoded selection, and the least number of bytes for it."""
 
     encoding: Encoding
-    selection: bytes
-    trainable_code: int
-    trainable: bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return len(self.selection) + len(self.trainable)
+    section: bytes
+    floor_bytes: int
 
 
 def encode(
@@ -108,65 +103,69 @@ def encode(
     values: ValueType = "float32",
     residual: Tensor | None = None,
     generator: torch.Generator | None = None,
-    name: Callable[[Tensor | None], tuple[str, str]] | None = None,
+    name_target: Callable[[Tensor | None], tuple[str, str]] | None = None,
 ) -> Encoded:
     """Return the message that carries a patch.
 
     Args:
         patch: values and the entries that they belong to.
-        plan: the receiver's plan; everything from ``target`` on must be given, if ``name`` is not.
+        plan: the receiver's plan; everything from ``target`` on must be given, if ``name_target`` is not.
         content: kind of the values.
         trainable: second selection of a request, encoded relative to ``patch.mask``.
         values: number format. ``Encoded.residual`` is its rounding error. A quantized format sends weights as
             differences to ``plan.base_vector``; without that, in ``WITHOUT_BASE``.
         residual: residual of the previous message.
         generator: source of the rounding of a quantized format, in the same state for every attempt at a request.
-        name: returns ``target`` and ``request`` from the values ``(k,)`` that the receiver reads, which it must not
-            keep, or from None if these are compressed and not rounded; None: the names are those of the plan.
+        name_target: returns ``target`` and ``request`` from the values ``(k,)`` that the receiver reads, which it must
+            not keep, or from None if these are compressed and not rounded; None: the names are those of the plan.
 
     Raises:
         RejectedMessage: a value is not finite in this format.
         ValueError: the plan is incomplete, or the patch does not fit its layout.
     """
-    check_sender_plan(plan, is_named=name is None)
+    check_sender_plan(plan, is_named=name_target is None)
     check_patch(patch, plan)
     if FORMATS[values].sends_differences and content == "weights" and plan.base_vector is None:
         values = WITHOUT_BASE
-    sections = _encode_selections(patch, trainable, plan)
+    selection = _encode_selection(patch.mask, plan.base_mask, plan)
+    # In most requests both masks are equal, and the trainable section needs 0 bytes.
+    relative = None if trainable is None else _encode_selection(trainable, patch.mask, plan)
     row, coding = (
         FORMATS[values],
         Coding(plan.layout, residual, plan.base_vector if content == "weights" else None, generator),
     )
     # Values of one width are written in place, below.
     coded = None if row.width else row.seal(patch, coding)
-    header = _build_header(patch, plan, sections, content, values)
+    header = _build_header(patch, plan, selection, relative, content, values)
     values_bytes = row.width * patch.mask.count if coded is None else coded.section.size
     start, end = header.values_start, header.values_start + values_bytes
     buffer = np.empty(round_up_to_words(end), np.uint8)
-    _write_selections(sections, header, buffer)
+    sections = np.frombuffer(selection.section + (relative.section if relative else b""), np.uint8)
     # np.empty returns old memory: the padding is zeroed, so that equal content has equal bytes and no memory leaks out.
+    buffer[HEADER_BYTES : HEADER_BYTES + sections.size] = sections
+    buffer[HEADER_BYTES + sections.size : start] = 0
     buffer[end:] = 0
     is_in_place = coded is None
     if coded is None:
         coded = row.seal(patch, coding, buffer[start:end])
     else:
         buffer[start:end] = coded.section
-    if name is not None:
+    if name_target is not None:
         # Plain values are at hand in the message: they need not be gathered again.
         is_plain = coded.received is None and is_in_place
         values_read = torch.from_numpy(buffer[start:end].view("<f4")) if is_plain else coded.received
-        target, request = name(values_read)
+        target, request = name_target(values_read)
         header = replace(header, target=target, request=request)
     # Last: the checksums in the header cover everything else.
     write_header(header, buffer)
     return Encoded(
         data=buffer,
-        encoding=sections.encoding.name,
+        encoding=selection.encoding.name,
         values=values,
         scalars=patch.mask.count,
-        selection_bytes=sections.total_bytes,
+        selection_bytes=sections.size,
         values_bytes=values_bytes,
-        floor_bytes=values_bytes + _compute_selection_floor(patch, trainable, plan, sections),
+        floor_bytes=values_bytes + selection.floor_bytes + (relative.floor_bytes if relative else 0),
         residual=coded.residual,
         received=coded.received,
         base=None if header.base == NO_NAME else header.base,
@@ -179,34 +178,23 @@ def compute_min_message_bytes(scalars: int, values: ValueType) -> int:
     return HEADER_BYTES + round_up_to_words(FORMATS[values].compute_min_bytes(scalars))
 
 
-def _encode_selections(patch: Patch, trainable: Mask | None, plan: Plan) -> _Sections:
-    """Encode the mask of a patch and, relative to it, the trainable mask of a request."""
-    encoding, selection = choose_encoding(patch.mask, plan.base_mask, plan.layout)
-    if trainable is None:
-        return _Sections(encoding, selection, trainable_code=0, trainable=b"")
-    # In most requests both masks are equal, and the trainable section needs 0 bytes.
-    relative, section = choose_encoding(trainable, patch.mask, plan.layout)
-    return _Sections(encoding, selection, trainable_code=relative.code, trainable=section)
+def _encode_selection(mask: Mask, base_mask: Mask | None, plan: Plan) -> _Selection:
+    encoding, section = choose_encoding(mask, base_mask, plan.layout)
+    # An encoding may beat the entropy bound, which assumes that all selections of k entries are equally likely.
+    return _Selection(encoding, section, min(len(section), compute_selection_entropy(mask, base_mask)))
 
 
-def _write_selections(sections: _Sections, header: Header, buffer: np.ndarray) -> None:
-    """Write both selections and the padding after them."""
-    selections = np.frombuffer(sections.selection + sections.trainable, np.uint8)
-    end = HEADER_BYTES + selections.size
-    buffer[HEADER_BYTES:end] = selections
-    # The buffer comes uninitialized, since values fill most of it: padding must be written, or old memory would leak.
-    buffer[end : header.values_start] = 0
-
-
-def _build_header(patch: Patch, plan: Plan, sections: _Sections, content: Content, values: ValueType) -> Header:
+def _build_header(
+    patch: Patch, plan: Plan, selection: _Selection, relative: _Selection | None, content: Content, values: ValueType
+) -> Header:
     assert plan.sequence is not None
     assert plan.round is not None
     assert plan.kind is not None
     is_difference = FORMATS[values].sends_differences and content == "weights" and plan.base_vector is not None
-    builds_on_base = is_difference or patch.base == "previous" or sections.encoding.requires_base
+    builds_on_base = is_difference or patch.base == "previous" or selection.encoding.requires_base
     return Header(
-        encoding=sections.encoding.code,
-        trainable=sections.trainable_code,
+        encoding=selection.encoding.code,
+        trainable=relative.encoding.code if relative else 0,
         values=FORMATS[values].code,
         content=_CONTENTS.index(content),
         patch_base=_BASES.index(patch.base) + _DIFFERENCE * is_difference,
@@ -219,18 +207,9 @@ def _build_header(patch: Patch, plan: Plan, sections: _Sections, content: Conten
         run=bytes.fromhex(plan.run),
         layout=bytes.fromhex(plan.layout.fingerprint),
         scalars=patch.mask.count,
-        selection_bytes=len(sections.selection),
-        trainable_bytes=len(sections.trainable),
+        selection_bytes=len(selection.section),
+        trainable_bytes=len(relative.section) if relative else 0,
     )
-
-
-def _compute_selection_floor(patch: Patch, trainable: Mask | None, plan: Plan, sections: _Sections) -> int:
-    """Return the least number of bytes for the selections of a message."""
-    # An encoding may beat the entropy bound, which assumes that all selections of k entries are equally likely.
-    floor = min(len(sections.selection), compute_selection_entropy(patch.mask, plan.base_mask))
-    if trainable is not None:
-        floor += min(len(sections.trainable), compute_selection_entropy(trainable, patch.mask))
-    return floor
 
 
 def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: str = "?") -> Decoded:

@@ -262,7 +262,7 @@ class ServerEndpoint:
         # Models of single sites are not the run's model, and a request may have none.
         keeps_copy = rounds and self._round.models == 1 and patch.mask.count > 0
 
-        def name(received: Tensor | None) -> tuple[str, str]:
+        def name_target(received: Tensor | None) -> tuple[str, str]:
             """Return the names of the vector that the site then holds, and of the request."""
             nonlocal target, copy
             if sent.base == "previous" and (not sent.mask.count or (rounds and received is not None)):
@@ -286,7 +286,7 @@ class ServerEndpoint:
             values="float32_zstd" if is_exact else self.values,
             residual=self._link.residuals.get(stream),
             generator=make_generator(self.seed, "rounding", SERVER, stream, request.kind, request.round),
-            name=name,
+            name_target=name_target,
         )
         return _Sent(message, message.request, target, copy)
 
