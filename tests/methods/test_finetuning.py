@@ -21,7 +21,7 @@ from flare_sparse.methods.method import describe_site_model
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.adaptation import PersonalTrainingDiverged
 from flare_sparse.methods.support.averaging import FINETUNE, FineTuning, fine_tune
-from flare_sparse.rounds.endpoints.server import SERVER
+from flare_sparse.rounds.endpoints.events import SERVER
 from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.tasks.task import VALIDATION
 from flare_sparse.training import Site, SitePrivacy, TrainingConfig

@@ -14,8 +14,8 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import FlareSparseError, SiteExcluded, WireError
 from flare_sparse.core.exchange import Contribution, Patch, Request, Update
 from flare_sparse.methods.method import Method
-from flare_sparse.rounds.endpoints.events import pack_events
-from flare_sparse.rounds.endpoints.server import SERVER, Attempt, ServerEndpoint
+from flare_sparse.rounds.endpoints.events import SERVER, pack_events
+from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.federation.loop import Federation
 from flare_sparse.rounds.federation.records import Outcome, RoundRecord

@@ -25,7 +25,8 @@ from stepped_federation import SITES, LossLog, SteppedFederation
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.exchange import EVALUATE
-from flare_sparse.rounds.endpoints.server import SERVER, Attempt
+from flare_sparse.rounds.endpoints.events import SERVER
+from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation.records import Outcome
 from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.formats import FORMATS

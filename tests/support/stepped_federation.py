@@ -17,7 +17,8 @@ from toy import Toy, ToyBench
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import MissingBase, RoundFailed
 from flare_sparse.privacy.secure_aggregation.stage import SumRules
-from flare_sparse.rounds.endpoints.server import SERVER, Attempt
+from flare_sparse.rounds.endpoints.events import SERVER
+from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.endpoints.site import SiteMemory
 from flare_sparse.rounds.federation.records import Outcome
 from flare_sparse.rounds.federation.rules import RoundRules

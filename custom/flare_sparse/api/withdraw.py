@@ -26,7 +26,7 @@ from ..results.runs.model_files import delete_models, list_site_models
 from ..results.runs.predictions import PREDICTIONS_FILE
 from ..results.runs.received import explain_damage
 from ..results.runs.results import AUDIT_FOLDER, EVALUATIONS
-from ..rounds.endpoints.server import SERVER
+from ..rounds.endpoints.events import SERVER
 from ..tasks.task import Examples, SiteData, load_examples
 from .deployment import Env
 from .run import Run

@@ -13,7 +13,7 @@ from ..config.yaml_files import read_yaml
 from ..core.checkpoint.store import FINISHED, Store
 from ..core.checkpoint.writing import sync_to_disk
 from ..core.errors import CheckpointError, ConfigError
-from ..rounds.endpoints.server import SERVER
+from ..rounds.endpoints.events import SERVER
 from ..tasks.data.source import LOCAL_FILE, SITE_FILE_VARIABLE
 
 CHECKPOINTS_VARIABLE = "FLARE_SPARSE_CHECKPOINTS"

@@ -40,10 +40,11 @@ from ..privacy.dp.account import PRIVACY_FOLDER, Budget, PrivacyAccount
 from ..privacy.dp.scripts import PRIVACY_VARIABLE
 from ..privacy.release import RELEASE_FOLDER, Rule
 from ..results.runs.model_files import save_site_model
+from ..rounds.endpoints.events import SERVER
 from ..rounds.endpoints.plans import InitialModel
 from ..rounds.endpoints.request_checks import ChangeLimit
 from ..rounds.endpoints.request_log import RequestLog
-from ..rounds.endpoints.server import SERVER, ServerEndpoint
+from ..rounds.endpoints.server import ServerEndpoint
 from ..rounds.endpoints.site import SiteEndpoint
 from ..rounds.endpoints.update_store import UpdateStore
 from ..tasks.bundles.task import BundleTask

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..core.errors import MissingBase, RejectedMessage, WireError
 from ..core.exchange import Base, Content, Patch
 from ..core.mask import Mask
-from .encodings import ENCODINGS, Encoding, choose_encoding, compute_selection_entropy
+from .encodings import ENCODINGS, choose_encoding, compute_selection_entropy
+from .encodings.encoding import Encoding
 from .envelope import HEADER_BYTES, Header, is_kind, read_header, round_up_to_words, write_header
 from .formats import FORMATS, WITHOUT_BASE, ValueType
 from .number_format import Coding

@@ -9,7 +9,7 @@ import pytest
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.results.runs.continuation import FINAL, copy_checkpoints, keep_final_checkpoints
-from flare_sparse.rounds.endpoints.server import SERVER
+from flare_sparse.rounds.endpoints.events import SERVER
 
 
 @dataclass(frozen=True)

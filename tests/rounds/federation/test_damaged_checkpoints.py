@@ -15,9 +15,8 @@ from local_federation import LocalFederation, Upload
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.params import compute_digest
 from flare_sparse.core.seeds import limit_threads
-from flare_sparse.rounds.endpoints.server import SERVER
+from flare_sparse.rounds.endpoints.events import SERVER, Event
 from flare_sparse.rounds.endpoints.site import SiteSnapshot
-from flare_sparse.rounds.federation.events import Event
 from flare_sparse.rounds.federation.records import RoundRecord
 from flare_sparse.rounds.federation.rules import RoundRules
 

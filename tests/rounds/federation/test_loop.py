@@ -15,7 +15,7 @@ from local_federation import LocalFederation, Upload
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import CheckpointError, RoundFailed
 from flare_sparse.core.params import compute_digest
-from flare_sparse.rounds.endpoints.server import SERVER
+from flare_sparse.rounds.endpoints.events import SERVER
 from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.run import Transport, run_locally
 

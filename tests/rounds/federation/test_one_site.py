@@ -17,7 +17,8 @@ from flare_sparse.core.errors import RoundFailed
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
-from flare_sparse.rounds.endpoints.server import SERVER, Attempt
+from flare_sparse.rounds.endpoints.events import SERVER
+from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation.records import Outcome
 from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.formats import FORMATS, ValueType

@@ -15,8 +15,9 @@ from flare_sparse.config.policy.policy import PRESETS, read_policy
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import RequestRefused
 from flare_sparse.core.params import compute_digest
+from flare_sparse.rounds.endpoints.events import SERVER
 from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
-from flare_sparse.rounds.endpoints.server import SERVER, Attempt
+from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.federation.records import Outcome, RoundRecord
 from flare_sparse.rounds.federation.rules import RoundRules

@@ -15,7 +15,7 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import RoundFailed
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.support.lora import RankSiteConfig
-from flare_sparse.rounds.endpoints.server import SERVER
+from flare_sparse.rounds.endpoints.events import SERVER
 from flare_sparse.rounds.federation.records import Outcome, RoundRecord
 from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.local.run import run_locally

@@ -10,7 +10,7 @@ from damage import DAMAGES
 from stepped_federation import SteppedFederation
 
 from flare_sparse.core.params import compute_digest
-from flare_sparse.rounds.endpoints.server import SERVER
+from flare_sparse.rounds.endpoints.events import SERVER
 
 
 def run_to_the_end(federation: SteppedFederation, *, resume: bool = False) -> str:

@@ -19,7 +19,7 @@ from ...config.study import Study
 from ...config.withdrawals import Withdrawals
 from ...core.checkpoint.store import Store, iterate_differences
 from ...core.errors import ConfigError
-from ...rounds.endpoints.server import SERVER
+from ...rounds.endpoints.events import SERVER
 from .record import CONFIG, SUMMARY
 
 UNFINISHED = "checkpoints"

@@ -18,7 +18,7 @@ from ...config.user_code import CODE_FOLDER
 from ...core.checkpoint.store import Store
 from ...core.checkpoint.writing import lock_folder
 from ...core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
-from ...rounds.endpoints.server import SERVER
+from ...rounds.endpoints.events import SERVER
 from .continuation import EXPIRED, FINAL, UNFINISHED, expire_checkpoints, keep_final_checkpoints, prepare_continuation
 from .model_files import delete_models
 from .record import APPENDED_FILES, CONFIG, SUMMARY

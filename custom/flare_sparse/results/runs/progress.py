@@ -119,7 +119,7 @@ def format_cells(line: Mapping[str, Any]) -> list[str]:
 
 def append_round(lines: list[Mapping[str, Any]], line: Mapping[str, Any]) -> None:
     """Append the line of a round; the rounds that the run stepped back from before it are removed."""
-    from ...rounds.federation.events import STEPPED_BACK
+    from ...rounds.endpoints.events import STEPPED_BACK
 
     if any(event["event"] == STEPPED_BACK for event in line.get("events", ())):
         lines[:] = [other for other in lines if other["round"] < line["round"]]

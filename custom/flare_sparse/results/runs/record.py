@@ -22,7 +22,7 @@ from ...core.params import compute_digest
 from ...core.version import VERSION
 from ...methods.method import describe_site_model
 from ...privacy.dp.config import PrivacyConfig
-from ...rounds.federation.events import STEPPED_BACK
+from ...rounds.endpoints.events import STEPPED_BACK
 from ...rounds.federation.records import Outcome, RoundRecord
 from ...wire.ledger import Ledger
 from .model_files import delete_models, describe_model, save_model

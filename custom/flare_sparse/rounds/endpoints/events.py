@@ -1,18 +1,35 @@
-"""What a site reports beside its updates: events, number of examples and metrics; their form and their validation."""
+"""Events that the record of a run must show, and what a site reports beside its updates, with its validation.
 
-from collections.abc import Iterable, Mapping
+Events are damaged checkpoints, lost bases, steps back, a run that does not learn, at the server and at the sites.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...core.errors import RejectedMessage, abbreviate
-from ...core.exchange import SiteEvent
+from ...core.exchange import Contribution, SiteEvent
 from ...tasks.task import COUNTS, METRIC_NAMES, is_metric_name
 from ...training.script_trainer import SCORES_BY_TRAINING
+
+SERVER = "server"
+"""The server's name where sites are identified by theirs, for example in the checkpoint folder."""
 
 CHECKPOINT_DAMAGED = "checkpoint_damaged"
 MEMORY_DROPPED = "memory_dropped"
 MODEL_UNCHANGED = "model_unchanged"
+
+STARTED_OVER = "started_over"
+BASE_LOST = "base_lost"
+STEPPED_BACK = "stepped_back"
+UPDATE_DISCARDED = "update_discarded"
+ENDED_EARLY = "ended_early"
+TENSORS_CUT_OFF = "tensors_cut_off"
+DATA_WARNING = "data_warning"
+
+STEP_BACK = "the run steps back by one commit: checkpoint {number:08d} is set aside as stepped-back-{number:08d}"
 
 DETAILS: Mapping[str, str] = {
     CHECKPOINT_DAMAGED: "checkpoint {sequence:08d} failed its checksums and is not used",
@@ -102,3 +119,83 @@ def validate_metrics(value: Any, site: str) -> dict[str, float]:
         if not 1 <= value.get(count, 1) < _EXAMPLES_LIMIT:
             raise RejectedMessage("E_METRICS", count, "at least 1", abbreviate(value[count]), site)
     return {name: float(number) for name, number in value.items()}
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event at the server or at a site.
+
+    Attributes:
+        round: round in whose record the event stands.
+        site: where it happened: a site's name, or ``"server"``.
+        event: code of the event.
+        detail: the event in words, written by the server.
+    """
+
+    round: int
+    site: str
+    event: str
+    detail: str
+
+
+class EventLog:
+    """The events of a run: those of the committed rounds, and those that the next record will show."""
+
+    def __init__(self) -> None:
+        self._reported: set[tuple[str, str, str]] = set()
+        self._pending: list[tuple[str, str, str]] = []
+
+    def restore(self, events: Iterable[Event]) -> None:
+        """Take over the events of committed rounds."""
+        self._reported.update((event.site, event.event, event.detail) for event in events)
+
+    def add_notes(self, notes: Mapping[str, Sequence[str]]) -> None:
+        """Add what the record says of the sites' data, by site."""
+        for site, texts in notes.items():
+            for text in texts:
+                self.add(site, DATA_WARNING, text)
+
+    def add(self, site: str, event: str, detail: str) -> bool:
+        """Add an event to the next record, unless it was reported earlier; return whether it is new."""
+        # Sites report an event with every update, because an update may be lost; a restarted server sees the same
+        # damaged folders again.
+        key = (site, event, detail)
+        if key in self._reported:
+            return False
+        self._reported.add(key)
+        self._pending.append(key)
+        return True
+
+    def add_reports(self, contributions: Iterable[Contribution]) -> None:
+        """Add the events that sites reported beside their updates."""
+        for contribution in contributions:
+            for event in contribution.events:
+                self.add(contribution.site, event.event, describe_event(event))
+
+    def add_damaged_checkpoints(self, numbers: Iterable[int], *, is_empty: bool) -> list[str]:
+        """Add the damaged checkpoints of the server and return the details of the new ones.
+
+        Args:
+            numbers: numbers of the damaged checkpoints.
+            is_empty: whether no intact checkpoint is left.
+        """
+        events = [
+            (CHECKPOINT_DAMAGED, f"checkpoint {number:08d} failed its checksums and is kept as damaged-{number:08d}")
+            for number in numbers
+        ]
+        if events and is_empty:
+            detail = "no checkpoint is intact: the run starts again at round 1, from the initial model"
+            events.append((STARTED_OVER, detail))
+        return [detail for event, detail in events if self.add(SERVER, event, detail)]
+
+    def add_steps_back(self, numbers: Iterable[int]) -> None:
+        """Add the checkpoints of the server that were set aside intact."""
+        for number in numbers:
+            self.add(SERVER, STEPPED_BACK, STEP_BACK.format(number=number))
+
+    def take(self, number: int) -> list[Event]:
+        """Return the events for the record of round ``number``, which are then reported."""
+        # Not at the time of the event: a round that is never committed has no record to show it in.
+        events = [Event(number, *event) for event in self._pending]
+        self._pending = []
+        return events

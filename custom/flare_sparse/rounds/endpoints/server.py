@@ -19,12 +19,9 @@ from ...wire.formats import FORMATS, ValueType
 from ...wire.ledger import Ledger
 from ...wire.stage import ServerStage
 from ..link import ServerLink, Vector, name_new_start, name_request
-from .events import parse_events, validate_metrics, validate_num_examples
+from .events import SERVER, parse_events, validate_metrics, validate_num_examples
 from .plans import InitialModel, choose_values, correct_variances, find_target, plan_request, plan_update
 from .update_store import UpdateStore
-
-SERVER = "server"
-"""The server's name where sites are identified by theirs, for example in the checkpoint folder."""
 
 
 @dataclass(frozen=True)

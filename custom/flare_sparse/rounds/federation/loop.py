@@ -15,8 +15,8 @@ from ...core.errors import RoundFailed
 from ...core.exchange import EVALUATE, Patch
 from ...methods.method import Method
 from ...tasks.task import Metric
-from ..endpoints.server import SERVER, ServerEndpoint, ServerSnapshot
-from .events import ENDED_EARLY, TENSORS_CUT_OFF, UPDATE_DISCARDED, EventLog
+from ..endpoints.events import ENDED_EARLY, SERVER, TENSORS_CUT_OFF, UPDATE_DISCARDED, EventLog
+from ..endpoints.server import ServerEndpoint, ServerSnapshot
 from .progress import ModelComparison, Progress, describe_cut_tensors
 from .records import BestModel, Evaluation, Outcome, RoundRecord
 from .roster import Connections, Roster

@@ -14,7 +14,7 @@ from ...core.exchange import EVALUATE, Contribution, Patch
 from ...core.mask import Mask
 from ...methods.aggregation.weighted import cap
 from ...tasks.task import COUNTS, EPSILON, TEST_EXAMPLES, get_count_name
-from .events import Event
+from ..endpoints.events import Event
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from ...core.exchange import Assignment, Contribution
 from ...methods.method import Method
 from ...tasks.task import EPSILON
 from ...wire.stage import Reply
+from ..endpoints.events import BASE_LOST, EventLog
 from ..endpoints.server import Attempt, ServerEndpoint
-from .events import BASE_LOST, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
 from .records import RoundRecord
 from .roster import AttemptResult, Roster, get_reason_code

@@ -21,10 +21,10 @@ from ...wire.formats import ValueType
 from ...wire.ledger import Ledger
 from ...wire.stage import PLAIN_STAGE, Questions, Reply, ServerStage, SiteStage, Stage, StageRun, StepReply
 from ..endpoints.egress import EgressLog, Outgoing, build_beside, describe_message
-from ..endpoints.events import pack_events
+from ..endpoints.events import SERVER, pack_events
 from ..endpoints.plans import InitialModel
 from ..endpoints.request_log import RequestLog
-from ..endpoints.server import SERVER, Attempt, ServerEndpoint
+from ..endpoints.server import Attempt, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
 from ..federation.loop import Federation
 from ..federation.records import Outcome, RoundRecord
