@@ -251,13 +251,12 @@ class Run:
         """
         from ..flare.launch.approval import read_approval
         from ..results.evidence.dpia import FILE, write_dpia
-        from ..results.evidence.facts import collect_facts
 
         terms = {site: read_policy(find_policy_file(Path(given))) for site, given in (policies or {}).items()}
         # Written again: evaluations and audits after the run belong to the card, whose digest the annex states.
         self.write_card()
         result, file = RunResult.read(self.path), out or self.path / FILE
-        write_dpia(result, collect_facts(result, read_approval(self.path, kit), terms, egress), file)
+        write_dpia(result, read_approval(self.path, kit), terms, egress or {}, file)
         return file
 
     @explain_damage

@@ -19,7 +19,7 @@ from flare_sparse.cli import app
 from flare_sparse.config.policy.policy import Policy
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.evidence.dpia import format_dpia
-from flare_sparse.results.evidence.facts import Approval, collect_facts, list_deviations, list_files
+from flare_sparse.results.evidence.facts import Approval, describe_egress, list_deviations, list_files
 from flare_sparse.results.report.card import format_card
 from flare_sparse.results.runs.load import load_study
 from flare_sparse.results.runs.model_files import read_model, save_model
@@ -36,22 +36,21 @@ QUIET: dict[str, Any] = {
 
 def test_cohorts_are_the_examples_of_every_part_at_every_site(phantom_run: Path) -> None:
     run = RunResult.read(phantom_run)
-    facts = collect_facts(run, NO_JOB, {})
     # 10 subjects a site.
-    text = format_dpia(run, facts)
+    text = format_dpia(run, NO_JOB, {}, {})
     assert "| site-1 | 6 | 2 | 2 |" in text
     assert "| site-2 | 6 | 2 | 2 |" in text
-    assert facts["deviations"] == []
+    assert list_deviations(run) == []
+    egress = describe_egress(run, {})
     for site, folder in find_logs(phantom_run).items():
         last = (folder / "egress.jsonl").read_bytes().splitlines()[-1]
-        assert facts["egress"][site]["head"] == hashlib.sha256(last).hexdigest()
-        assert facts["egress"][site]["lines"] == json.loads(last)["line"]
+        assert egress[site]["head"] == hashlib.sha256(last).hexdigest()
+        assert egress[site]["lines"] == json.loads(last)["line"]
 
 
 def test_permit_of_a_job_stands_in_evidence_model_card_and_egress_log(phantom_run: Path) -> None:
     run = RunResult.read(phantom_run)
-    facts = collect_facts(run, NO_JOB, {})
-    assert "| permit | EA 12/2026 | `config.yaml` |" in format_dpia(run, facts)
+    assert "| permit | EA 12/2026 | `config.yaml` |" in format_dpia(run, NO_JOB, {}, {})
     assert "Permit: EA 12/2026." in format_card(run)
     logs = [read_log(folder) for folder in find_logs(phantom_run).values()]
     assert {line["permit"] for log in logs for line in log} == {"EA 12/2026"}
@@ -108,7 +107,7 @@ def sum_egress(text: str, source: str) -> tuple[int, int]:
 def test_statement_of_another_party_adds_no_row_or_heading(phantom_run: Path) -> None:
     run = RunResult.read(phantom_run)
     hostile = replace(NO_JOB, note="signed |\n\n## Approved |")
-    text = format_dpia(run, collect_facts(run, hostile, {}))
+    text = format_dpia(run, hostile, {}, {})
     assert "Signature none: signed /  ## Approved / | the job's signatures |" in text
     assert "\n\n## Approved" not in text
     # Each row has as many cells as its head; each paragraph is one line.
@@ -119,13 +118,12 @@ def test_statement_of_another_party_adds_no_row_or_heading(phantom_run: Path) ->
 @pytest.mark.slow
 def test_policy_of_a_site_is_shown_with_every_term_and_a_missing_one_is_named(phantom_run: Path) -> None:
     run = RunResult.read(phantom_run)
-    policies = collect_facts(run, replace(NO_JOB, job_id="7"), {"site-1": Policy(min_examples=20)})["policies"]
-    assert policies["site-1"]["terms"]["min_examples"] == 20
-    assert policies["site-2"]["terms"] is None
-    assert "stays at the site" in policies["site-2"]["note"]
-    assert "none in force" in collect_facts(run, NO_JOB, {})["policies"]["site-1"]["note"]
+    text = format_dpia(run, replace(NO_JOB, job_id="7"), {"site-1": Policy(min_examples=20)}, {})
+    assert "| policy of site-1 | min_examples: 20 | given with `--site` |" in text
+    assert "| policy of site-2 | not given: a site's policy stays at the site;" in text
+    assert "| policy of site-1, site-2 | none in force" in format_dpia(run, NO_JOB, {}, {})
     with pytest.raises(ConfigError, match="no such site; its sites are site-1, site-2"):
-        collect_facts(run, NO_JOB, {"site-9": Policy()})
+        format_dpia(run, NO_JOB, {"site-9": Policy()}, {})
 
 
 @pytest.mark.slow
@@ -141,8 +139,7 @@ def test_budget_and_audit_of_a_run_are_passed_on(phantom_run: Path, tmp_path: Pa
     }  # fmt: skip
     audit = {"model_sha256": summary["model_sha256"], "attacks": [attack], "skipped": []}
     (run / "audit.json").write_text(json.dumps(audit))
-    facts = collect_facts(RunResult.read(run), NO_JOB, {})
-    text = format_dpia(RunResult.read(run), facts)
+    text = format_dpia(RunResult.read(run), NO_JOB, {}, {})
     assert "| privacy parameters | epsilon 3.0, delta 1e-05 |" in text
     assert "| spent by site | site-1 2.50 |" in text
     (not_tried,) = [line for line in text.splitlines() if line.startswith("Not tried: ")]
@@ -160,7 +157,7 @@ def test_model_that_was_changed_after_the_run_is_refused(phantom_run: Path, tmp_
     layout = load_study(run).assembly.layout
     save_model(file, layout, read_model(file, layout) + 1e-6)
     with pytest.raises(ConfigError, match="the folder was changed after the run"):
-        collect_facts(RunResult.read(run), NO_JOB, {})
+        format_dpia(RunResult.read(run), NO_JOB, {}, {})
 
 
 def test_every_deviation_names_its_round_and_site(phantom_run: Path) -> None:

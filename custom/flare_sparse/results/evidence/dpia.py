@@ -14,23 +14,28 @@ from ..report.tables import build_subgroups, describe_gap
 from ..report.templates import fill_template
 from ..runs.load import load_study
 from ..runs.results import AUDIT_FILE, RunResult
-from .facts import list_files
+from .facts import Approval, describe_egress, digest_model, list_deviations, list_files
 
 FILE = "dpia.md"
 
 
-def write_dpia(run: RunResult, facts: dict[str, Any], file: Path) -> None:
+def write_dpia(
+    run: RunResult, approval: Approval, policies: Mapping[str, Policy], egress: Mapping[str, Path], file: Path
+) -> None:
     """Write the annex, in the format that the name of the file ends with: .md, .docx or .pdf.
 
     Args:
         run: the run.
-        facts: what :func:`~flare_sparse.results.evidence.facts.collect_facts` returns.
+        approval: who submitted the job.
+        policies: policies in force by site; a run's record has none, because they stay at the sites.
+        egress: folder of the egress log by site, as far as the sites have handed it out.
         file: the file; an earlier one is replaced.
 
     Raises:
-        ConfigError: the file has another ending, or the extra evidence is not installed.
+        ConfigError: the file has another ending, the extra evidence is not installed, or as :func:`format_dpia`.
+        EgressError: an egress log was changed.
     """
-    text, writers = format_dpia(run, facts), {".docx": _write_docx, ".pdf": _write_pdf}
+    text, writers = format_dpia(run, approval, policies, egress), {".docx": _write_docx, ".pdf": _write_pdf}
     if file.suffix == ".md":
         file.write_text(text, encoding="utf-8")
         return
@@ -40,24 +45,28 @@ def write_dpia(run: RunResult, facts: dict[str, Any], file: Path) -> None:
         writers[file.suffix](text, file)
 
 
-def format_dpia(run: RunResult, facts: dict[str, Any]) -> str:
-    """Return the annex as Markdown: what a person completes, and the record of the run in words.
+def format_dpia(run: RunResult, approval: Approval, policies: Mapping[str, Policy], egress: Mapping[str, Path]) -> str:
+    """Return the annex of :func:`write_dpia` as Markdown: what a person completes, and the record of the run in words.
 
-    Args:
-        run: the run.
-        facts: what :func:`~flare_sparse.results.evidence.facts.collect_facts` returns.
+    Raises:
+        ConfigError: the model in the folder is not the one of the record, or a policy or a log is of a site that the
+            run does not name.
+        EgressError: an egress log was changed.
     """
-    summary, task, approval = run.summary, run.config.get("task", {}), facts["approval"]
+    if unknown := sorted({*policies, *egress} - set(run.sites)):
+        raise ConfigError(f"--site {unknown[0]}=...: the run has no such site; its sites are {', '.join(run.sites)}")
+    summary, task = run.summary, run.config.get("task", {})
     final, made = summary["final"]["metrics"], {str(attack["attack"]) for attack in run.audit.get("attacks", [])}
     columns = {name: task[name] for name in ("features", "target", "targets", "group") if task.get(name)}
     reads = load_study(run.path).assembly.task.reads or "not described by the settings"
     unread = f"`{AUDIT_FILE}` is damaged or of another model: repeat the audit."
     privacy = summary.get("privacy") or {}
-    policies = facts["policies"].items()
     content = {
         "run": run,
         "summary": summary,
-        "facts": facts,
+        "model_sha256": digest_model(run),
+        "egress": describe_egress(run, egress),
+        "deviations": list_deviations(run),
         "task": task,
         "approval": approval,
         "submitter": ", ".join(
@@ -67,13 +76,13 @@ def format_dpia(run: RunResult, facts: dict[str, Any]) -> str:
         "has_code": (run.path / "code").is_dir(),
         "metrics": ", ".join(f"{name} {final[name]:.4g}" for name in run.metric_names if name in final),
         "versions": _format_terms(summary.get("versions", {})),
-        "policies": _join_sites({site: _describe_policy(policy) for site, policy in policies}),
+        "policies": _join_sites({site: _describe_policy(policies.get(site), approval) for site in run.sites}),
         "privacy": privacy,
         "spent": ", ".join(f"{site} {epsilon:.2f}" for site, epsilon in sorted(privacy.get("spent", {}).items())),
         "gap": describe_gap(run),
         "subgroups": build_subgroups([run]),
         "days": run.config.get("federation", {}).get("checkpoint_days"),
-        "checkpoints": _join_sites({site: _describe_checkpoints(policy) for site, policy in policies}),
+        "checkpoints": _join_sites({site: _describe_checkpoints(policies.get(site), approval) for site in run.sites}),
         "withdrawn": Withdrawals.read(run.path).describe(),
         "tried": describe_attacks(run) or [unread if (run.path / AUDIT_FILE).is_file() else "No attack was tried."],
         "not_tried": "; ".join(f"{what} ({name})" for name, what in KNOWLEDGE.items() if name not in made),
@@ -175,18 +184,25 @@ def _write_docx(text: str, file: Path) -> None:
     document.save(str(file))
 
 
-def _describe_policy(policy: Mapping[str, Any]) -> tuple[str, str]:
-    if not policy["terms"]:
-        return policy["note"], "not recorded"
+def _describe_missing(approval: Approval) -> str:
+    """Return why the terms of a site are not at hand."""
+    if approval.job_id:
+        return "not given: a site's policy stays at the site; add it with --site"
+    return "none in force: no policy applies to a run without a federation"
+
+
+def _describe_policy(policy: Policy | None, approval: Approval) -> tuple[str, str]:
+    if policy is None:
+        return _describe_missing(approval), "not recorded"
     defaults = Policy().model_dump(mode="json")
-    terms = {name: value for name, value in policy["terms"].items() if value != defaults[name]}
+    terms = {name: value for name, value in policy.model_dump(mode="json").items() if value != defaults[name]}
     return _format_terms(terms) or "no term that forbids anything", "given with `--site`"
 
 
-def _describe_checkpoints(policy: Mapping[str, Any]) -> tuple[str, str]:
-    if not policy["terms"]:
-        return f"{policy['note']}; by default a site of a federation keeps them 90 days", "method"
-    days = policy["terms"]["checkpoint_days"]
+def _describe_checkpoints(policy: Policy | None, approval: Approval) -> tuple[str, str]:
+    if policy is None:
+        return f"{_describe_missing(approval)}; by default a site of a federation keeps them 90 days", "method"
+    days = policy.checkpoint_days
     return "90 days, the default" if days is None else f"{days} days", "policy given with `--site`"
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config.policy.policy import Policy
 from ...config.withdrawals import Withdrawals
 from ...core.errors import ConfigError
 from ...core.params import compute_digest
@@ -17,6 +16,17 @@ from ..runs.load import load_study
 from ..runs.model_files import read_model
 from ..runs.record import list_versions
 from ..runs.results import AUDIT_FILE, RunResult
+
+_OF_SITES = {
+    "excluded": "not asked: {}",
+    "quarantined": "not asked after repeated misses",
+    "rejected": "its update was refused: {}",
+    "timed_out": "it did not reply in time",
+    "abstained": "it replied without values",
+    "capped": "it counted with {} examples, fewer than it reported",
+    "clipped": "its delta of L2 norm {:.3g} was clipped",
+}
+"""What happened to a site in a round, by its name in the line of the round; the text may end with what is noted."""
 
 
 def list_deviations(run: RunResult) -> list[dict[str, Any]]:
@@ -48,20 +58,9 @@ def _iterate_round(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
     number = line["round"]
     if line["attempts"] > 1:
         yield _describe("retried", f"{line['attempts']} attempts until the quorum was met", number)
-    for site, reason in sorted(line["excluded"].items()):
-        yield _describe("excluded", f"not asked: {reason}", number, site)
-    for site in line["quarantined"]:
-        yield _describe("quarantined", "not asked after repeated misses", number, site)
-    for site, code in sorted(line["rejected"].items()):
-        yield _describe("rejected", f"its update was refused: {code}", number, site)
-    for site in line["timed_out"]:
-        yield _describe("timed_out", "it did not reply in time", number, site)
-    for site in line["abstained"]:
-        yield _describe("abstained", "it replied without values", number, site)
-    for site, weight in sorted(line["capped"].items()):
-        yield _describe("capped", f"it counted with {weight} examples, fewer than it reported", number, site)
-    for site, norm in sorted(line["clipped"].items()):
-        yield _describe("clipped", f"its delta of L2 norm {norm:.3g} was clipped", number, site)
+    for kind, text in _OF_SITES.items():
+        for site in sorted(line[kind]):
+            yield _describe(kind, text.format(line[kind][site] if isinstance(line[kind], dict) else ""), number, site)
 
 
 def _describe(kind: str, detail: str, number: int | None = None, site: str | None = None) -> dict[str, Any]:
@@ -85,30 +84,26 @@ def describe_egress(run: RunResult, given: Mapping[str, Path]) -> dict[str, dict
 
 def _describe_site(run: RunResult, site: str, folder: Path | None) -> dict[str, Any]:
     received = [line for line in run.messages if line["direction"] == "up" and line["site"] == site]
-    ledger = [(line["kind"], line["round"], line["payload_bytes"]) for line in received]
     if folder is None:
         lines = [
             {"job": site, "kind": m["kind"], "contents": [m["content"]], "bytes": m["payload_bytes"]} for m in received
         ]
-        note = "not given: a site's log stays at the site; add it with --site"
-        return {"sums": _list_sums(lines), "source": "ledger", "lines": None, "head": None, "note": note}
+        return {
+            "sums": sum_lines(lines),
+            "head": None,
+            "note": "not given: a site's log stays at the site; add it with --site",
+        }
     whole, head = read_chain(folder)
-    name, run_ids = run.summary["name"], (run.summary["run"], "")
     # A hello and a refusal name the job alone.
+    name, run_ids = run.summary["name"], (run.summary["run"], "")
     lines = [line for line in whole if line["job"] == name and line["run"] in run_ids]
     sent = [(line["kind"], line["round"], line["bytes"]) for line in lines if line["run"]]
+    ledger = [(line["kind"], line["round"], line["payload_bytes"]) for line in received]
     note = "the same messages and bytes as the server's ledger"
     if sorted(sent) != sorted(ledger):
         totals = [f"{len(part)} messages, {sum(size for *_, size in part)} bytes" for part in (sent, ledger)]
         note = f"{totals[0]}, and the server's ledger {totals[1]}: see rejected messages among the deviations"
-    return {"sums": _list_sums(lines), "source": "log", "lines": len(whole), "head": head, "note": note}
-
-
-def _list_sums(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {"kind": kind, "contents": contents, "messages": messages, "bytes": size}
-        for (_, kind, contents), (messages, size) in sum_lines(lines).items()
-    ]
+    return {"sums": sum_lines(lines), "lines": len(whole), "head": head, "note": note}
 
 
 def _find_log(site: str, folder: Path) -> Path:
@@ -148,33 +143,6 @@ class Approval:
     certificate_sha256: str = ""
 
 
-def collect_facts(
-    run: RunResult, approval: Approval, policies: Mapping[str, Policy], egress: Mapping[str, Path] | None = None
-) -> dict[str, Any]:
-    """Return what the annex of a finished run states and its summary does not.
-
-    Args:
-        run: the run.
-        approval: who submitted the job.
-        policies: policies in force by site; a run's record has none, because they stay at the sites.
-        egress: folder of the egress log by site, as far as the sites have handed it out.
-
-    Raises:
-        ConfigError: the model in the folder is not the one of the record, or a policy or a log is of a site that the
-            run does not name.
-        EgressError: an egress log was changed.
-    """
-    if unknown := sorted({*policies, *(egress or {})} - set(run.sites)):
-        raise ConfigError(f"--site {unknown[0]}=...: the run has no such site; its sites are {', '.join(run.sites)}")
-    return {
-        "model_sha256": digest_model(run),
-        "policies": {site: _describe_policy(policies.get(site), approval) for site in run.sites},
-        "egress": describe_egress(run, egress or {}),
-        "approval": approval,
-        "deviations": list_deviations(run),
-    }
-
-
 def digest_model(run: RunResult) -> str:
     """Return the digest of the run's model, computed from its file.
 
@@ -189,14 +157,6 @@ def digest_model(run: RunResult) -> str:
             "changed after the run. Take the evidence from an unchanged copy of the result folder"
         )
     return digest
-
-
-def _describe_policy(policy: Policy | None, approval: Approval) -> dict[str, Any]:
-    if policy is not None:
-        return {"terms": policy.model_dump(mode="json")}
-    if not approval.job_id:
-        return {"terms": None, "note": "none in force: no policy applies to a run without a federation"}
-    return {"terms": None, "note": "not given: a site's policy stays at the site; add it with --site"}
 
 
 def list_files(run: Path) -> list[Path]:
