@@ -35,7 +35,7 @@ from round_time import CLIENT, parse_round_starts
 
 from flare_sparse.config.schema import FederationConfig, RunConfig
 from flare_sparse.flare.launch.connection import ServerConnection
-from flare_sparse.flare.launch.simulator import redirect_output, simulate
+from flare_sparse.flare.launch.simulator import Workplace, redirect_output, simulate
 from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.site.setup import allow_classes
@@ -108,7 +108,8 @@ def run_on_loopback(contestant: str, network: str, rounds: int, folder: Path) ->
         return read_start_seconds(folder / "flare.log", rounds)
     for site in SITES:
         (folder / f"{site}.yaml").write_text(f"data: {folder}\n")
-    simulate(build_recipe(contestant, network, rounds), SITES, str(folder / "{site}.yaml"), folder / "result")
+    workplace = Workplace(SITES, str(folder / "{site}.yaml"))
+    simulate(build_recipe(contestant, network, rounds), workplace, folder / "result")
     return read_commit_seconds(folder / "result")
 
 

@@ -96,7 +96,8 @@ def time_neurosfl(
     # The default policy refuses models of more than 2^28 entries.
     policy = folder / "policy.yaml"
     policy.write_text(f"max_model_entries: {1_000_000 * (millions + 1)}\n")
-    simulate(recipe, SITES, str(sites / "{site}.yaml"), folder / "ours", Workplace(checkpoints=kept, policy=policy))
+    workplace = Workplace(SITES, str(sites / "{site}.yaml"), checkpoints=kept, policy=policy)
+    simulate(recipe, workplace, folder / "ours")
     lines = [json.loads(line) for line in (folder / "ours" / "rounds.jsonl").read_text().splitlines()]
     times = [line["committed_at"] for line in lines if line["kind"] == "train"]
     return [b - a for a, b in pairwise(times)]

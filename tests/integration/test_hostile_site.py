@@ -14,7 +14,7 @@ from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig, build_task
 from flare_sparse.core.params import compute_digest
-from flare_sparse.flare.launch.simulator import simulate
+from flare_sparse.flare.launch.simulator import Workplace, simulate
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.rounds.local.run import Course, run_locally
@@ -71,7 +71,7 @@ def test_hostile_site_is_rejected_in_every_round_and_leaves_no_trace(tmp_path: P
     recipe = SparseRecipe(config, modules=(tmp_path / "own_task.py", tmp_path / "hostile_site.py"))
     recipe.add_client_output_filter(attacks.Hostile(HOSTILE), tasks=[TASK])
     out = tmp_path / "out"
-    summary = simulate(recipe, SITES, write_site_files(tmp_path / "files", data.values()), out)
+    summary = simulate(recipe, Workplace(SITES, write_site_files(tmp_path / "files", data.values())), out)
     record = (out / "rounds.jsonl").read_text()
     *training, last = [json.loads(line) for line in record.splitlines()]
     assert [line["rejected"] for line in training] == [{HOSTILE: code} for code, _ in attacks.ATTACKS]

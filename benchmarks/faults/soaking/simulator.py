@@ -40,12 +40,6 @@ def soak(settings: dict[str, Any], sites: int, folder: Path, processes: int | No
     # Every site's process imports ``soaking.faulty``.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FAULTS_FOLDER), os.environ.get("PYTHONPATH", "")])
     began = time.monotonic()
-    simulate(
-        SparseRecipe(RunConfig(**dict(job))),
-        names,
-        site_files,
-        folder,
-        Workplace(allowed_classes=(FaultyTask.__module__,), processes=processes),
-        Recorder(),
-    )
+    workplace = Workplace(names, site_files, allowed_classes=(FaultyTask.__module__,), processes=processes)
+    simulate(SparseRecipe(RunConfig(**dict(job))), workplace, folder, Recorder())
     return summarize(lines, samples, time.monotonic() - began)

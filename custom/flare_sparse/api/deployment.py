@@ -74,7 +74,8 @@ def run_in_flare(env: Env, study: Study, folder: RunFolder, observer: Observer, 
     kits = write_kits(out / "kits", config.stage.generate_kits(sites))
     recipe = build_recipe(study, out)
     folder.clear()
-    simulate(recipe, sorted(sites), site_files, out, Workplace(classes, checkpoints=checkpoints, kits=kits), observer)
+    workplace = Workplace(sorted(sites), site_files, classes, checkpoints=checkpoints, kits=kits)
+    simulate(recipe, workplace, out, observer)
 
 
 def check_service(service: Service | None, env: str, observer: Observer) -> None:

@@ -74,7 +74,7 @@ def run_statistics_job(
     Raises:
         JobFailed: the job ended without statistics.
     """
-    from ..flare.launch.simulator import simulate_statistics
+    from ..flare.launch.simulator import Workplace, simulate_statistics
     from ..flare.launch.submission import run_statistics
 
     out.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def run_statistics_job(
     sites = prepare_site_data(study.config, study.load_task(), out, observer)
     # Site files name identifiers of subjects, which belong to no result.
     site_files = write_site_files(out / "workspace" / "sites", sites.values())
-    return simulate_statistics(recipe, sorted(sites), site_files, out, result, observer)
+    return simulate_statistics(recipe, Workplace(sorted(sites), site_files), out, result, observer)
 
 
 def list_expected(study: Study) -> list[str]:

@@ -17,7 +17,13 @@ from nvflare.recipe import SimEnv
 
 from flare_sparse.flare.launch import simulator
 from flare_sparse.flare.launch.connection import JobFailed
-from flare_sparse.flare.launch.simulator import _follow_lines, simulate, simulate_statistics, watch_site_processes
+from flare_sparse.flare.launch.simulator import (
+    Workplace,
+    _follow_lines,
+    simulate,
+    simulate_statistics,
+    watch_site_processes,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,7 @@ def test_simulator_without_a_result_names_the_cause(number: int, logged: str, ex
 
     recipe: Any = SimpleNamespace(name="job", execute=execute)
     with pytest.raises(JobFailed) as caught:
-        simulate(recipe, ["site-1"], str(tmp_path / "{site}.yaml"), tmp_path / "out")
+        simulate(recipe, Workplace(["site-1"], str(tmp_path / "{site}.yaml")), tmp_path / "out")
     assert str(caught.value).splitlines()[1:] == [f"  {expected}", f"FLARE's log: {tmp_path / 'out' / 'flare.log'}"]
 
 
@@ -78,7 +84,8 @@ def test_simulation_that_loses_a_site_before_the_first_round_starts_again(
         os.write(1, b"ERROR - Communication error with client site-1: [Errno 104] Connection reset by peer\n")
 
     recipe: Any = SimpleNamespace(name="job", execute=execute)
-    arguments = (recipe, ["site-1"], str(tmp_path / "{site}.yaml"), tmp_path, "statistics/columns.json")
+    workplace = Workplace(["site-1"], str(tmp_path / "{site}.yaml"))
+    arguments = (recipe, workplace, tmp_path, "statistics/columns.json")
     if rounds or losses == simulator.STARTS:
         with pytest.raises(JobFailed, match="the process of site-1 died"):
             simulate_statistics(*arguments)

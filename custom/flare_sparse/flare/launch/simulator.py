@@ -41,6 +41,7 @@ from .connection import JobFailed
 CHECK_S = 1.0
 GRACE_S = 10.0
 _DEATH = re.compile(rb"(?:Subprocess died for|Communication error with) client ([\w.@-]+?)(?=[,:\s])")
+Follow = Callable[[], AbstractContextManager[None]]
 _NO_START = b"Failed to create connection to the child process"
 
 
@@ -59,22 +60,14 @@ def watch_site_processes(log: Path, workspace: Path, grace_s: float = GRACE_S) -
     dead = list[str]()
 
     def watch(has_ended: threading.Event) -> None:
-        position, is_last = 0, False
-        while not is_last:
-            # One more pass follows the end: the simulation may have ended because of what it logged last.
-            is_last = has_ended.wait(CHECK_S)
-            if log.is_file():
-                with log.open("rb") as file:
-                    file.seek(position)
-                    text = file.read()
-                # A line without its end is still being written: it is read again in the next pass.
-                text = text[: text.rfind(b"\n") + 1]
-                position += len(text)
-                if found := _find_death(text):
-                    dead.append(found)
-                    if not has_ended.wait(grace_s):
-                        end_processes(list_simulation(workspace))
-                    return
+        known = 0
+        for text in _read_lines(log, has_ended, CHECK_S):
+            if found := _find_death(text[known:]):
+                dead.append(found)
+                if not has_ended.wait(grace_s):
+                    end_processes(list_simulation(workspace))
+                return
+            known = len(text)
 
     with run_beside(watch):
         yield dead
@@ -107,6 +100,8 @@ class Workplace:
     """What the simulated server and sites find on their machines.
 
     Attributes:
+        sites: names of the sites.
+        site_files: path of their site files, with ``{site}`` in place of the name.
         allowed_classes: further class paths that the sites allow, such as that of a user task.
         checkpoints: folder of the checkpoints of server and sites; None: the run cannot be resumed.
         processes: number of sites that run at a time. The others wait for a free process; a site that starts again in a
@@ -115,6 +110,8 @@ class Workplace:
         policy: policy file that the server and every site follow; None: the default policy.
     """
 
+    sites: Sequence[str]
+    site_files: str
     allowed_classes: Sequence[str] = ()
     checkpoints: Path | None = None
     processes: int | None = None
@@ -122,27 +119,17 @@ class Workplace:
     policy: Path | None = None
 
 
-PLAIN = Workplace()
 STARTS = 3
 """How often a simulation starts that ends before its first round, because a site's process is lost."""
 
 
-def simulate(
-    recipe: SparseRecipe,
-    sites: Sequence[str],
-    site_files: str,
-    out: Path,
-    workplace: Workplace = PLAIN,
-    observer: Observer = SILENT,
-) -> dict[str, Any]:
+def simulate(recipe: SparseRecipe, workplace: Workplace, out: Path, observer: Observer = SILENT) -> dict[str, Any]:
     """Run a recipe in the simulator, and collect its record in ``out``.
 
     Args:
         recipe: the job.
-        sites: names of the sites.
-        site_files: path of the sites' site files, with ``{site}`` in place of the name.
-        out: result folder; FLARE's workspace and log are kept in it.
         workplace: what server and sites find on their machines.
+        out: result folder; FLARE's workspace and log are kept in it.
         observer: sees each line of ``rounds.jsonl`` as it is written, and hears of a simulation that starts again.
 
     Returns:
@@ -162,7 +149,7 @@ def simulate(
         observer.see_round(line)
 
     follow = partial(_follow_lines, record / ROUNDS, append_round)
-    _execute(recipe, sites, site_files, out, workplace, record / "summary.json", observer, follow)
+    _execute(recipe, workplace, out, record / "summary.json", observer, follow)
     replace_record(record, out)
     workspace = out / "workspace" / recipe.name
     _copy_site_models(workspace, out)
@@ -177,14 +164,13 @@ def simulate(
 
 
 def simulate_statistics(
-    recipe: Recipe, sites: Sequence[str], site_files: str, out: Path, result: str, observer: Observer = SILENT
+    recipe: Recipe, workplace: Workplace, out: Path, result: str, observer: Observer = SILENT
 ) -> Any:
     """Run a recipe of federated statistics in the simulator and return what it wrote.
 
     Args:
         recipe: the job.
-        sites: names of the sites.
-        site_files: as in :func:`simulate`.
+        workplace: as in :func:`simulate`.
         out: folder of FLARE's workspace and log.
         result: path of the statistics in the server's job folder.
         observer: hears of a simulation that starts again.
@@ -195,7 +181,7 @@ def simulate_statistics(
     """
     out = resolve_folder(out)
     file = _find_server_folder(out, recipe.name) / result
-    _execute(recipe, sites, site_files, out, PLAIN, file, observer)
+    _execute(recipe, workplace, out, file, observer)
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -214,14 +200,7 @@ def _find_server_folder(out: Path, name: str) -> Path:
 
 
 def _execute(
-    recipe: Recipe,
-    sites: Sequence[str],
-    site_files: str,
-    out: Path,
-    workplace: Workplace,
-    result: Path,
-    observer: Observer,
-    follow: Callable[[], AbstractContextManager[None]] = nullcontext,
+    recipe: Recipe, workplace: Workplace, out: Path, result: Path, observer: Observer, follow: Follow = nullcontext
 ) -> None:
     """Run a recipe in the simulator until the server has written ``result``; ``follow`` lasts as long as a start.
 
@@ -232,13 +211,15 @@ def _execute(
     workspace, log = out / "workspace" / recipe.name, out / "flare.log"
     # Each site runs in its own process, which inherits only the environment.
     variables = {
-        SITE_FILE_VARIABLE: site_files,
+        SITE_FILE_VARIABLE: workplace.site_files,
         CHECKPOINTS_VARIABLE: str(workplace.checkpoints or OFF),
         KITS_VARIABLE: str(workplace.kits or ""),
         SITE_MODELS_VARIABLE: str(workspace),
         COMMAND_VARIABLE: identify_command(),
     }
-    environment = SimEnv(clients=list(sites), num_threads=workplace.processes, workspace_root=str(workspace.parent))
+    environment = SimEnv(
+        clients=list(workplace.sites), num_threads=workplace.processes, workspace_root=str(workspace.parent)
+    )
     for start in range(1, STARTS + 1):
         _create_workspace(workspace, workplace)
         cause = ""
@@ -334,16 +315,24 @@ def _follow_lines(path: Path, on_line: Callable[[dict[str, Any]], None]) -> Iter
     """Call ``on_line`` with each new JSON line of a file while the block runs."""
 
     def follow(has_ended: threading.Event) -> None:
-        seen, is_last = set[str](), False
-        while not is_last:
-            # One more pass follows the end of the block, so that no line is lost.
-            is_last = has_ended.wait(0.2)
-            text = path.read_text() if path.is_file() else ""
-            # A line without its end is still being written. A step back replaces the file by one with fewer lines.
-            for line in text[: text.rfind("\n") + 1].splitlines():
+        seen = set[bytes]()
+        for text in _read_lines(path, has_ended, 0.2):
+            # A step back replaces the file by one with fewer lines.
+            for line in text.splitlines():
                 if line not in seen:
                     seen.add(line)
                     on_line(json.loads(line))
 
     with run_beside(follow):
         yield
+
+
+def _read_lines(path: Path, has_ended: threading.Event, pause_s: float) -> Iterator[bytes]:
+    """Yield the complete lines of a file that grows, all of them, again after each pause."""
+    is_last = False
+    while not is_last:
+        # One more pass follows the end: what is written last may be the reason of the end.
+        is_last = has_ended.wait(pause_s)
+        text = path.read_bytes() if path.is_file() else b""
+        # A line without its end is still being written.
+        yield text[: text.rfind(b"\n") + 1]
