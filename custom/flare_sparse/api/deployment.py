@@ -51,7 +51,7 @@ def run_in_flare(env: Env, study: Study, folder: RunFolder, observer: Observer, 
     from ..flare.recipe import list_user_classes
     from ..tasks.data.source import write_site_files
 
-    config, out = study.config, resolve_folder(folder.path) if env == "sim" else folder.path
+    config, out = study.config, resolve_folder(folder.path) if kit is None else folder.path
     start = f"{config.name}: {config.method.name}, {config.method.config.rounds} rounds"
     if kit is not None:
         observer.say(f"{start}, submitted with {kit}")

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 import psutil
 
@@ -60,17 +61,9 @@ def _exit_with(command: str) -> None:
 
 def end_processes(processes: list[psutil.Process]) -> None:
     """End processes: SIGTERM, then SIGKILL for those that are left."""
-    for process in processes:
-        _send(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(processes, timeout=TERMINATION_S)
-    for process in alive:
-        _send(process, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=TERMINATION_S)
-
-
-def _send(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.Error:
-        # It has ended in the meantime.
-        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            # It may have ended in the meantime.
+            with suppress(psutil.Error):
+                process.send_signal(number)
+        _, processes = psutil.wait_procs(processes, timeout=TERMINATION_S)

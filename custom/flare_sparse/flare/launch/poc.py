@@ -1,6 +1,5 @@
 """Run a POC federation with FLARE's ``nvflare poc``: server and sites as processes on this machine, with mTLS."""
 
-import json
 import os
 import socket
 import subprocess
@@ -28,10 +27,7 @@ COMMAND_TIMEOUT_S = 180.0
 
 @contextmanager
 def start_poc(
-    workspace: Path,
-    sites: Mapping[str, SiteData],
-    checkpoints: Path,
-    also: Sequence[str] = (),
+    workspace: Path, sites: Mapping[str, SiteData], checkpoints: Path, also: Sequence[str] = ()
 ) -> Iterator[Path]:
     """Prepare and start a POC federation, and stop it at the end of the block.
 
@@ -47,26 +43,23 @@ def start_poc(
         The startup kit of an admin who may submit jobs.
 
     Raises:
-        ConfigError: FLARE's ports are in use, or the path contains a space.
+        ConfigError: FLARE's ports are in use.
         JobFailed: the federation did not start.
     """
-    if any(character.isspace() for character in str(workspace)):
-        raise ConfigError(
-            f"--out: {str(workspace)!r} contains a space, which FLARE cannot handle; choose another folder"
-        )
     if busy := [port for port in PORTS if _is_port_in_use(port)]:
         raise ConfigError(f"port {busy[0]} is in use, probably by another FLARE server. Stop it: nvflare poc stop")
     _run_poc_command(workspace, "prepare", "--force", "-c", *sites)
-    kits = _find_kits(workspace)
+    kits = {startup.parent.name: startup.parent for startup in sorted(workspace.glob("*/prod_*/*/startup"))}
+    admins = [kit for kit in kits.values() if (kit / "startup" / "fed_admin.json").is_file()]
     for kit in kits.values():
         # Admins build no components and have no allow-list.
-        if not (kit / "startup" / "fed_admin.json").is_file():
+        if kit not in admins:
             allow_classes(kit, also)
     for name, data in sites.items():
         (kits[name] / "local" / LOCAL_FILE).write_text(format_site_file(data), encoding="utf-8")
     try:
         _run_poc_command(workspace, "start", "--timeout", str(START_TIMEOUT_S), checkpoints=checkpoints)
-        yield kits[_find_admin(kits)]
+        yield admins[0]
     finally:
         # Also when the start failed: some of the processes may run. The command fails if none does.
         _run_poc_command(workspace, "stop", check=False)
@@ -101,19 +94,6 @@ def _run_poc_command(
     if check and code != 0:
         end = f"did not end within {COMMAND_TIMEOUT_S:.0f} s" if code is None else f"failed with exit code {code}"
         raise JobFailed("\n  ".join([f"nvflare poc {command} {end}:", *output]))
-
-
-def _find_kits(workspace: Path) -> dict[str, Path]:
-    """Return the startup kits by participant."""
-    return {kit.parent.name: kit.parent for kit in sorted(workspace.glob("*/prod_*/*/startup"))}
-
-
-def _find_admin(kits: Mapping[str, Path]) -> str:
-    for name, kit in kits.items():
-        file = kit / "startup" / "fed_admin.json"
-        if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("admin"):
-            return name
-    raise JobFailed(f"nvflare poc prepare created no admin, only {', '.join(kits)}")
 
 
 def _is_port_in_use(port: int) -> bool:

@@ -189,9 +189,7 @@ def resolve_folder(out: Path) -> Path:
     """Return the absolute path of a result folder, which must have no space."""
     out = out.resolve()
     if any(character.isspace() for character in str(out)):
-        raise ConfigError(
-            f"--out {str(out)!r} contains a space, which FLARE's simulator cannot handle; choose another folder"
-        )
+        raise ConfigError(f"--out {str(out)!r} contains a space, which FLARE cannot handle; choose another folder")
     return out
 
 

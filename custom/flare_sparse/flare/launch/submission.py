@@ -24,14 +24,7 @@ from ...results.runs.model_files import replace_record
 from ...results.runs.record import ROUNDS, GrowingRecord
 from ..controller import READY, RESULTS, STATS
 from ..recipe import SparseRecipe
-from .connection import (
-    LOST,
-    JobFailed,
-    ServerConnection,
-    describe_end,
-    describe_silent_server,
-    find_reason,
-)
+from .connection import LOST, JobFailed, ServerConnection, describe_end, describe_silent_server, find_reason
 
 JOB_FILE = "job_id.txt"
 """File of the result folder that names the job that was submitted last."""
@@ -352,14 +345,9 @@ def _follow(
             if has_rounds:
                 (out / JOB_FILE).write_text(f"{job}\n", encoding="utf-8")
             observer.say(f"job {job}: submitted")
-        follower = JobFollower(
-            connection,
-            job,
-            observer,
-            GrowingRecord(out) if has_rounds else None,
-            restarts=number <= MAX_RESTARTS,
-            shown=shown,
-        )
+        # Each process of a job reports its rounds from the first one on.
+        record = GrowingRecord(out) if has_rounds else None
+        follower = JobFollower(connection, job, observer, record, restarts=number <= MAX_RESTARTS, shown=shown)
         status = follower.follow()
         if status == DROPPED:
             observer.say(
