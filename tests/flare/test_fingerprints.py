@@ -22,9 +22,9 @@ from flare_sparse.flare.questions import (
     ANSWER,
     FingerprintController,
     FingerprintExecutor,
-    QuestionRecipe,
     build_question,
 )
+from flare_sparse.flare.recipe import QuestionRecipe
 from flare_sparse.flare.site.setup import CLASSES
 from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
 from flare_sparse.tasks.nnunet.fingerprint import (

@@ -30,10 +30,10 @@ from flare_sparse.flare.questions import (
     ANSWER,
     DescriptionController,
     FingerprintExecutor,
-    QuestionRecipe,
     StatisticsExecutor,
     build_question,
 )
+from flare_sparse.flare.recipe import QuestionRecipe
 from flare_sparse.flare.session import REQUESTS_FOLDER
 from flare_sparse.flare.site.setup import CLASSES
 from flare_sparse.results.report.describe import write_description

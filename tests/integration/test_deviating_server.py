@@ -16,7 +16,7 @@ from flare_sparse.api.describe import run_statistics_job
 from flare_sparse.config.study import Study
 from flare_sparse.core.observer import SILENT
 from flare_sparse.flare import questions
-from flare_sparse.flare.questions import QuestionRecipe
+from flare_sparse.flare.recipe import QuestionRecipe
 from flare_sparse.rounds.endpoints.egress import find_logs, read_log
 from flare_sparse.rounds.endpoints.request_log import read_record
 
@@ -60,9 +60,7 @@ def test_sites_describe_only_what_their_copy_of_the_job_asks(tmp_path: Path) -> 
         task={"name": "table", "kind": "binary", "target": "y", "features": ["a"], "id": "id"},
         simulator={"data": {"path": "t.csv", "partition": {"kind": "natural", "column": "site"}}},
     )
-    recipe = questions.QuestionRecipe(
-        study.config.job, questions.StatisticsExecutor(10), questions.DescriptionController
-    )
+    recipe = QuestionRecipe(study.config.job, questions.StatisticsExecutor(10), questions.DescriptionController)
     result = questions.DescriptionController.result
     columns = deviate(study, recipe, result, tmp_path / "out", ["h0", "h1"], "least", "quantiles", "bins")
     assert [site["count"] for site in columns["a"].values()] == [60, 60]
@@ -76,9 +74,7 @@ def test_sites_collect_only_the_fingerprint_that_their_copy_of_the_job_asks(tmp_
     study = write_study(
         tmp_path, task={"name": "nnunet"}, simulator={"sites": 2, "data": {"path": str(tmp_path / "{site}")}}
     )
-    recipe = questions.QuestionRecipe(
-        study.config.job, questions.FingerprintExecutor(500), questions.FingerprintController
-    )
+    recipe = QuestionRecipe(study.config.job, questions.FingerprintExecutor(500), questions.FingerprintController)
     result = questions.FingerprintController.result
     content = deviate(study, recipe, result, tmp_path / "out", names, "samples_per_case")
     assert content["sites"] == names

@@ -17,7 +17,7 @@ from ..tasks.nnunet.fingerprint import Fingerprint, count_samples
 from ..tasks.table_config import TableConfig
 
 if TYPE_CHECKING:
-    from ..flare.questions import QuestionRecipe
+    from ..flare.recipe import QuestionRecipe
 
 RECORD = "description.json"
 
@@ -48,7 +48,8 @@ def describe_study(
         )
     with require_extra("describe", "report"):
         from ..results.report.describe import write_description
-    from ..flare.questions import DescriptionController, QuestionRecipe, StatisticsExecutor
+    from ..flare.questions import DescriptionController, StatisticsExecutor
+    from ..flare.recipe import QuestionRecipe
 
     recipe = QuestionRecipe(study.config.job, StatisticsExecutor(least), DescriptionController)
     content = run_statistics_job(study, recipe, DescriptionController.result, out, kit, observer)
@@ -127,7 +128,8 @@ def collect_fingerprints(
     if (name := task.get("name") if isinstance(task, dict) else task) != "nnunet":
         raise ConfigError(f"{config}: task is {name}; a plan needs task: {{name: nnunet}}")
     study = Study.load(config, ["task.plan=null"])
-    from ..flare.questions import FingerprintController, FingerprintExecutor, QuestionRecipe
+    from ..flare.questions import FingerprintController, FingerprintExecutor
+    from ..flare.recipe import QuestionRecipe
 
     recipe = QuestionRecipe(study.config.job, FingerprintExecutor(count_samples(total)), FingerprintController)
     content = run_statistics_job(study, recipe, FingerprintController.result, out, kit, observer)

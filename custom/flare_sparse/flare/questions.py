@@ -12,9 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
-import tempfile
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +27,6 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
-from nvflare.job_config.api import FedJob
-from nvflare.recipe.spec import Recipe
 from pydantic import BaseModel
 
 from ..config.loading import serialize_job
@@ -56,37 +51,13 @@ from .egress import install_recorder
 from .payload import QUESTION, build_refusal, extract, get_refusal_code, wrap
 from .running import hold_data
 from .session import find_record, open_gate, read_job, read_site_policy
-from .workspace import JOB_FILE, get_workspace, write_site_error
+from .workspace import get_workspace, write_site_error
 
 ANSWER = "answer"
 """Only key of an answer's data: bytes, which the guard and the egress log count."""
 ADMITTED = "flare_sparse.admitted"
 """Key of the answer to an admitted question in FLARE's context; the property is private, so it stays at the site."""
 Parsed = TypeVar("Parsed", bound=BaseModel)
-
-
-class QuestionRecipe(Recipe):
-    """A job that asks one question; it carries the study's settings and no code.
-
-    Args:
-        config: the study's settings, whose task reads the data.
-        executor: answers at each site.
-        controller: class that asks, and writes what the answers give.
-    """
-
-    def __init__(self, config: JobConfig, executor: QuestionExecutor, controller: type[QuestionController[Any]]):
-        job = FedJob(name=config.name, min_clients=config.federation.min_sites)
-        super().__init__(job)
-        timeout_s = int(config.federation.task_timeout_s)
-        job.to_server(controller(build_question(executor), timeout_s), id="controller")
-        job.to_clients(executor, tasks=[QUESTION])
-        # The sites have the package: otherwise the job would carry all of it, as code that sites may refuse.
-        job.set_app_packages(["flare_sparse"])
-        # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
-        folder = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        (folder / JOB_FILE).write_text(format_yaml(serialize_job(config)))
-        job.add_file_to_clients(str(folder / JOB_FILE), app_folder_type="config")
 
 
 class QuestionExecutor(Executor, ABC):

@@ -30,7 +30,8 @@ from ..tasks.script import ScriptConfig, ScriptTask
 from .controller import FederatedController
 from .executor import EncodeUpdate, SparseExecutor
 from .job_settings import SERVER_SECTIONS, SITE_SECTIONS, show_settings
-from .payload import HELLO, SUM, TASK
+from .payload import HELLO, QUESTION, SUM, TASK
+from .questions import QuestionController, QuestionExecutor, build_question
 from .session import METHOD_ID, SITE_ID, TASK_ID, SiteSession, UserPart
 from .tracking import TRACKER_ID, Tracker
 from .workspace import JOB_FILE
@@ -38,7 +39,38 @@ from .workspace import JOB_FILE
 NetworkSource = nn.Module | type[nn.Module] | Mapping[str, Any] | str
 
 
-class SparseRecipe(Recipe):
+class _JobRecipe(Recipe):
+    """A recipe whose participants have the package, and the settings of the job beside FLARE's own configuration."""
+
+    def __init__(self, config: JobConfig):
+        job = FedJob(name=config.name, min_clients=config.federation.min_sites)
+        super().__init__(job)
+        # Otherwise the job would carry all of the package, as code that sites may refuse.
+        job.set_app_packages(["flare_sparse"])
+        # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
+        self._staging = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
+        weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
+        (self._staging / JOB_FILE).write_text(format_yaml(serialize_job(config)))
+        job.add_file_to_clients(str(self._staging / JOB_FILE), app_folder_type="config")
+
+
+class QuestionRecipe(_JobRecipe):
+    """A job that asks one question; it carries the study's settings and no code.
+
+    Args:
+        config: the study's settings, whose task reads the data.
+        executor: answers at each site.
+        controller: class that asks, and writes what the answers give.
+    """
+
+    def __init__(self, config: JobConfig, executor: QuestionExecutor, controller: type[QuestionController[Any]]):
+        super().__init__(config)
+        timeout_s = int(config.federation.task_timeout_s)
+        self._job.to_server(controller(build_question(executor), timeout_s), id="controller")
+        self._job.to_clients(executor, tasks=[QUESTION])
+
+
+class SparseRecipe(_JobRecipe):
     """A FLARE recipe of any method, of this package or your own.
 
         recipe = SparseRecipe(load_config("app_configs/neurosfl_brain_age.yaml"))
@@ -61,18 +93,23 @@ class SparseRecipe(Recipe):
     recipe_framework_support = ("pytorch",)
 
     def __init__(self, config: RunConfig, *, modules: tuple[Path, ...] = (), tracker: Tracker | None = None):
-        job = FedJob(name=config.name, min_clients=config.federation.min_sites)
-        super().__init__(job)
-        # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
-        self._staging = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
-        weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
-        job.set_app_packages(["flare_sparse"])
+        super().__init__(config)
+        self._config, job = config, self._job
         if config.federation.gpus:
             job.job.add_resource_spec(PORTABLE_RESOURCE_DEFAULT_KEY, {"num_of_gpus": config.federation.gpus})
-        self._config = config
-        self._add_server_components(job, tracker)
-        self._add_site_components(job, has_steps=config.stage.hides_values)
-        self._add_settings(job, config)
+        job.to_server(FederatedController(**show_settings(config, SERVER_SECTIONS)), id="controller")
+        job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
+        if tracker is not None:
+            job.to_server(tracker, id=TRACKER_ID)
+        steps = [SUM] if config.stage.hides_values else []
+        job.to_clients(SparseExecutor(**show_settings(config, SITE_SECTIONS)), tasks=[HELLO, TASK, *steps])
+        job.to_clients(SiteSession(), id=SITE_ID)
+        self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])
+        job.add_file_to_server(str(self._staging / JOB_FILE), app_folder_type="config")
+        # FLARE builds them from their paths at each site, so that the site's allow-list decides about them.
+        for name, part in describe_user_parts(config).items():
+            job.to_server(UserPart(part), id=name)
+            job.to_clients(UserPart(part), id=name)
         # Nested under "server", the only place where FLARE reads it.
         self.add_server_config({"server": {"task_request_interval": config.federation.request_interval_s}})
         if config.deployment.packaging == "byoc":
@@ -148,29 +185,6 @@ class SparseRecipe(Recipe):
         # Here and not first in the running job: the path may name no class, or the arguments may not fit it.
         load_task(config, script.parent)
         return cls(RunConfig(**dict(config), deployment=DeploymentConfig(packaging=packaging)), modules=modules)
-
-    def _add_server_components(self, job: FedJob, tracker: Tracker | None) -> None:
-        job.to_server(FederatedController(**show_settings(self._config, SERVER_SECTIONS)), id="controller")
-        job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
-        if tracker is not None:
-            job.to_server(tracker, id=TRACKER_ID)
-
-    def _add_site_components(self, job: FedJob, *, has_steps: bool) -> None:
-        executor = SparseExecutor(**show_settings(self._config, SITE_SECTIONS))
-        job.to_clients(executor, tasks=[HELLO, TASK, *([SUM] if has_steps else [])])
-        job.to_clients(SiteSession(), id=SITE_ID)
-        self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])
-
-    def _add_settings(self, job: FedJob, config: JobConfig) -> None:
-        """Add the settings as a YAML file beside FLARE's own configuration, and the user's classes as components."""
-        file = self._staging / JOB_FILE
-        file.write_text(format_yaml(serialize_job(config)))
-        for add in (job.add_file_to_server, job.add_file_to_clients):
-            add(str(file), app_folder_type="config")
-        # FLARE builds them from their paths at each site, so that the site's allow-list decides about them.
-        for name, part in describe_user_parts(config).items():
-            job.to_server(UserPart(part), id=name)
-            job.to_clients(UserPart(part), id=name)
 
     def _add_module(self, job: FedJob, source: Path, *left_out: str) -> None:
         """Copy a file or a package into ``custom/``, under the name that it is imported by."""
