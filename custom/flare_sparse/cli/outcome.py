@@ -63,14 +63,56 @@ class RunProgress:
     """Rounds of a run as far as the command has seen them.
 
     Attributes:
+        command: the user's command.
+        env: environment of the run.
         committed: last committed round; None: none was seen.
     """
 
+    command: RunCommand
+    env: Env
     committed: int | None = None
+
+    @property
+    def has_commit(self) -> bool:
+        """Whether there may be a committed round, which is safe."""
+        return self.env == "prod" or self.committed is not None or RunFolder(self.command.out).has_checkpoint
 
     def record(self, line: Mapping[str, Any]) -> None:
         """Note a round, a line of ``rounds.jsonl``."""
         self.committed = max(min(int(line["round"]), int(line["rounds"])), self.committed or 0)
+
+    def describe_interruption(self, number: int) -> list[str]:
+        """Return what happened, what is safe, and what to type after a signal ended the command."""
+        cause = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if self.env == "prod":
+            happened = f"stopped by {cause}; the job itself continues at the server"
+            return [happened, self._describe_safe(), f"follow it again: {self.command.format('last')}"]
+        return [f"stopped by {cause}; the processes of the run are ended", *self.describe_next_steps(None)]
+
+    def describe_next_steps(self, error: BaseException | None) -> list[str]:
+        """Return what is safe and what to type.
+
+        Args:
+            error: why the run ended; None: the user ended it.
+        """
+        remedy = str(getattr(error, "remedy", ""))
+        # What was to be replaced is still there if the run ended before it had anything of its own.
+        keeps_older = self.command.replaces and self.env != "prod" and self.committed is None
+        way = "to continue" if error is None else "to continue, once the cause is removed"
+        start = ("new" if keeps_older else "last") if self.has_commit else ""
+        return [
+            *([f"remedy: {remedy}"] if remedy else []),
+            self._describe_safe(),
+            f"{way}: {self.command.format(start)}",
+        ]
+
+    def _describe_safe(self) -> str:
+        where = "at the server" if self.env == "prod" else f"in {self.command.out / CHECKPOINTS}"
+        if self.committed is not None:
+            return f"safe: round {self.committed} is committed {where}"
+        if self.has_commit:
+            return f"safe: every round that was committed before, {where}"
+        return "safe: no round was committed yet, so there is nothing to lose"
 
 
 @dataclass
@@ -133,7 +175,7 @@ def explain_outcome(command: RunCommand, env: Env) -> Iterator[RunProgress]:
         DiskFull, OutOfMemory: the run failed because its disk is full, or for lack of memory.
         FlareSparseError: the run's own error, with what is safe and what to type as notes.
     """
-    progress = RunProgress()
+    progress = RunProgress(command, env)
     with watch_signals() as interruption:
         try:
             yield progress
@@ -142,63 +184,19 @@ def explain_outcome(command: RunCommand, env: Env) -> Iterator[RunProgress]:
             if isinstance(error, KeyboardInterrupt) or interruption.number is not None:
                 end_processes(interruption.processes)
                 number = interruption.number or signal.SIGINT
-                for line in describe_interruption(command, env, progress, number):
+                for line in progress.describe_interruption(number):
                     err.print(line, markup=False)
                 raise typer.Exit(128 + number) from None
             failure = find_full_disk(error, command.out) or find_lack_of_memory(error) or error
             if isinstance(failure, (ConfigError, CheckpointError)):
                 raise
             # An error before the first round, such as unreadable data, leaves nothing to continue.
-            has_commit = env == "prod" or progress.committed is not None or RunFolder(command.out).has_checkpoint
-            if has_commit or isinstance(failure, OutOfMemory) or bool(getattr(failure, "remedy", "")):
-                for note in describe_next_steps(command, env, progress, failure):
+            if progress.has_commit or isinstance(failure, OutOfMemory) or bool(getattr(failure, "remedy", "")):
+                for note in progress.describe_next_steps(failure):
                     failure.add_note(note)
             if failure is error:
                 raise
             raise failure from error
-
-
-def describe_interruption(command: RunCommand, env: Env, progress: RunProgress, number: int) -> list[str]:
-    """Return what happened, what is safe, and what to type after a signal ended the command."""
-    cause = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    if env == "prod":
-        happened = f"stopped by {cause}; the job itself continues at the server"
-        return [happened, _describe_safe(env, progress, command.out), f"follow it again: {command.format('last')}"]
-    happened = f"stopped by {cause}; the processes of the run are ended"
-    return [happened, *describe_next_steps(command, env, progress, None)]
-
-
-def describe_next_steps(command: RunCommand, env: Env, progress: RunProgress, error: BaseException | None) -> list[str]:
-    """Return what is safe and what to type.
-
-    Args:
-        command: the user's command.
-        env: environment of the run.
-        progress: rounds seen so far.
-        error: why the run ended; None: the user ended it.
-    """
-    remedy = str(getattr(error, "remedy", ""))
-    has_commit = progress.committed is not None or RunFolder(command.out).has_checkpoint
-    # What was to be replaced is still there if the run ended before it had anything of its own.
-    keeps_older = command.replaces and env != "prod" and progress.committed is None
-    start = "new" if keeps_older else "last"
-    way = "to continue" if error is None else "to continue, once the cause is removed"
-    return [
-        *([f"remedy: {remedy}"] if remedy else []),
-        _describe_safe(env, progress, command.out),
-        f"{way}: {command.format(start if env == 'prod' or has_commit else '')}",
-    ]
-
-
-def _describe_safe(env: Env, progress: RunProgress, out: Path) -> str:
-    where = "at the server" if env == "prod" else f"in {out / CHECKPOINTS}"
-    if progress.committed is not None:
-        return f"safe: round {progress.committed} is committed {where}"
-    if env == "prod":
-        return "safe: every round that was committed before, at the server"
-    if RunFolder(out).has_checkpoint:
-        return f"safe: the rounds that were committed before, {where}"
-    return "safe: no round was committed yet, so there is nothing to lose"
 
 
 def find_full_disk(error: BaseException, out: Path) -> DiskFull | None:

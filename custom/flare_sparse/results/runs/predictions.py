@@ -122,10 +122,14 @@ def compute_predictions(
         # A site that never contributed has no model of its own, and no part in a comparison.
         if name not in recorded or (describe_site_model(assembly.method.config) and name not in own):
             continue
-        parts.append(_predict_site(assembly, _read_model_at(run, assembly, name), name, examples, recorded[name]))
-        digests[name] = _compute_digest(examples, parts[-1][1])
         rows[name] = _tabulate(task, examples)
-    parts = [part for part in parts if len(part[0])]
+        if not examples.n_test:
+            continue
+        predictions, targets = _predict_site(run, assembly, name, examples, recorded[name])
+        ranks = _rank_subjects(examples)
+        parts.append((predictions, targets, ranks, np.full(examples.n_test, name)))
+        facts = sorted(_list_names(examples)) if (ranks >= 0).all() else _to_rows(targets).tolist()
+        digests[name] = sha256(json.dumps(facts).encode()).hexdigest()
     if not parts:
         raise DataError(f"{run}: no site has test examples and a model, so there is nothing to compare")
     predictions, targets = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -155,13 +159,11 @@ def number_labels(labels: Sequence[Hashable]) -> np.ndarray:
 
 
 def _predict_site(
-    assembly: Assembly, weights: Tensor, name: str, examples: Examples, recorded: Mapping[str, float]
-) -> tuple[Tensor, Tensor, np.ndarray, np.ndarray]:
-    """Return predictions, targets, subjects and the site's name for each test example of a site."""
-    if not examples.n_test:
-        return torch.zeros(0), torch.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=str)
-    task = assembly.task
-    predictions, targets = task.measure_all(assembly.build_network(weights), examples.test)
+    run: Path, assembly: Assembly, name: str, examples: Examples, recorded: Mapping[str, float]
+) -> tuple[Tensor, Tensor]:
+    """Return predictions and targets of the test examples of a site."""
+    task, network = assembly.task, assembly.build_network(_read_model_at(run, assembly, name))
+    predictions, targets = task.measure_all(network, examples.test)
     metrics = task.metrics(predictions, targets)
     for metric, value in metrics.items():
         expected = recorded.get(metric, value)
@@ -170,7 +172,7 @@ def _predict_site(
                 f"site {name}: {metric} of the final model is {value:.6g} on the data here, but the run recorded "
                 f"{expected:.6g}; the data or the package has changed since the run"
             )
-    return predictions, targets, _rank_subjects(examples), np.full(examples.n_test, name)
+    return predictions, targets
 
 
 def _rank_subjects(examples: Examples) -> np.ndarray:
@@ -180,13 +182,6 @@ def _rank_subjects(examples: Examples) -> np.ndarray:
         return np.full(examples.n_test, -1)
     ranks = {name: rank for rank, name in enumerate(sorted({subject for subject, _ in _list_names(examples)}))}
     return np.array([ranks[name] for name in tested], dtype=np.int64)
-
-
-def _compute_digest(examples: Examples, targets: Tensor) -> str:
-    """Return the SHA-256 of a site's sorted identifiers; of its test targets where the task names no subject."""
-    are_named = (_rank_subjects(examples) >= 0).all()
-    facts = sorted(_list_names(examples)) if are_named else _to_rows(targets).tolist()
-    return sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _list_names(examples: Examples) -> list[tuple[str, str]]:
