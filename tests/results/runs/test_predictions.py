@@ -13,7 +13,7 @@ from flare_sparse.config.study import Study
 from flare_sparse.results.report.findings import build_comparisons
 from flare_sparse.results.report.page import write_report
 from flare_sparse.results.runs.bootstrap import compute_t_quantile
-from flare_sparse.results.runs.comparison import OTHER_SUBJECTS, describe_groups, describe_runs
+from flare_sparse.results.runs.comparison import OTHER_SUBJECTS, describe_runs
 from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.predictions import RUN, Predictions
 from flare_sparse.results.runs.results import RunResult, read_runs
@@ -68,7 +68,7 @@ def test_runs_with_other_usable_subjects_are_not_paired_by_rank(visits: Path) ->
     skipped = run_table(visits, "skipped", f"{REGRESSION}, id: visit, skip_bad_subjects: true")
     first, second = read_predictions(imputed).digests, read_predictions(skipped).digests
     assert (first["a"] == second["a"], first["b"] == second["b"]) == (False, True)
-    group = describe_groups(read_runs([imputed.path, skipped.path]))[0]
+    group = describe_runs(read_runs([imputed.path, skipped.path]), {})["groups"][0]
     assert group["notes"]["skipped"] == f"a left out: {OTHER_SUBJECTS}"
     difference = group["differences"]["skipped"]["mae"]
     assert list(difference["by_site"]) == ["b"]
@@ -104,7 +104,7 @@ def test_rows_of_one_subject_have_its_rank_and_count_once(visits: Path) -> None:
 def test_binary_runs_are_compared_by_accuracy_and_auc(visits: Path) -> None:
     task = "kind: binary, target: died, id: visit, missing: impute"
     paths = [run_table(visits, f"binary-{name}", task, name).path for name in ("fedavg", "local_only")]
-    fedavg, local_only = describe_groups(read_runs(paths))
+    fedavg, local_only = describe_runs(read_runs(paths), {})["groups"]
     assert list_figures(paths) == {"risks"}
     assert fedavg["differences"]["local_only"].keys() == {"accuracy", "auc_across_sites"}
     assert fedavg["auc_across_sites"] == pytest.approx(read_predictions(RunResult.read(paths[0])).pooled["auc"])
@@ -120,7 +120,7 @@ def test_survival_runs_are_compared_across_sites_unless_a_model_is_a_sites_own(
 ) -> None:
     task = "kind: survival, target: months, event: died, id: visit, missing: impute"
     paths = [run_table(visits, f"survival-{name}", task, name).path for name in ("fedavg", "local_only")]
-    fedavg, local_only = describe_groups(read_runs(paths))
+    fedavg, local_only = describe_runs(read_runs(paths), {})["groups"]
     assert list_figures(paths) == {"survival"}
     assert {other: [*metrics] for other, metrics in fedavg["differences"].items()} == {
         "site_mean": ["c_index_across_sites"],

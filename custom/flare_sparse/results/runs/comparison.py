@@ -57,20 +57,13 @@ def describe_runs(runs: Sequence[RunResult], notes: Mapping[str, str]) -> dict[s
         runs: the runs, which share one metric.
         notes: by label, why a run has no predictions.
     """
+    groups = group_by_seed(list(runs))
+    tests = [ExampleTests.collect(group) for group in groups]
+    labelled = list(zip(label_groups(groups), tests, strict=True))
     return {
         "runs": [_describe_run(run, notes.get(run.label, "")) for run in runs],
-        "groups": describe_groups(runs),
+        "groups": [_describe_group(group, number, labelled) for number, group in enumerate(groups)],
     }
-
-
-def describe_groups(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """Return the figures of runs that differ by seed and fold only, and their differences from the other groups."""
-    groups = group_by_seed(list(runs))
-    labelled = [(label, ExampleTests.collect(group)) for label, group in zip(label_groups(groups), groups, strict=True)]
-    return [
-        _describe_group(label, group, tests, [*labelled[:number], *labelled[number + 1 :]])
-        for number, ((label, tests), group) in enumerate(zip(labelled, groups, strict=True))
-    ]
 
 
 def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
@@ -112,12 +105,16 @@ def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
 
 
 def _describe_group(
-    label: str,
-    group: Sequence[RunResult],
-    tests: ExampleTests | None,
-    other_groups: Sequence[tuple[str, ExampleTests | None]],
+    group: Sequence[RunResult], number: int, labelled: Sequence[tuple[str, ExampleTests | None]]
 ) -> dict[str, Any]:
-    """Return the figures of runs that differ by seed and fold only: every subject with its mean over all tests."""
+    """Return the figures of runs that differ by seed and fold only: every subject with its mean over all tests.
+
+    Args:
+        group: the runs.
+        number: of the group.
+        labelled: label and tests of every group.
+    """
+    label, tests = labelled[number]
     description: dict[str, Any] = {"label": label, "runs": [run.label for run in group], "subjects": None}
     if tests is None or tests.kind is None:
         return {**description, "differences": {}, "notes": {}}
@@ -125,7 +122,11 @@ def _describe_group(
     for metric in select_metrics(tests.kind, has_site_models=tests.has_site_models(RUN)):
         description[metric.name] = evaluate_metric(metric, *tests.collect_examples(RUN, metric, sorted(tests.rows)))
     others = {name: (tests, name) for name in tests.baselines}
-    others |= {other: (found, RUN) for other, found in other_groups if found is not None and found.kind == tests.kind}
+    others |= {
+        other: (found, RUN)
+        for other, found in [*labelled[:number], *labelled[number + 1 :]]
+        if found is not None and found.kind == tests.kind
+    }
     return description | tests.compare(others)
 
 
@@ -209,11 +210,11 @@ class ExampleTests:
             notes, differences = [note] if note else [], {}
             has_site_models = self.has_site_models(RUN) or other.has_site_models(name)
             for metric in select_metrics(self.kind, has_site_models=has_site_models) if keys else ():
-                scores, *examples = self.collect_examples(RUN, metric, keys)
+                first, targets, sites, subjects = self.collect_examples(RUN, metric, keys)
                 second, *_ = other.collect_examples(name, metric, keys)
-                difference = compare_predictors(metric, scores, second, *examples)
+                difference = compare_predictors(metric, first, second, targets, sites, subjects)
                 if difference is not None:
-                    differences[metric.name] = asdict(difference) | {"subjects": len(np.unique(examples[2]))}
+                    differences[metric.name] = asdict(difference) | {"subjects": len(np.unique(subjects))}
                 elif is_too_large(metric, len(keys)):
                     notes.append(f"no {metric.name}: it compares all pairs of at most {MOST_PAIRED:,} examples")
                 else:

@@ -54,7 +54,9 @@ class EvaluationSet:
     def __init__(self, assembly: Assembly, data: SiteData, split: Part):
         self.data, self.task, seed = data, assembly.task, assembly.method.seed
         examples = load_examples(self.task, data, seed)
-        parts = {"train": examples.train, "validation": examples.validation, "test": examples.test}
+        parts: dict[str, Any] = {
+            "train": examples.train, "validation": examples.validation, "test": examples.test
+        }  # fmt: skip
         chosen = [part for name, part in parts.items() if split in ("all", name) and part is not None and len(part)]
         dataset: Dataset[Any] = ConcatDataset(chosen) if chosen else TensorDataset(torch.zeros(0))
         self.size, self.skipped = sum(map(len, chosen)), examples.skipped

@@ -17,7 +17,7 @@ from ...config.study import Study
 from ...config.user_code import CODE_FOLDER
 from ...core.checkpoint.store import Store
 from ...core.checkpoint.writing import lock_folder
-from ...core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
+from ...core.errors import CheckpointError, ConfigError, DiskFull
 from ...rounds.endpoints.events import SERVER
 from .continuation import EXPIRED, FINAL, UNFINISHED, expire_checkpoints, keep_final_checkpoints, prepare_continuation
 from .model_files import delete_models
@@ -39,7 +39,7 @@ RECORD = (
     AUDIT_FILE,
 )
 """Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
-FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER)
+FOLDERS = (CHECKPOINTS, EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER)
 """Folders that describe the models and the sites of a finished run, or continue it."""
 
 
@@ -146,6 +146,12 @@ class RunFolder:
         if out.exists() and not out.is_dir():
             raise ConfigError(f"--out {out}: this is a file; choose a folder, or a name that does not exist")
         try:
+            out.mkdir(parents=True, exist_ok=True)
+            # The lock may be there already, and a quota shows in no number of free bytes.
+            with tempfile.TemporaryFile(dir=out) as file:
+                file.write(bytes(100_000))
+                file.flush()
+                os.fsync(file.fileno())
             lock = lock_folder(out, patience_s)
         except BlockingIOError as error:
             raise ConfigError(
@@ -153,7 +159,9 @@ class RunFolder:
                 f"flare-sparse watch {out}, or choose another --out"
             ) from error
         except OSError as error:
-            raise _explain_unwritable(out, error) from error
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(describe_disk(out, measure_free(out))) from error
+            raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
         try:
             yield
         finally:
@@ -167,35 +175,24 @@ class RunFolder:
             advise: returns what the user has to type for another start, such as ``new``.
 
         Raises:
-            ConfigError: the folder cannot be written, or it holds a run that would be lost.
+            ConfigError: the folder holds a run that would be lost.
             DiskFull: its disk has too little space.
         """
-        out = self.path
-        if not self.resume and not self.replaces:
-            self._check_for_a_run(keeps_state=keeps_state, advise=advise)
-        try:
-            with tempfile.TemporaryFile(dir=out) as file:
-                file.write(bytes(100_000))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise _explain_unwritable(out, error) from error
-        free = measure_free(out)
-        if free is not None and free < LEAST_FREE:
-            raise DiskFull(describe_disk(out, free))
-        return replace(self, path=out.resolve())
-
-    def _check_for_a_run(self, *, keeps_state: bool, advise: Callable[[str], str]) -> None:
-        if self.is_finished:
+        is_new = not self.resume and not self.replaces
+        if is_new and self.is_finished:
             raise ConfigError(
                 f"--out {self.path}: holds a finished run, which would be lost. Choose another folder, or replace it: "
                 f"{advise('new')}"
             )
-        if keeps_state and self.has_checkpoint:
+        if is_new and keeps_state and self.has_checkpoint:
             raise ConfigError(
                 f"--out {self.path}: holds an interrupted run. Continue it from its last committed round: "
                 f"{advise('last')}\nor start again from the beginning: {advise('new')}"
             )
+        free = measure_free(self.path)
+        if free is not None and free < LEAST_FREE:
+            raise DiskFull(describe_disk(self.path, free))
+        return replace(self, path=self.path.resolve())
 
     def clear(self) -> None:
         """Delete the checkpoints of an earlier run, and with ``replaces`` its record and models, too.
@@ -204,18 +201,12 @@ class RunFolder:
         """
         if self.resume:
             return
+        for name in FOLDERS if self.replaces else (CHECKPOINTS, FINAL):
+            shutil.rmtree(self.path / name, ignore_errors=True)
         if self.replaces:
-            self.delete_record()
-        for name in (CHECKPOINTS, FINAL):
-            shutil.rmtree(self.path / name, ignore_errors=True)
-
-    def delete_record(self) -> None:
-        """Delete the record and the models of an earlier run, so that nothing of it is taken for the new one's."""
-        delete_models(self.path)
-        for name in RECORD:
-            (self.path / name).unlink(missing_ok=True)
-        for name in FOLDERS:
-            shutil.rmtree(self.path / name, ignore_errors=True)
+            delete_models(self.path)
+            for name in RECORD:
+                (self.path / name).unlink(missing_ok=True)
 
     def open_checkpoints(self, study: Study) -> Path:
         """Return the folder of the checkpoints, which a run that is resumed must have.
@@ -278,12 +269,6 @@ def measure_free(path: Path) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
-
-
-def _explain_unwritable(out: Path, error: OSError) -> FlareSparseError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(describe_disk(out, measure_free(out)))
-    return ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder")
 
 
 def copy_user_code(code: Sequence[Path], folder: Path) -> None:

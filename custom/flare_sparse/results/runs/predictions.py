@@ -13,12 +13,15 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import pydantic.dataclasses
 import torch
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -40,7 +43,17 @@ TOLERANCE = 1e-3
 """Largest relative difference of a recomputed metric from the recorded one; other data differs far more."""
 
 
-@dataclass(frozen=True)
+def _store(**options: Any) -> tuple[Any, ...]:
+    """Return how arrays become lists of a JSON file, and lists arrays."""
+    return PlainValidator(partial(np.array, **options)), PlainSerializer(np.ndarray.tolist)
+
+
+Names = Annotated[np.ndarray, *_store(dtype=str)]
+Ranks = Annotated[np.ndarray, *_store(dtype=np.int64)]
+Rows = Annotated[np.ndarray, *_store(dtype=np.float64, ndmin=2)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
 class Predictions:
     """Predictions for the test examples of all sites, in the order of the sites' names.
 
@@ -59,10 +72,10 @@ class Predictions:
 
     identity: str
     kind: Kind | None
-    sites: np.ndarray
-    subjects: np.ndarray
-    targets: np.ndarray
-    values: dict[str, np.ndarray]
+    sites: Names
+    subjects: Ranks
+    targets: Rows
+    values: dict[str, Rows]
     digests: dict[str, str]
     site_models: tuple[str, ...] = ()
     pooled: dict[str, float] = field(default_factory=dict)
@@ -71,28 +84,20 @@ class Predictions:
     def write(self, file: Path) -> None:
         """Write the predictions as JSON."""
         file.parent.mkdir(exist_ok=True)
-        arrays = {name: getattr(self, name).tolist() for name in ("sites", "subjects", "targets")}
-        values = {name: rows.tolist() for name, rows in self.values.items()}
-        write_json(file, {**vars(self), **arrays, "values": values})
+        write_json(file, _ADAPTER.dump_python(self))
 
     @classmethod
     def read(cls, file: Path, identity: str) -> Predictions | None:
-        """Read the predictions of a run; None if there are none, or those of another model."""
+        """Read the predictions of a run; None if there are none, those of another model, or damaged ones."""
         try:
-            content = parse_record(file.read_text(encoding="utf-8"))
-            if content["identity"] != identity:
-                return None
-            count = len(content["sites"])
-            to_rows = {name: np.array(v, dtype=np.float64).reshape(count, -1) for name, v in content["values"].items()}
-            arrays = {
-                "sites": np.array(content["sites"], dtype=str),
-                "subjects": np.array(content["subjects"], dtype=np.int64),
-                "targets": np.array(content["targets"], dtype=np.float64).reshape(count, -1),
-                "values": to_rows,
-            }
-            return cls(**{**content, **arrays, "site_models": tuple(content["site_models"])})
-        except (OSError, ValueError, KeyError, TypeError):
+            found = _ADAPTER.validate_python(parse_record(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
             return None
+        lengths = {len(part) for part in (found.sites, found.subjects, found.targets, *found.values.values())}
+        return found if found.identity == identity and len(lengths) == 1 else None
+
+
+_ADAPTER = TypeAdapter(Predictions)
 
 
 def compute_predictions(
