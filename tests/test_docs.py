@@ -180,7 +180,7 @@ def test_options_that_messages_name_exist() -> None:
         for file in (ROOT / "custom").rglob("*.py")
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+\b", file.read_text())
     }
-    others = {"--now", "--override", "--lr", "--epochs", "--force", "--timeout"}  # systemctl, ...
+    others = {"--override", "--lr", "--epochs", "--force", "--timeout"}  # of other commands
     assert named - known - {"--help"} == others
 
 

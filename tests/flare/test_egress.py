@@ -22,7 +22,7 @@ from flare_sparse.components.decomposers import MaskDecomposer
 from flare_sparse.core.mask import Mask
 from flare_sparse.flare.egress import EgressRecorder, install_recorder, iterate_buffers
 from flare_sparse.flare.payload import HELLO, build_refusal, get_refusal_code, wrap
-from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
+from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_chain
 
 
 class Cell:
@@ -82,7 +82,7 @@ def test_results_of_every_kind_have_a_line_with_the_policy_in_force(tmp_path: Pa
     ]
     for result in results:
         send(result, fl_ctx)
-    lines = read_log(tmp_path / EGRESS_FOLDER / "site-1")
+    lines = read_chain(tmp_path / EGRESS_FOLDER / "site-1")[0]
     assert [(line["kind"], line["contents"]) for line in lines] == [
         ("hello", ["versions and limits"]),
         ("refusal", ["E_DATA"]),
@@ -108,7 +108,7 @@ def test_what_a_job_hides_beside_its_numbers_is_counted(tmp_path: Path) -> None:
         send(result, fl_ctx)
     fl_ctx.set_prop("rows", rows, private=False, sticky=True)
     send(hidden[0], fl_ctx)
-    sent = [line["sent_bytes"] for line in read_log(tmp_path / EGRESS_FOLDER / "site-1")]
+    sent = [line["sent_bytes"] for line in read_chain(tmp_path / EGRESS_FOLDER / "site-1")[0]]
     assert min(sent[1:]) > sent[0] + len(rows)
 
 
@@ -118,7 +118,7 @@ def test_job_is_found_with_and_without_a_configuration_folder_of_the_kit(folder:
     (tmp_path / "job-id" / folder).mkdir(parents=True)
     (tmp_path / "job-id" / folder / "flare_sparse.yaml").write_text("name: age\npermit: EA 1\n")
     send(make_reply(ReturnCode.OK), fl_ctx)
-    (line,) = read_log(tmp_path / EGRESS_FOLDER / "site-1")
+    (line,) = read_chain(tmp_path / EGRESS_FOLDER / "site-1")[0]
     assert (line["job"], line["permit"]) == ("age", "EA 1")
 
 
@@ -173,7 +173,7 @@ def test_messages_outside_of_a_result_have_a_line_for_each_receiver(tmp_path: Pa
     question = Shareable()
     question.set_peer_props({"__identity_name__": "site-2"})
     assert engine.aux_runner.dispatch(topic="ask", request=question, fl_ctx=fl_ctx) is answer
-    lines = read_log(tmp_path / EGRESS_FOLDER / "site-1")
+    lines = read_chain(tmp_path / EGRESS_FOLDER / "site-1")[0]
     assert [(line["kind"], *line["contents"], line["beside"]["receiver"]) for line in lines] == [
         *(
             ("message", topic, to)

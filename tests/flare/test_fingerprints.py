@@ -26,7 +26,7 @@ from flare_sparse.flare.questions import (
 )
 from flare_sparse.flare.recipe import QuestionRecipe
 from flare_sparse.flare.site.setup import CLASSES
-from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
+from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_chain
 from flare_sparse.tasks.nnunet.fingerprint import (
     Fingerprint,
     Intensities,
@@ -67,7 +67,7 @@ def test_site_answers_with_its_fingerprint_which_the_egress_log_names(tmp_path: 
     site = make_site(tmp_path, job)
     text = from_shareable(site.answer(QUESTION, QUESTIONED)).data[ANSWER]
     assert Fingerprint.model_validate_json(text) == compute_fingerprint(tmp_path / "raw", SAMPLES)
-    (line,) = read_log(site.folder / EGRESS_FOLDER / "A")
+    (line,) = read_chain(site.folder / EGRESS_FOLDER / "A")[0]
     assert (line["permit"], line["contents"]) == ("EA 1", ["statistics"])
     assert line["bytes"] >= len(text)
 

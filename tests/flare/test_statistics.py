@@ -37,7 +37,7 @@ from flare_sparse.flare.recipe import QuestionRecipe
 from flare_sparse.flare.session import REQUESTS_FOLDER
 from flare_sparse.flare.site.setup import CLASSES
 from flare_sparse.results.report.describe import write_description
-from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_log
+from flare_sparse.rounds.endpoints.egress import EGRESS_FOLDER, read_chain
 from flare_sparse.rounds.endpoints.request_log import read_record
 from flare_sparse.tasks.columns import LEAST, Description
 
@@ -149,7 +149,7 @@ def test_columns_are_described_by_site_with_the_warnings_that_decide(
 
 def test_every_answer_has_a_line_in_the_egress_log_with_the_permit(sites: list[DescribedSite]) -> None:
     describe(sites)
-    lines = read_log(sites[0].folder / EGRESS_FOLDER / "A")
+    lines = read_chain(sites[0].folder / EGRESS_FOLDER / "A")[0]
     assert [(line["job"], line["permit"], line["contents"]) for line in lines] == [
         ("study", "EA 1", ["statistics"]),
     ]

@@ -41,7 +41,7 @@ from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.site.setup import AUTHORIZATION, revoke_code_right
 from flare_sparse.results.runs.folder import RunFolder
-from flare_sparse.rounds.endpoints.egress import find_logs, read_log
+from flare_sparse.rounds.endpoints.egress import find_logs, read_chain
 from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.tasks.task import SiteData
 
@@ -193,7 +193,7 @@ def count_egress(kits: Path) -> Counter[tuple[str, str, int, int]]:
         (site, line["kind"], line["round"], line["bytes"])
         for site in SITES
         for folder in find_logs(kits / site).values()
-        for line in read_log(folder)
+        for line in read_chain(folder)[0]
         if line["run"]
     )
 

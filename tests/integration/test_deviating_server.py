@@ -17,7 +17,7 @@ from flare_sparse.config.study import Study
 from flare_sparse.core.observer import SILENT
 from flare_sparse.flare import questions
 from flare_sparse.flare.recipe import QuestionRecipe
-from flare_sparse.rounds.endpoints.egress import find_logs, read_log
+from flare_sparse.rounds.endpoints.egress import find_logs, read_chain
 from flare_sparse.rounds.endpoints.request_log import read_record
 
 pytestmark = pytest.mark.long
@@ -37,7 +37,7 @@ def deviate(study: Study, recipe: QuestionRecipe, result: str, out: Path, sites:
     assert json.loads(codes.read_text()) == dict.fromkeys(("flare", "kind", "no terms", *terms), refused)
     records = [read_record(file) for file in out.rglob("flare_sparse_requests/*/study-*.json")]
     assert [(len(record.requests), len(record.questions)) for record in records] == [(1, 1)] * 2
-    logs = [read_log(folder) for folder in find_logs(out).values()]
+    logs = [read_chain(folder)[0] for folder in find_logs(out).values()]
     assert [[line["contents"] for line in lines].count(["E_REQUEST"]) for lines in logs] == [3 + len(terms)] * 2
     return content
 

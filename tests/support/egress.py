@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from flare_sparse.rounds.endpoints.egress import find_logs, read_log
+from flare_sparse.rounds.endpoints.egress import find_logs, read_chain
 
 
 def assert_logs_equal_ledger(run: Path) -> None:
@@ -18,7 +18,7 @@ def assert_logs_equal_ledger(run: Path) -> None:
             ledger[line["site"], line["kind"], line["round"], line["payload_bytes"]] += 1
     logged: Counter[tuple[str, str, int, int]] = Counter()
     for site, folder in find_logs(run).items():
-        hello, *lines = read_log(folder)
+        hello, *lines = read_chain(folder)[0]
         assert (hello["kind"], hello["bytes"]) == ("hello", 0)
         logged += Counter((site, line["kind"], line["round"], line["bytes"]) for line in lines)
     assert logged == ledger

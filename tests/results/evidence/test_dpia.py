@@ -24,7 +24,7 @@ from flare_sparse.results.report.card import format_card
 from flare_sparse.results.runs.load import load_study
 from flare_sparse.results.runs.model_files import read_model, save_model
 from flare_sparse.results.runs.results import RunResult
-from flare_sparse.rounds.endpoints.egress import find_logs, read_chain, read_log
+from flare_sparse.rounds.endpoints.egress import find_logs, read_chain
 
 NO_JOB = Approval("none", "one process")
 PAGE = Path(__file__).parents[3] / "docs" / "evidence.md"
@@ -52,7 +52,7 @@ def test_permit_of_a_job_stands_in_evidence_model_card_and_egress_log(phantom_ru
     run = RunResult.read(phantom_run)
     assert "| permit | EA 12/2026 | `config.yaml` |" in format_dpia(run, NO_JOB, {}, {})
     assert "Permit: EA 12/2026." in format_card(run)
-    logs = [read_log(folder) for folder in find_logs(phantom_run).values()]
+    logs = [read_chain(folder)[0] for folder in find_logs(phantom_run).values()]
     assert {line["permit"] for log in logs for line in log} == {"EA 12/2026"}
     assert len(logs) == 2
 

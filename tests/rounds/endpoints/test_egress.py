@@ -27,7 +27,7 @@ from flare_sparse.rounds.endpoints.egress import (
     EgressError,
     EgressLog,
     Outgoing,
-    read_log,
+    read_chain,
 )
 
 
@@ -136,7 +136,7 @@ def test_every_message_of_processes_killed_at_any_time_has_a_line(tmp_path: Path
     line = [sys.executable, "-c", KILLED, str(tmp_path / "log")]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     sent = done.stdout.split()
-    logged = [entry["sha256"] for entry in read_log(tmp_path / "log")]
+    logged = [entry["sha256"] for entry in read_chain(tmp_path / "log")[0]]
     assert sent
     assert set(sent) <= set(logged)
     assert len(set(logged) - set(sent)) <= 25
@@ -146,9 +146,9 @@ def test_line_whose_write_was_interrupted_is_cut_before_the_next(kit: Path) -> N
     folder = kit / EGRESS_FOLDER / "site-1"
     with (folder / LOG_FILE).open("ab") as file:
         file.write(b'{"line":5,"time":"2026-')
-    assert len(read_log(folder)) == 4
+    assert len(read_chain(folder)[0]) == 4
     EgressLog(folder, "age").record(Outgoing("train", ["weights"], [b"1"]))
-    assert [line["line"] for line in read_log(folder)] == [1, 2, 3, 4, 5]
+    assert [line["line"] for line in read_chain(folder)[0]] == [1, 2, 3, 4, 5]
 
 
 def test_head_that_a_crash_left_behind_the_log_counts_as_intact(kit: Path) -> None:
@@ -157,7 +157,7 @@ def test_head_that_a_crash_left_behind_the_log_counts_as_intact(kit: Path) -> No
     EgressLog(folder, "age").record(Outgoing("train", ["weights"]))
     (folder / HEAD_FILE).write_bytes(old)
     EgressLog(folder, "age").record(Outgoing("train", ["weights"]))
-    assert len(read_log(folder)) == 6
+    assert len(read_chain(folder)[0]) == 6
 
 
 def test_line_of_any_length_is_cut_and_the_next_message_leaves(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_line_of_any_length_is_cut_and_the_next_message_leaves(tmp_path: Path) -
     metrics = {f"{'m' * 60}{i}": 0.5 for i in range(20_000)}
     log.record(Outgoing("K" * 3_000_000, ["c" * 10**6] * 10**4, [b"x"], {"metrics": metrics}, sent=b"xy"))
     log.record(Outgoing("train", ["weights"], [b"2"]))
-    long, short = read_log(tmp_path)
+    long, short = read_chain(tmp_path)[0]
     assert len(json.dumps(long)) < 2**17
     assert long["beside"]["omitted characters"] > 10**6
     assert (long["bytes"], long["sent_bytes"], short["line"]) == (1, 2, 2)
@@ -188,12 +188,12 @@ except EgressError as error: print(error.code)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout == "E_EGRESS\n"
     EgressLog(tmp_path, "age", is_durable=False).record(Outgoing("train", ["weights"], [b"3"]))
-    assert [line["line"] for line in read_log(tmp_path)] == [1, 2]
+    assert [line["line"] for line in read_chain(tmp_path)[0]] == [1, 2]
 
 
 def test_log_without_a_line_is_not_rotated(tmp_path: Path) -> None:
     assert EgressLog(tmp_path, "age").rotate() is None
-    assert read_log(tmp_path) == []
+    assert read_chain(tmp_path)[0] == []
 
 
 def test_rotated_log_is_one_chain_with_and_without_its_older_files(kit: Path, tmp_path: Path) -> None:
@@ -207,17 +207,17 @@ def test_rotated_log_is_one_chain_with_and_without_its_older_files(kit: Path, tm
     assert old is not None
     assert old.name == "egress-000000000006.jsonl"
     EgressLog(folder, "age").record(Outgoing("train", ["weights"], [b"1"]))
-    assert [line["line"] for line in read_log(folder)] == list(range(1, 9))
+    assert [line["line"] for line in read_chain(folder)[0]] == list(range(1, 9))
     assert "6 messages" in CliRunner().invoke(app, ["site", "log", str(kit)]).output
     first = folder / "egress-000000000004.jsonl"
     whole = first.read_bytes()
     first.write_bytes(whole.replace(b"weights", b"scores!"))
     with pytest.raises(EgressError, match="is not the one that was written"):
-        read_log(folder)
+        read_chain(folder)[0]
     first.unlink()
-    assert [line["line"] for line in read_log(folder)] == [5, 6, 7, 8]
+    assert [line["line"] for line in read_chain(folder)[0]] == [5, 6, 7, 8]
     old.unlink()
-    assert [line["line"] for line in read_log(folder)] == [7, 8]
+    assert [line["line"] for line in read_chain(folder)[0]] == [7, 8]
     (folder / LOG_FILE).unlink()
     with pytest.raises(EgressError, match="all after it were removed"):
         EgressLog(folder, "age").record(Outgoing("train", ["weights"]))
@@ -236,7 +236,7 @@ def test_concurrent_jobs_share_one_chain(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [line["kind"] for line in read_log(tmp_path)].count("train") == 60
+    assert [line["kind"] for line in read_chain(tmp_path)[0]].count("train") == 60
 
 
 @pytest.mark.slow

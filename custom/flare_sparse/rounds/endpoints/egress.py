@@ -244,11 +244,6 @@ def find_logs(folder: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a site's log, whose chain was checked (:func:`read_chain`)."""
-    return read_chain(folder)[0]
-
-
 def read_chain(folder: Path) -> tuple[list[dict[str, Any]], str]:
     """Return the lines of a site's log, whose chain was checked, and its head: the digest of the last line.
 

@@ -86,7 +86,7 @@ class Federation:
             else:
                 self.store.delete()
             # The first admission used an empty history; that of the checkpoint may quarantine sites.
-            roster.leave_out_quarantined(progress.history)
+            roster.sites = progress.history.select_available(roster.sites, self.rules)
         self._events.add_notes(notes)
         while True:
             self.endpoint.note_builders(weights, roster.capabilities)

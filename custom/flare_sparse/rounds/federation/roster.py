@@ -163,10 +163,6 @@ class Roster:
             + "; ".join(str(reason) for _, reason in sorted(self.excluded.items()))
         )
 
-    def leave_out_quarantined(self, history: SiteHistory) -> None:
-        """Leave out the sites that a history quarantines, which was read after the admission."""
-        self.sites = history.select_available(self.sites, self.rules)
-
     def assign(self, state: Any, history: SiteHistory) -> dict[str, Assignment] | None:
         """Return the assignments of the next round; None after the last.
 
