@@ -55,7 +55,7 @@ def format_dpia(run: RunResult, approval: Approval, policies: Mapping[str, Polic
     """
     if unknown := sorted({*policies, *egress} - set(run.sites)):
         raise ConfigError(f"--site {unknown[0]}=...: the run has no such site; its sites are {', '.join(run.sites)}")
-    summary, task = run.summary, run.config.get("task", {})
+    summary, task, submitter = run.summary, run.config.get("task", {}), approval.submitter or {}
     final, made = summary["final"]["metrics"], {str(attack["attack"]) for attack in run.audit.get("attacks", [])}
     columns = {name: task[name] for name in ("features", "target", "targets", "group") if task.get(name)}
     reads = load_study(run.path).assembly.task.reads or "not described by the settings"
@@ -69,9 +69,7 @@ def format_dpia(run: RunResult, approval: Approval, policies: Mapping[str, Polic
         "deviations": list_deviations(run),
         "task": task,
         "approval": approval,
-        "submitter": ", ".join(
-            approval.submitter[part] for part in ("name", "org", "role") if part in (approval.submitter or {})
-        ),
+        "submitter": ", ".join(submitter[part] for part in ("name", "org", "role") if part in submitter),
         "reads": _format_terms(columns) or reads,
         "has_code": (run.path / "code").is_dir(),
         "metrics": ", ".join(f"{name} {final[name]:.4g}" for name in run.metric_names if name in final),

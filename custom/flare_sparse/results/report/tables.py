@@ -11,7 +11,7 @@ from ...rounds.federation.records import Participation
 from ...tasks.task import TEST_EXAMPLES
 from ..runs.progress import compare_with_dense, format_bytes
 from ..runs.results import RunResult, group_by_seed, label_groups
-from ..runs.subgroups import Gap, Subgroup, find_largest_gap, pool_subgroups
+from ..runs.subgroups import Subgroup, find_largest_gap, pool_subgroups
 
 NO_TESTS = "no test examples"
 WAYS = ("dense", "sparse", "compact")
@@ -342,23 +342,14 @@ def describe_gap(run: RunResult) -> str:
         asked = run.config.get("task", {}).get("subgroups")
         reason = "no column has two subgroups that are large enough to report"
         return f"No gap between subgroups of {run.label} is stated: {reason}." if asked else ""
-    return f"{_describe_largest(run, gap)} {_describe_chance(gap)}"
-
-
-def _describe_largest(run: RunResult, gap: Gap) -> str:
     unit = f" {run.summary['metric']['unit']}".rstrip()
     better, worse = (f"{cell.label} ({cell.metrics[gap.metric][0]:.3g})" for cell in (gap.better, gap.worse))
     return (
         f"The largest gap of {run.label} between subgroups is {gap.value:.3g}{unit} in {gap.metric}, by "
-        f"{gap.better.column}: {worse} is worse than {better}."
+        f"{gap.better.column}: {worse} is worse than {better}. "
+        f"It {'is more than' if gap.low > 0 else 'may be'} chance: its 95 % interval, for all pairs of "
+        f"subgroups together, is {gap.low:.3g} to {gap.high:.3g}."
     )
-
-
-def _describe_chance(gap: Gap) -> str:
-    interval = f"its 95 % interval, for all pairs of subgroups together, is {gap.low:.3g} to {gap.high:.3g}"
-    if gap.low > 0:
-        return f"It is more than chance: {interval}."
-    return f"It may be chance: {interval}."
 
 
 def _format_bounds(cell: Subgroup, metric: str) -> str:
