@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,8 +24,7 @@ def plan(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            help="A study with task: {name: nnunet}, whose sites compute their fingerprints; or fingerprints of sites, "
-            "or folders of raw data that are here",
+            help="A study with task: {name: nnunet}, whose sites compute their fingerprints; or folders of raw data",
             show_default=False,
         ),
     ],
@@ -49,9 +47,9 @@ def plan(
 
     [dim]flare-sparse plan study.yaml --total 260 --kit kits/lead@our.org --out plan.json[/]
 
-    [dim]flare-sparse plan site-1.json site-2.json --out plan.json[/]
+    [dim]flare-sparse plan data/site-1 data/site-2 --out plan.json[/]
     """
-    from ..tasks.nnunet.fingerprint import merge_fingerprints
+    from ..tasks.nnunet.fingerprint import fingerprint_folders
     from ..tasks.nnunet.plan import build_plan, list_configurations
 
     require_nnunet()
@@ -59,10 +57,10 @@ def plan(
         raise ConfigError(f"--out {out}: is a folder; name a file, such as {out / 'plan.json'}")
     studies = [source for source in sources if source.suffix in _STUDIES]
     if studies and len(sources) > 1:
-        raise ConfigError(f"{studies[0]}: a study has all of its sites; name it alone, or fingerprints and folders")
+        raise ConfigError(f"{studies[0]}: a study has all of its sites; name it alone, or folders of raw data")
     if kit is not None and not studies:
         raise ConfigError("--kit: it is for a study, whose sites are asked; leave it out")
-    merged = _collect(studies[0], out, total, kit) if studies else merge_fingerprints(_read_sources(sources))
+    merged = _collect(studies[0], out, total, kit) if studies else fingerprint_folders(sources)
     made = build_plan(merged, "Dataset001_Federation", planner)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(made, indent=1), encoding="utf-8")
@@ -86,17 +84,6 @@ def _collect(study: Path, out: Path, total: int, kit: Path | None) -> Fingerprin
     file.write_text(found.model_dump_json(indent=1), encoding="utf-8")
     console.print(f"{file}: spacings and shapes of {found.cases} cases of {', '.join(sites)}", markup=False)
     return found
-
-
-def _read_sources(sources: Sequence[Path]) -> list[Fingerprint]:
-    """Return the fingerprints in files, and those of folders with as many samples per case as the files have."""
-    from ..tasks.nnunet.fingerprint import compute_fingerprint, count_samples, read_fingerprint
-    from ..tasks.nnunet.raw import find_raw_cases
-
-    files = {source: read_fingerprint(source) for source in sources if not source.is_dir()}
-    total = sum(len(find_raw_cases(source)) for source in sources if source.is_dir())
-    samples = next((found.samples_per_case for found in files.values()), count_samples(max(total, 1)))
-    return [files[source] if source in files else compute_fingerprint(source, samples) for source in sources]
 
 
 def require_nnunet() -> None:

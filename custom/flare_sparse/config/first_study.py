@@ -16,9 +16,9 @@ from ..tasks.data.cases import find_cases
 from ..tasks.data.nifti import format_shape, read_nifti
 from ..tasks.data.phantom import write_phantoms
 from ..tasks.data.tables import Spelling, Table, read_table
-from ..tasks.nnunet.fingerprint import compute_fingerprint, count_samples, merge_fingerprints
+from ..tasks.nnunet.fingerprint import fingerprint_folders
 from ..tasks.nnunet.plan import build_plan, list_configurations
-from ..tasks.nnunet.raw import DATASET, find_raw_cases
+from ..tasks.nnunet.raw import DATASET
 from ..tasks.task import Cohort
 from .yaml_files import CONFIGURATIONS, STARTERS, format_yaml, read_yaml
 
@@ -259,8 +259,7 @@ SUBJECTS = 5
 def _plan(data: Path | None, out: Path, training: dict[str, Any]) -> Changes:
     """Write ``plan.json``, and without data also two sites of phantoms; the plan chooses the batch size."""
     folders = [_write_phantoms(out / "data" / f"site-{n}", n) for n in (1, 2)] if data is None else find_data_sets(data)
-    samples = count_samples(sum(len(find_raw_cases(folder)) for folder in folders))
-    merged = merge_fingerprints([compute_fingerprint(folder, samples) for folder in folders])
+    merged = fingerprint_folders(folders)
     plan = build_plan(merged, "Dataset001_Federation")
     configuration = next(name for name in ("3d_fullres", "2d") if name in list_configurations(plan))
     entry = plan["plans"]["configurations"][configuration]

@@ -9,7 +9,6 @@ Methods and tasks of other distributions, which name them as entry points ``flar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,49 +36,37 @@ BUILT_IN: Mapping[str, Mapping[str, type[Any]]] = {"method": METHODS, "task": TA
 """The package's own entries, by section of a configuration."""
 
 
-@dataclass(frozen=True)
-class Plugin:
-    """A method or a task of an installed distribution.
-
-    Attributes:
-        name: its name in a configuration.
-        path: its class, ``module.Class``.
-        distribution: name and version of the distribution.
-    """
-
-    name: str
-    path: str
-    distribution: str
-
-    @classmethod
-    def from_entry_point(cls, entry: EntryPoint) -> Plugin:
-        """Return what an entry point names; nothing is imported."""
-        owner = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
-        return cls(entry.name, entry.value.replace(":", ".").replace(" ", ""), owner)
+def list_plugins(section: str) -> list[EntryPoint]:
+    """Return the installed plugins of a section, ``"method"`` or ``"task"``, by name; none is imported."""
+    return sorted(entry_points(group=f"flare_sparse.{section}s"), key=lambda plugin: (plugin.name, plugin.value))
 
 
-def list_plugins(section: str) -> list[Plugin]:
-    """Return the installed plugins of a section, ``"method"`` or ``"task"``, by name."""
-    found = {Plugin.from_entry_point(entry) for entry in entry_points(group=f"flare_sparse.{section}s")}
-    return sorted(found, key=lambda plugin: (plugin.name, plugin.distribution, plugin.path))
+def get_class_path(plugin: EntryPoint) -> str:
+    """Return the class that a plugin names, ``module.Class``."""
+    return plugin.value.replace(":", ".").replace(" ", "")
 
 
-def find_plugin(section: str, name: str) -> Plugin | None:
-    """Return the plugin of a name; None if there is none.
+def get_owner(plugin: EntryPoint) -> str:
+    """Return name and version of a plugin's distribution."""
+    return f"{plugin.dist.name} {plugin.dist.version}" if plugin.dist else "an unknown distribution"
+
+
+def find_plugin(section: str, name: str) -> str | None:
+    """Return the class of the plugin of a name, ``module.Class``; None if there is none.
 
     Raises:
         ConfigError: the package, or another distribution, has the same name.
     """
-    found = [plugin for plugin in list_plugins(section) if plugin.name == name]
-    owners = [f"{plugin.distribution} ({plugin.path})" for plugin in found]
+    found = [(get_class_path(plugin), get_owner(plugin)) for plugin in list_plugins(section) if plugin.name == name]
+    owners = [f"{owner} ({path})" for path, owner in dict.fromkeys(found)]
     if found and name in BUILT_IN[section]:
         owners.insert(0, "flare-sparse itself")
     if len(owners) > 1:
         raise ConfigError(
             f"{section}.name: {name!r} is the name of {len(owners)} {section}s, of {' and '.join(owners)}; name one by "
-            f"its class, {section}: {{class: {found[-1].path}}}, or uninstall the other distribution"
+            f"its class, {section}: {{class: {found[-1][0]}}}, or uninstall the other distribution"
         )
-    return found[0] if found else None
+    return found[0][0] if found else None
 
 
 def load_entry(section: str, name: str, folder: Path) -> type[Any]:
@@ -96,7 +83,7 @@ def load_entry(section: str, name: str, folder: Path) -> type[Any]:
     plugin = find_plugin(section, name)
     if name in BUILT_IN[section]:
         return BUILT_IN[section][name]
-    path = plugin.path if plugin else name
+    path = plugin or name
     if "." in path:
         return import_class(section, path, folder)
     names = sorted({*BUILT_IN[section], *(plugin.name for plugin in list_plugins(section))})
@@ -129,7 +116,7 @@ def resolve_classes(data: Mapping[str, Any], folder: Path) -> tuple[dict[str, An
         plugin = find_plugin(section, name) if key == "name" else None
         if plugin or (key == "name" and "." in name):
             settings = {field: value for field, value in data[section].items() if field != key}
-            key, name = "class", plugin.path if plugin else name
+            key, name = "class", plugin or name
             named[section] = {key: name, **settings}
         if key != "name":
             classes[section] = ScriptTask if key == "script" else import_class(section, name, folder)

@@ -241,16 +241,15 @@ def merge_fingerprints(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
     )
 
 
-def read_fingerprint(file: Path) -> Fingerprint:
-    """Read the file that a site has sent.
+def fingerprint_folders(folders: Sequence[Path]) -> Fingerprint:
+    """Return the fingerprint of all cases in some folders of raw data.
 
     Raises:
-        ConfigError: it is no fingerprint.
+        ConfigError: as :func:`merge_fingerprints`.
+        DataError: a folder cannot be read.
     """
-    try:
-        return Fingerprint.model_validate_json(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: is no fingerprint that flare-sparse plan wrote: {error}") from error
+    samples = count_samples(max(sum(len(find_raw_cases(folder)) for folder in folders), 1))
+    return merge_fingerprints([compute_fingerprint(folder, samples) for folder in folders])
 
 
 def find_reader(dataset: Mapping[str, Any], example: Path) -> Any:
