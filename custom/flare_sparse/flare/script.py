@@ -157,7 +157,9 @@ class FlareScript:
         """
         assert self._context is not None, "attach() comes before every request"
         if self._executor is None:
-            _check_no_script_runs()
+            if any(thread.name == _THREAD and thread.is_alive() for thread in threading.enumerate()):
+                # What it sends would be taken for the reply of a new one.
+                raise ScriptFailed("the script is still running an aborted task; it starts again once that has ended")
             self._executor = self._start(self._context)
         if self._calls is not None:
             self._calls.prepare_request(request.seed)
@@ -272,16 +274,6 @@ class FlareScript:
 
 
 _DATA = "flare_sparse.client.site_data().path, which simulator.data.path or the site file sets"
-
-
-def _check_no_script_runs() -> None:
-    """Refuse to start a script while a stopped one still runs.
-
-    Raises:
-        ScriptFailed: a stopped script still runs; what it sends would be taken for the reply of a new one.
-    """
-    if any(thread.name == _THREAD and thread.is_alive() for thread in threading.enumerate()):
-        raise ScriptFailed("the script is still running an aborted task; it starts again once that has ended")
 
 
 class _ThreadErrors:

@@ -204,10 +204,8 @@ class SiteSession(FLComponent):
         folder, endpoint = os.environ.get(SITE_MODELS_VARIABLE), self._endpoint
         if endpoint is None or not describe_site_model(endpoint.method.config):
             return
-        if folder:
-            save_site_model(Path(folder), endpoint.site)
-        else:
-            save_site_model(Path(get_workspace(fl_ctx).get_root_dir()) / MODELS_FOLDER / endpoint.run, endpoint.site)
+        own = Path(get_workspace(fl_ctx).get_root_dir()) / MODELS_FOLDER / endpoint.run
+        save_site_model(Path(folder) if folder else own, endpoint.site)
 
     def get_endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:
         """Return this site's endpoint; the first call loads the site's data.
