@@ -182,7 +182,7 @@ def test_options_that_messages_name_exist() -> None:
         if file.suffix in (".py", ".jinja", ".service") and file.name != "parts.html.jinja"
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+\b", file.read_text())
     }
-    others = {"--override", "--lr", "--epochs", "--force", "--timeout"}  # of other commands
+    others = {"--now", "--override", "--lr", "--epochs", "--force", "--timeout"}  # systemctl, ...
     assert named - known - {"--help"} == others
 
 
