@@ -446,9 +446,10 @@ def test_what_a_script_cannot_do_is_refused_before_it_starts(file: Path, assignm
 
 
 def test_dotted_path_in_a_job_is_never_imported(file: Path) -> None:
-    job = {**serialize_job(load_config(file)), "task": {"class": "os.system", "command": "true"}}
-    with pytest.raises(ConfigError, match=r"task\.class: found 'os\.system'; expected one of: "):
-        parse_job(job)
+    for key in ("class", "name"):
+        job = {**serialize_job(load_config(file)), "task": {key: "os.system", "command": "true"}}
+        with pytest.raises(ConfigError, match=rf"task\.{key}: found 'os\.system'; expected one of: "):
+            parse_job(job)
 
 
 @pytest.mark.parametrize("dotted", ["nowhere.Task", "json.Missing", "json.dumps", "Toy", ""])

@@ -79,6 +79,13 @@ def test_class_of_the_users_module_is_the_method_and_its_code_is_listed(file: Pa
         load_config(file, ["method.share=2"])
 
 
+def test_dotted_name_is_a_class_and_a_section_of_two_names_is_refused(file: Path) -> None:
+    assert load_config(file, ["method={name: my_methods.Mine}"]).method.key == "class"
+    for section in ("method", "task"):
+        with pytest.raises(ConfigError, match=rf"{section}: found name and class; expected one of them"):
+            load_config(file, [f"{section}={{name: my_methods.Mine, class: other.Mine}}"])
+
+
 def test_site_takes_the_class_that_flare_has_built_and_imports_none(file: Path) -> None:
     config = load_config(file)
     sent = serialize_job(config)

@@ -26,7 +26,7 @@ from ..tasks.script import ScriptTask
 from ..tasks.task import Task, TaskConfig
 from ..wire.formats import FORMATS, uncompress
 from .bundles import insert_bundle
-from .choice import Registries, find_name, get_settings
+from .choice import KEYS, Registries, find_conflict, find_name, get_settings
 from .problems import describe_problems
 from .schema import JobConfig, RunConfig
 from .user_classes import import_class
@@ -111,7 +111,8 @@ def resolve_classes(data: Mapping[str, Any], folder: Path) -> tuple[dict[str, An
     named, classes = dict(data), dict[str, type[Any]]()
     for section in BUILT_IN:
         key, name = find_name(section, data.get(section))
-        if not isinstance(name, str):
+        # The schema says what is wrong with a section of two names.
+        if not isinstance(name, str) or find_conflict(KEYS[section], data[section]):
             continue
         plugin = find_plugin(section, name) if key == "name" else None
         if plugin or (key == "name" and "." in name):
