@@ -27,3 +27,17 @@ def test_command_of_flare_that_does_not_return_is_ended_and_named(
         poc.start_poc(tmp_path / "poc", {"site-1": SiteData("site-1", tmp_path)}, tmp_path / "checkpoints"),
     ):
         pass
+
+
+def test_federation_without_an_admin_and_a_folder_with_a_space_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(poc, "PORTS", ())
+    monkeypatch.setattr(poc, "_run_poc_command", lambda *_, **__: None)
+    (tmp_path / "poc" / "project" / "prod_00" / "server" / "startup").mkdir(parents=True)
+    for folder, message in (("poc", "created no admin, only server"), ("my poc", "contains a space, which FLARE")):
+        with (
+            pytest.raises(FlareSparseError, match=message),
+            poc.start_poc(tmp_path / folder, {}, tmp_path / "checkpoints"),
+        ):
+            pass

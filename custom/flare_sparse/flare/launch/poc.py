@@ -18,6 +18,7 @@ from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..site.setup import allow_classes
 from ..watchdog import end_processes
 from .connection import JobFailed
+from .simulator import resolve_folder
 
 PORTS = (8002, 8003)
 START_TIMEOUT_S = 90
@@ -43,14 +44,17 @@ def start_poc(
         The startup kit of an admin who may submit jobs.
 
     Raises:
-        ConfigError: FLARE's ports are in use.
+        ConfigError: FLARE's ports are in use, or the path contains a space.
         JobFailed: the federation did not start.
     """
+    workspace = resolve_folder(workspace)
     if busy := [port for port in PORTS if _is_port_in_use(port)]:
         raise ConfigError(f"port {busy[0]} is in use, probably by another FLARE server. Stop it: nvflare poc stop")
     _run_poc_command(workspace, "prepare", "--force", "-c", *sites)
     kits = {startup.parent.name: startup.parent for startup in sorted(workspace.glob("*/prod_*/*/startup"))}
     admins = [kit for kit in kits.values() if (kit / "startup" / "fed_admin.json").is_file()]
+    if not admins:
+        raise JobFailed(f"nvflare poc prepare created no admin, only {', '.join(kits) or 'an empty folder'}")
     for kit in kits.values():
         # Admins build no components and have no allow-list.
         if kit not in admins:
