@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from flare_sparse.flare.launch.connection import JobFailed
 from flare_sparse.flare.launch.simulator import (
     Workplace,
     _follow_lines,
+    _read_lines,
     simulate,
     simulate_statistics,
     watch_site_processes,
@@ -93,6 +95,17 @@ def test_simulation_that_loses_a_site_before_the_first_round_starts_again(
         assert simulate_statistics(*arguments) == {"age": 1}
     assert starts == [["site-1"]] * (1 if rounds else min(losses + 1, simulator.STARTS))
     assert len(list(tmp_path.glob("flare.[0-9].log"))) == len(starts) - 1
+
+
+def test_log_is_read_once_however_long_it_is(tmp_path: Path) -> None:
+    log, has_ended = tmp_path / "flare.log", threading.Event()
+    lines = _read_lines(log, has_ended, 0.01, once=True)
+    assert next(lines) == b""
+    log.write_text("one\ntw")
+    assert next(lines) == b"one\n"
+    log.write_text("one\ntwo\n")
+    has_ended.set()
+    assert list(lines) == [b"two\n"]
 
 
 def test_lines_are_followed_across_a_step_back_that_shortens_the_file(tmp_path: Path) -> None:

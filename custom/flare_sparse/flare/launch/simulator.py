@@ -60,14 +60,12 @@ def watch_site_processes(log: Path, workspace: Path, grace_s: float = GRACE_S) -
     dead = list[str]()
 
     def watch(has_ended: threading.Event) -> None:
-        known = 0
-        for text in _read_lines(log, has_ended, CHECK_S):
-            if found := _find_death(text[known:]):
+        for text in _read_lines(log, has_ended, CHECK_S, once=True):
+            if found := _find_death(text):
                 dead.append(found)
                 if not has_ended.wait(grace_s):
                     end_processes(list_simulation(workspace))
                 return
-            known = len(text)
 
     with run_beside(watch):
         yield dead
@@ -325,12 +323,18 @@ def _follow_lines(path: Path, on_line: Callable[[dict[str, Any]], None]) -> Iter
         yield
 
 
-def _read_lines(path: Path, has_ended: threading.Event, pause_s: float) -> Iterator[bytes]:
-    """Yield the complete lines of a file that grows, all of them, again after each pause."""
-    is_last = False
+def _read_lines(path: Path, has_ended: threading.Event, pause_s: float, *, once: bool = False) -> Iterator[bytes]:
+    """Yield the complete lines of a file that grows, after each pause: all of them, or each line once."""
+    position, is_last = 0, False
     while not is_last:
         # One more pass follows the end: what is written last may be the reason of the end.
         is_last = has_ended.wait(pause_s)
-        text = path.read_bytes() if path.is_file() else b""
+        text = b""
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(position)
+                text = file.read()
         # A line without its end is still being written.
-        yield text[: text.rfind(b"\n") + 1]
+        text = text[: text.rfind(b"\n") + 1]
+        position += len(text) if once else 0
+        yield text
