@@ -105,9 +105,10 @@ def _list_uses(kit: Path, site: str, *, running: bool) -> list[DataUse]:
 
 
 def _is_locked(file: Path) -> bool:
-    with file.open("r+") as lock:
+    with file.open() as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Shared: two commands that look at the same time, such as watch and withdraw, are no running job.
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import ConfigError, DataError
-from flare_sparse.flare.running import list_running
+from flare_sparse.flare.running import RUNNING_FOLDER, list_ended, list_running
 from flare_sparse.flare.site.people import withdraw_at_site
 from flare_sparse.tasks.data.source import find_site_data
 
@@ -104,6 +105,15 @@ def test_no_way_back_by_a_job_that_runs_meanwhile(kit: Path, tmp_path: Path) -> 
     with run_job(kit, 0.5):
         assert withdraw_at_site(kit, leaving, end_after_s=30)[1] == "deleted: nothing"
     assert list_running(kit, "site-1") == []
+
+
+def test_command_that_looks_at_the_same_time_is_no_running_job(kit: Path) -> None:
+    with run_job(kit, 60):
+        assert list_ended(kit, "site-1") == []
+    with (kit / RUNNING_FOLDER / "site-1" / "job-1.json").open() as looked_at:
+        fcntl.flock(looked_at, fcntl.LOCK_SH)
+        assert list_running(kit, "site-1") == []
+        assert [use.job for use in list_ended(kit, "site-1")] == ["job-1"]
 
 
 def test_checkpoints_that_another_process_has_locked_are_not_passed_over(kit: Path, tmp_path: Path) -> None:

@@ -120,14 +120,14 @@ def declare_people(kit: Path, *, write: bool = False) -> tuple[str, list[str]]:
 def withdraw_at_site(kit: Path, file: Path, *, end_after_s: float | None = None) -> list[str]:
     """Add subjects to a site's list, which each later job heeds, and delete what its jobs hold of them.
 
-    Returns:
-        Lines of text: how many subjects are on the list; which checkpoints, by the names of their jobs, files and
-        folders were deleted; and the runs that the site has answered, whose models may have learned from them.
-
     Args:
         kit: the startup kit.
         file: identifiers, one a line.
         end_after_s: seconds to wait for jobs that run, before they are ended; None: end none.
+
+    Returns:
+        Lines of text: how many subjects are on the list; which checkpoints, by the names of their jobs, files and
+        folders were deleted; and the runs that the site has answered, whose models may have learned from them.
 
     Raises:
         ConfigError: the folder is no kit, or a job is running; the subjects are on the list then.
