@@ -96,13 +96,14 @@ def ensure_predictions(run: RunResult, observer: Observer = SILENT) -> str:
 
 def _measure(run: RunResult, observer: Observer, *, pictures: bool) -> RunResult:
     """Return a run with predictions with the cost of one, measured once, and with pictures of what its task shows."""
-    if run.predictions is None:
+    measures = not run.cost and not run.personal_model
+    # Without anything to do, nobody is asked to trust the run's code.
+    if run.predictions is None or not (pictures or measures):
         return run
     cases: list[CasePicture] = []
     try:
         study = load_study(run.path)
         pictures = pictures and type(study.assembly.task).illustrate is not Task.illustrate
-        measures = not run.cost and not run.personal_model
         with limit_threads(study.config.torch_threads):
             sites = study.prepare_sites(run.path, observer) if pictures or measures else {}
             if pictures:

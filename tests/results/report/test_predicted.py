@@ -12,6 +12,8 @@ import torch
 import yaml
 from sklearn.metrics import roc_curve
 
+from flare_sparse.api import report
+from flare_sparse.core.observer import SILENT
 from flare_sparse.core.ranking import bin_risks, find_curve
 from flare_sparse.results.report.figures import draw_risks, draw_survival, explain_missing_predictions
 from flare_sparse.results.report.page import write_report
@@ -86,3 +88,13 @@ def test_report_without_pictures_shows_no_mark_of_a_subject(finished: dict[str, 
     run = predict(finished["fedavg"], "regression", list(range(8)), list(range(8)))
     names = [{path.stem for path in write_report([run], tmp_path, pictures=shown)} for shown in (True, False)]
     assert names[0] - names[1] == {"predicted"}
+
+
+def test_run_whose_cost_is_known_is_not_loaded_again(
+    finished: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may name code that nobody here trusts."""
+    monkeypatch.setattr(report, "load_study", lambda path: pytest.fail(f"{path} was loaded"))
+    run = predict(finished["fedavg"], "regression", list(range(8)), list(range(8)))
+    run.__dict__["cost"] = {"macs": 1}
+    assert report._measure(run, SILENT, pictures=False) is run
