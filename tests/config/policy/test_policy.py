@@ -202,6 +202,7 @@ def test_policy_is_a_file_or_the_name_of_a_preset(tmp_path: Path, monkeypatch: p
     ("text", "message"),
     [
         ("max_upload_byte: 3", "Did you mean 'max_upload_bytes'"),
+        ("coarse_scores: true", r"coarse_scores: no such field\. Allowed fields: methods, .*score_bits"),
         ("max_norm: -1", "max_norm"),
         ("noise: 0.1", "give clip_norm"),
         ("max_starts: true", "max_starts: .*found true; expected a value"),
