@@ -165,6 +165,7 @@ def test_check_names_kernels_that_are_missing_here(
     result = call("check", config, "--set", "method.training.compute=sparse")
     assert f"{'FAIL' if simulated else 'WARN'} sparse kernels" in result.output
     assert "numba is not installed (pip install 'flare-sparse[fast]')" in result.output
+    assert ("on this machine, which is no site" in result.output) is not simulated
     assert result.exit_code == (2 if simulated else 0)
     assert "sparse kernels" not in call("check", config).output
 

@@ -110,9 +110,9 @@ def _check(study: Study, site_policy: Path | None) -> Iterator[Finding]:
     if training.compute == "sparse":
         check = partial(can_use_kernels, training.compute, training.select_hardware().device)
         found = attempt("sparse kernels", check, lambda _: "available").finding
-        # Real sites compute on other machines.
-        is_elsewhere = found.severity == "FAIL" and config.simulator is None
-        yield replace(found, severity="WARN") if is_elsewhere else found
+        if found.severity == "FAIL" and config.simulator is None:
+            found = Finding("WARN", found.place, f"on this machine, which is no site: {found.text}")
+        yield found
     with tempfile.TemporaryDirectory() as folder:
         yield from _check_sites(study, task, assembly, Path(folder), site_policy)
 
