@@ -228,7 +228,7 @@ class ExampleTests:
     def match(self, other: ExampleTests) -> tuple[list[Key], str]:
         """Return the examples that both tested, and a note on the sites left out because their data differs."""
         if other is self:
-            return sorted(self.rows), ""
+            return [*self.rows], ""
         own, others = ({(key.site, key.digest) for key in tests.rows} for tests in (self, other))
         unequal = {site for site, _ in own ^ others} & {site for site, _ in own} & {site for site, _ in others}
         common = sorted(self.rows.keys() & other.rows.keys())
