@@ -42,8 +42,7 @@ from typing import Any
 from kills.cell import PHASES, SUM_PHASES, TARGETS, Kill
 from kills.damage import ENDS, VICTIM, WAYS
 from kills.drop import Drop
-from kills.federation import wait_for
-from kills.federation.loop import Federation
+from kills.federation import Federation, wait_for
 from kills.jobs import MASKED, METHODS, Result, follow, submit, write_job
 from kills.proxy import Proxy
 from kills.tables import format_tables, is_broken_off, write_docs

@@ -23,8 +23,7 @@ from typing import Any
 
 from kills.damage import VICTIM
 from kills.drop import ROUND
-from kills.federation import JOBS, Unexpected, wait_for
-from kills.federation.loop import Federation
+from kills.federation import JOBS, Federation, Unexpected, wait_for
 from kills.jobs import follow, submit, write_job
 from kills.proxy import Proxy
 

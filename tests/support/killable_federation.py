@@ -22,8 +22,7 @@ def start_killable_federation(folder: Path, patience_s: float) -> Iterator[Any]:
         patience_s: longest wait for the sites to connect, in seconds.
     """
     sys.path.insert(0, str(FAULTS))
-    from kills.federation import wait_for
-    from kills.federation.loop import Federation
+    from kills.federation import Federation, wait_for
 
     first = find_free_ports(2)
     federation = Federation(folder, (first, first + 1))

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .damage import VICTIM, damage_checkpoints
-from .federation import JOBS, PARENTS, SERVER, SITES, Unexpected, wait_for
-from .federation.loop import Federation
+from .federation import JOBS, PARENTS, SERVER, SITES, Federation, Unexpected, wait_for
 from .jobs import STATEFUL, Result, follow, is_loss_reported, read_committed, submit, write_job
 
 TARGETS = ("SJ", "SP+SJ", "CJ", "CP", "trainer")

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .federation import SERVER, SITES, Unexpected
-from .federation.loop import Federation
+from .federation import SERVER, SITES, Federation, Unexpected
 
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 VICTIM = "site-2"

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .damage import VICTIM
-from .federation import Unexpected, wait_for
-from .federation.loop import Federation
+from .federation import Federation, Unexpected, wait_for
 from .jobs import LEAVING_OUT, WAITING, Result, follow, submit, write_job
 from .proxy import Proxy
 

@@ -16,8 +16,7 @@ from flare_sparse.config.loading import load_config
 from flare_sparse.flare.controller import RESULTS
 from flare_sparse.flare.recipe import export_job
 
-from .federation import SERVER, Unexpected, wait_for
-from .federation.loop import Federation
+from .federation import SERVER, Federation, Unexpected, wait_for
 
 METHODS = {
     "neurosfl": ("{name: neurosfl, rounds: 4, sparsity: 0.5, training: {lr: 0.01}}", "float32"),
