@@ -138,12 +138,8 @@ class SiteEndpoint:
         initial: InitialModel | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
-        self.stage, self.requests, self.changes, self.initial = (
-            stage or SiteStage(),
-            requests,
-            changes,
-            initial,
-        )
+        self.stage = stage or SiteStage()
+        self.requests, self.changes, self.initial = requests, changes, initial
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._link: SiteLink[SiteMemory] = SiteLink()
