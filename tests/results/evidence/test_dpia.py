@@ -106,9 +106,9 @@ def sum_egress(text: str, source: str) -> tuple[int, int]:
 
 def test_statement_of_another_party_adds_no_row_or_heading(phantom_run: Path) -> None:
     run = RunResult.read(phantom_run)
-    hostile = replace(NO_JOB, note="signed |\n\n## Approved |")
+    hostile = replace(NO_JOB, note="signed |\n\n## Approved |\r\u2028\x85yes")
     text = format_dpia(run, hostile, {}, {})
-    assert "Signature none: signed /  ## Approved / | the job's signatures |" in text
+    assert "Signature none: signed /  ## Approved /   yes | the job's signatures |" in text
     assert "\n\n## Approved" not in text
     # Each row has as many cells as its head; each paragraph is one line.
     for block in text.strip().split("\n\n"):

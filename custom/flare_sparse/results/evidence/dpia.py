@@ -89,13 +89,13 @@ def format_dpia(run: RunResult, approval: Approval, policies: Mapping[str, Polic
             for name in list_files(run.path)
         ],
     }
-    # A bar or a new line in a value would end its cell.
+    # A bar or a line end of any kind in a value would end its cell.
     text = fill_template("evidence/dpia.md.jinja", content, lambda value: str(value).translate(_ENDS))
     # The template breaks long lines; a row of a table has one, a paragraph too.
     return re.sub(r"(?<!\n)\n(?![\n|]|    )", " ", text.strip()) + "\n"
 
 
-_ENDS = str.maketrans({"|": "/", "\n": " "})
+_ENDS = str.maketrans({"|": "/"} | dict.fromkeys("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029", " "))
 
 
 def _read_blocks(text: str) -> Iterator[tuple[str, Any]]:

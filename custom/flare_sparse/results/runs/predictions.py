@@ -91,7 +91,7 @@ class Predictions:
         """Read the predictions of a run; None if there are none, those of another model, or damaged ones."""
         try:
             found = _ADAPTER.validate_python(parse_record(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError, OverflowError):
             return None
         lengths = {len(part) for part in (found.sites, found.subjects, found.targets, *found.values.values())}
         return found if found.identity == identity and len(lengths) == 1 else None
