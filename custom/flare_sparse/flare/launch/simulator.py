@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from nvflare.recipe import SimEnv
 from nvflare.recipe.spec import Recipe
 
 from ...config.policy.policy import POLICY_FILE
+from ...core.environment import set_environment
 from ...core.errors import ConfigError
 from ...core.observer import SILENT, Observer
 from ...core.threads import run_beside
@@ -219,7 +220,7 @@ def _execute(
     for start in range(1, STARTS + 1):
         _create_workspace(workspace, workplace)
         cause = ""
-        with _set_environment(variables), follow(), redirect_output(log), watch_site_processes(log, workspace) as dead:
+        with set_environment(variables), follow(), redirect_output(log), watch_site_processes(log, workspace) as dead:
             try:
                 recipe.execute(environment)
             except RuntimeError as error:
@@ -275,17 +276,6 @@ def _describe_end(log: Path, workspace: Path, dead: Sequence[str], cause: str = 
     unlogged = "FLARE's simulator was killed, most often because memory ran out" if is_killed else "no error was logged"
     errors = "\n  ".join([*server[:1], *reports] or [unlogged])
     return JobFailed(f"the job ended without a result.\n  {errors}\nFLARE's log: {log}")
-
-
-@contextmanager
-def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    previous = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 @contextmanager

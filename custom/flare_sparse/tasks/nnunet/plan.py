@@ -1,16 +1,16 @@
 """One plan for all sites: nnU-Net's own planner over the merged fingerprint, and what a plan in a job may say."""
 
 import json
-import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from io import StringIO
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from ...core.environment import set_environment
 from ...core.errors import ConfigError
 from ..models.segmentation import MAX_PATCH_VOXELS
 from .fingerprint import Fingerprint
@@ -59,7 +59,11 @@ def build_plan(fingerprint: Fingerprint, name: str, planner: Planner = "Experime
     """
     dataset = {key: value for key, value in fingerprint.dataset.items() if key in _DATASET_KEYS}
     dataset["numTraining"] = fingerprint.cases
-    with tempfile.TemporaryDirectory() as folder, _redirect_nnunet_paths(Path(folder)), redirect_stdout(StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        set_environment({f"nnUNet_{kind}": str(Path(folder, kind)) for kind in ("raw", "preprocessed", "results")}),
+        redirect_stdout(StringIO()),
+    ):
         raw, preprocessed = (Path(folder, kind, name) for kind in ("raw", "preprocessed"))
         # The planner lists the cases only to find an image that shows how files are read, which the sites have done.
         _write_json(raw / DATASET, {**dataset, "dataset": {}})
@@ -178,22 +182,6 @@ def _get_planner(name: Planner) -> Any:
 
     module = default_experiment_planner if name == "ExperimentPlanner" else residual_encoder_unet_planners
     return getattr(module, name)
-
-
-@contextmanager
-def _redirect_nnunet_paths(folder: Path) -> Iterator[None]:
-    """Point nnU-Net's path variables at parts of a folder; restore them on exit."""
-    names = {f"nnUNet_{kind}": str(folder / kind) for kind in ("raw", "preprocessed", "results")}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
