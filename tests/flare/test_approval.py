@@ -12,17 +12,15 @@ from nvflare.lighter.utils import Identity, generate_cert, generate_keys, serial
 
 from flare_sparse.flare.launch.approval import read_approval
 
-META = {
+META: dict[str, object] = {
     "submitter_name": "lead@study", "submitter_org": "clinic", "submitter_role": "lead",
     "submit_time_iso": "2026-01-02T03:04:05+00:00", "job_deploy_detail": ["server: OK", "site-1: OK"],
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def signed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A result folder with a signed job, and the kits of its federation and of another one."""
-    folder = tmp_path_factory.mktemp("signed")
-    root, lead = Identity("federation"), Identity("lead@study", "clinic", AdminRole.LEAD)
+def write_signed_run(folder: Path, lead: Identity, meta: dict[str, object]) -> Path:
+    """Write a result folder with a job that ``lead`` has signed, and the kits of its federation and of another one."""
+    root = Identity("federation")
     for kit in ("kit", "other"):
         root_key, root_public = generate_keys()
         (folder / kit / "startup").mkdir(parents=True)
@@ -35,9 +33,17 @@ def signed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     app = run / "job" / "7" / "job" / "study" / "app"
     app.mkdir(parents=True)
     (app / "config.json").write_text("{}")
-    (run / "job" / "7" / "meta.json").write_text(json.dumps(META))
+    (run / "job" / "7" / "meta.json").write_text(json.dumps(meta))
     (run / "job_id.txt").write_text("7\n")
     sign_folders(str(app.parent), lead_key, str(folder / "lead.crt"))
+    return run
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A result folder with a signed job, and the kits of its federation and of another one."""
+    folder = tmp_path_factory.mktemp("signed")
+    write_signed_run(folder, Identity("lead@study", "clinic", AdminRole.LEAD), META)
     return folder
 
 
@@ -69,6 +75,16 @@ def test_root_certificate_of_the_runs_own_poc_is_used(signed: Path, tmp_path: Pa
     shutil.copytree(signed / "run", tmp_path / "run")
     shutil.copytree(signed / "kit", tmp_path / "run/poc/project/prod_00/server")
     assert read_approval(tmp_path / "run", None).signature == "verified"
+
+
+def test_texts_of_the_submitted_job_and_of_its_certificate_are_text_for_the_annex(tmp_path: Path) -> None:
+    hostile, shown = "<img src=x>|[a](b)\n# lead", "(img src=x)/(a)(b) # lead"
+    meta = {**META, "submitter_name": hostile, "submit_time_iso": hostile, "job_deploy_detail": [hostile]}
+    run = write_signed_run(tmp_path, Identity(hostile, "clinic", AdminRole.LEAD), meta)
+    approval = read_approval(run, None)
+    assert approval.submitter == {"name": shown, "org": "clinic", "role": "lead"}
+    assert (approval.submitted_at, approval.deployed) == (shown, (shown,))
+    assert read_approval(run, tmp_path / "kit").submitter == {"name": shown, "org": "clinic", "role": "lead"}
 
 
 def test_run_without_a_job_has_no_signature(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Submitter of a finished job, by the signatures that FLARE's admin client puts on every file of it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from nvflare.lighter.tool_consts import NVFLARE_SUBMITTER_CRT_FILE
 from nvflare.lighter.utils import load_crt_chain, verify_folder_signature_and_get_signers
 
 from ...results.evidence.facts import Approval
+from ...results.runs.received import neutralize, parse_record
 from .submission import JOB_FILE
 
 ROOT_CERTIFICATE = "rootCA.pem"
@@ -26,11 +26,11 @@ def read_approval(run: Path, kit: Path | None) -> Approval:
     if not file.is_file():
         return Approval("none", "The run has no job of a federation: it ran in one process or in FLARE's simulator, "
                                 "which sign nothing.")  # fmt: skip
-    job_id = file.read_text(encoding="utf-8").strip()
+    job_id = neutralize(file.read_text(encoding="utf-8").strip())
     downloaded = run / "job" / job_id
     if not (downloaded / "meta.json").is_file():
         return Approval("none", f"The downloaded job {downloaded} is missing.", job_id)
-    meta = json.loads((downloaded / "meta.json").read_text(encoding="utf-8"))
+    meta = parse_record((downloaded / "meta.json").read_text(encoding="utf-8"))
     claimed = {part: str(meta.get(f"submitter_{part}", "unknown")) for part in ("name", "org", "role")}
     approval = Approval(
         "none", "The job has no signature of a submitter.", job_id, claimed, str(meta.get("submit_time_iso", "")),
@@ -50,7 +50,7 @@ def read_approval(run: Path, kit: Path | None) -> Approval:
     if not is_valid or len(signers) != 1:
         note = "The job's files do not match their signatures, or their certificate is not of this federation."
         return replace(approval, signature="invalid", note=note)
-    signer = dict(zip(("name", "org", "role"), map(str, signers[0]), strict=True))
+    signer = neutralize(dict(zip(("name", "org", "role"), map(str, signers[0]), strict=True)))
     note = "Every file of the job is signed with a certificate of the federation's root."
     return replace(approval, signature="verified", note=note, submitter=signer)
 
