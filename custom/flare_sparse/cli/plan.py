@@ -52,14 +52,19 @@ def plan(
     from ..tasks.nnunet.fingerprint import fingerprint_folders
     from ..tasks.nnunet.plan import build_plan, list_configurations
 
-    require_nnunet()
     if out.is_dir():
         raise ConfigError(f"--out {out}: is a folder; name a file, such as {out / 'plan.json'}")
     studies = [source for source in sources if source.suffix in _STUDIES]
     if studies and len(sources) > 1:
         raise ConfigError(f"{studies[0]}: a study has all of its sites; name it alone, or folders of raw data")
+    if others := [source for source in sources if source not in studies and not source.is_dir()]:
+        raise ConfigError(
+            f"{others[0]}: expected a study ({' or '.join(_STUDIES)}), or folders of raw data, each with its "
+            "dataset.json (docs/nnunet.md)"
+        )
     if kit is not None and not studies:
         raise ConfigError("--kit: it is for a study, whose sites are asked; leave it out")
+    require_nnunet()
     merged = _collect(studies[0], out, total, kit) if studies else fingerprint_folders(sources)
     made = build_plan(merged, "Dataset001_Federation", planner)
     out.parent.mkdir(parents=True, exist_ok=True)
