@@ -12,6 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
+from line import LineTask
 
 from flare_sparse.config.loading import load_config
 from flare_sparse.core.findings import Finding
@@ -20,6 +21,8 @@ from flare_sparse.flare.site.setup import CLASSES, allow_classes, install_guards
 from flare_sparse.privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount, build_entry
 from flare_sparse.privacy.dp.accounting import Charge, compute_epsilon
 from flare_sparse.tasks.data.source import WITHDRAWN_FILE
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import Examples, SiteData
 from flare_sparse.training import compute
 
 
@@ -163,6 +166,26 @@ def test_folder_that_is_no_kit_fails_and_the_other_checks_still_run(tmp_path: Pa
     assert findings["startup kit"].severity == "FAIL"
     assert "this is no startup kit" in findings["startup kit"].text
     assert len(findings) == 7
+
+
+def test_error_of_the_users_task_or_of_a_library_fails_and_the_other_checks_still_run(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(self: LineTask, data: SiteData, seed: int) -> Examples:
+        raise KeyError("age")
+
+    monkeypatch.setitem(TASKS, "line", LineTask)
+    monkeypatch.setattr(LineTask, "load", load)
+    for file in ("client.crt", "client.key", "rootCA.pem"):
+        (kit / "startup" / file).write_text("no certificate")
+    (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path}\n")
+    job = tmp_path / "job.yaml"
+    job.write_text("name: job\nmethod: {name: fedavg}\ntask: {name: line}\n")
+    findings = check(kit, job)
+    assert (findings["data"].severity, findings["startup kit"].severity) == ("FAIL", "FAIL")
+    assert "KeyError: 'age'" in findings["data"].text
+    assert "test_preflight.py" in findings["data"].text
+    assert "server" in findings
 
 
 def test_policy_in_force_is_shown(kit: Path, tmp_path: Path) -> None:

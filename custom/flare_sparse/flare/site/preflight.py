@@ -18,8 +18,8 @@ from ...config.checks import find_problems
 from ...config.policy.check import find_policy_conflicts
 from ...config.policy.policy import POLICY_FILE, read_policy
 from ...config.schema import JobConfig
-from ...core.errors import ConfigError, FlareSparseError
-from ...core.findings import Finding, Severity
+from ...core.errors import ConfigError
+from ...core.findings import Finding, Severity, attempt
 from ...privacy.dp.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
 from ...privacy.dp.accounting import Charge
 from ...privacy.dp.forecast import Forecast
@@ -69,11 +69,8 @@ def check_site(
 
 
 def _run_check(subject: str, check: Callable[[], tuple[Severity, str]]) -> Finding:
-    try:
-        verdict, detail = check()
-    except FlareSparseError as error:
-        return Finding.from_error(subject, error)
-    return Finding(verdict, subject, detail)
+    tried = attempt(subject, check)
+    return tried.finding if tried.result is None else Finding(tried.result[0], subject, tried.result[1])
 
 
 def _check_kit(kit: Path) -> tuple[Severity, str]:
