@@ -65,7 +65,7 @@ def read_with_predictions(
     """Return the runs with their predictions, and by label why a run has none."""
     results = read_runs(list(runs))
     notes = {run.label: note for run in results if baselines and (note := ensure_predictions(run, observer))}
-    # Others: those above have read of the folder that there are no predictions.
+    # Copies: a run above keeps what it has read of its folder, which had no predictions.
     return [replace(run) for run in results], notes
 
 
@@ -95,9 +95,9 @@ def ensure_predictions(run: RunResult, observer: Observer = SILENT) -> str:
 
 
 def _measure(run: RunResult, observer: Observer, *, pictures: bool) -> RunResult:
-    """Return a run with predictions with the cost of one, measured once, and with pictures of what its task shows."""
+    """Return a run that has predictions with the cost of one, which is measured once, and with pictures of cases."""
     measures = not run.cost and not run.personal_model
-    # Without anything to do, nobody is asked to trust the run's code.
+    # Loading the study may ask to trust the run's code: not without a need.
     if run.predictions is None or not (pictures or measures):
         return run
     cases: list[CasePicture] = []
@@ -113,6 +113,6 @@ def _measure(run: RunResult, observer: Observer, *, pictures: bool) -> RunResult
                 cost = {"identity": run.identity, **measure_cost(load_trained_model(study), inputs)}
                 write_json(run.path / EVALUATIONS / COST_FILE, cost)
     except FlareSparseError as error:
-        observer.say(f"{run.label}: cost of a prediction, or pictures of cases: {error}")
-    # Another one: what the first one has read of the folder is older.
+        observer.say(f"{run.label}: without the cost of a prediction, or pictures of cases: {error}")
+    # A copy: the run above keeps what it has read of its folder, which had no cost.
     return replace(run, pictures=cases)

@@ -95,7 +95,7 @@ def _find_folder(kit: Path, site: str) -> Path:
 
 def _list_uses(kit: Path, site: str, *, running: bool) -> list[DataUse]:
     uses = []
-    # No file is ever removed: the lock of a job that starts meanwhile would be of no file.
+    # No record is ever removed: a job that starts meanwhile would hold the lock of a removed file.
     for file in sorted(_find_folder(kit, site).glob("*.json")):
         # A job that was ended between the lock and the record has read no data.
         with suppress(ValueError, TypeError):
@@ -107,7 +107,7 @@ def _list_uses(kit: Path, site: str, *, running: bool) -> list[DataUse]:
 def _is_locked(file: Path) -> bool:
     with file.open() as lock:
         try:
-            # Shared: two commands that look at the same time, such as watch and withdraw, are no running job.
+            # Shared: commands that look at the same time, such as watch and withdraw, do not count as a running job.
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

@@ -105,7 +105,7 @@ class Workplace:
         checkpoints: folder of the checkpoints of server and sites; None: the run cannot be resumed.
         processes: number of sites that run at a time. The others wait for a free process; a site that starts again in a
             new process has lost the base and receives the full model. None: one process for each site.
-        kits: folder with files of startup kits, which a simulation has not.
+        kits: folder with files of startup kits, which a simulation lacks.
         policy: policy file that the server and every site follow; None: the default policy.
     """
 
@@ -317,7 +317,7 @@ def _read_lines(path: Path, has_ended: threading.Event, pause_s: float, *, once:
     """Yield the complete lines of a file that grows, after each pause: all of them, or each line once."""
     position, is_last = 0, False
     while not is_last:
-        # One more pass follows the end: what is written last may be the reason of the end.
+        # One more pass follows the end: what is written last may say why it ended.
         is_last = has_ended.wait(pause_s)
         text = b""
         if path.is_file():
