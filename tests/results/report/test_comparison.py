@@ -245,9 +245,11 @@ def test_sites_with_other_identifiers_or_targets_are_left_out_with_a_note() -> N
 
 
 def test_runs_without_names_of_subjects_are_compared_where_seed_and_fold_are_the_same() -> None:
-    def compare(*seeds: int, digests: str) -> dict[str, Any]:
-        first = [build_run("f1", "fedavg", 1, 1, [1.0] * 2, [-1, -1], digests="v")]
-        first += [build_run("f2", "fedavg", 2, 1, [1.0] * 2, [-1, -1], digests="w")]
+    def compare(*seeds: int, digests: str, own: str = "vw") -> dict[str, Any]:
+        first = [
+            build_run(f"f{seed}", "fedavg", seed, 1, [1.0] * 2, [-1, -1], digests=digest)
+            for seed, digest in zip((1, 2), own, strict=True)
+        ]
         other = [
             build_run(f"n{seed}", "neurosfl", seed, 1, [0.0] * 2, [-1, -1], digests=digest)
             for seed, digest in zip(seeds, digests, strict=True)
@@ -261,8 +263,13 @@ def test_runs_without_names_of_subjects_are_compared_where_seed_and_fold_are_the
     paired = f"a in part left out: {OTHER_SUBJECTS}"
     assert compare(1, digests="v") == {"note": paired, "subjects": 2}
     none = f"a left out: {OTHER_SUBJECTS}"
-    assert compare(3, digests="y") == {"note": none, "subjects": None}
+    for digest in "vy":
+        assert compare(3, digests=digest) == {"note": none, "subjects": None}
     assert compare(1, digests="z") == {"note": none, "subjects": None}
+    # All runs test the same examples, so that their digests are the same.
+    assert compare(1, 2, digests="vv", own="vv") == {"note": "", "subjects": 4}
+    assert compare(1, digests="v", own="vv") == {"note": paired, "subjects": 2}
+    assert compare(3, digests="v", own="vv") == {"note": none, "subjects": None}
 
 
 def test_page_says_which_sites_are_left_out() -> None:

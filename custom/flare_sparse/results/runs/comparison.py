@@ -34,8 +34,8 @@ class Key(NamedTuple):
 
     Attributes:
         site: its site.
-        digest: digest of the identifiers of the site.
-        subject: number of the subject at the site; seed, fold and example if the task names no subjects.
+        digest: digest of the identifiers of the site; with seed and fold if the task names no subjects.
+        subject: number of the subject at the site; of the example if the task names no subjects.
         number: number of the example among those of the subject.
     """
 
@@ -263,10 +263,13 @@ def _list_keys(run: RunResult) -> list[Key]:
     if predictions is None:
         return keys
     for site, rank in zip(predictions.sites.tolist(), predictions.subjects.tolist(), strict=True):
-        unknown = f"seed {run.summary['seed']}, fold {run.fold}, example {counts[site,]}"
-        subject = (site, predictions.digests[site], str(rank) if rank >= 0 else unknown)
-        keys.append(Key(*subject, counts[subject]))
-        counts.update([(site,), subject])
+        digest, subject = predictions.digests[site], str(rank)
+        if rank < 0:
+            # Runs that test one set of examples have one digest, whatever their seeds and folds.
+            digest, subject = f"{digest}, seed {run.summary['seed']}, fold {run.fold}", f"example {counts[site,]}"
+        owner = (site, digest, subject)
+        keys.append(Key(*owner, counts[owner]))
+        counts.update([(site,), owner])
     return keys
 
 
