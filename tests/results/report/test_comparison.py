@@ -297,3 +297,14 @@ def test_predictions_without_digests_are_computed_again(printed: Any) -> None:
     assert call(folder, "--json").exit_code == 0
     assert json.loads(file.read_text())["digests"] == digests
     assert digests.keys() == {"site-1", "site-2"}
+
+
+@pytest.mark.parametrize(("key", "value"), [("subjects", None), ("subjects", 2**70), ("targets", [10**400])])
+def test_predictions_with_a_damaged_number_are_computed_again(printed: Any, key: str, value: Any) -> None:
+    folder = printed[0]["neurosfl"]
+    file = folder / "evaluations" / "test_predictions.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {key: [value, *content[key][1:]]}))
+    assert RunResult.read(folder).predictions is None
+    assert call(folder, "--json").exit_code == 0
+    assert json.loads(file.read_text()) == content
