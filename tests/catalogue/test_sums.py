@@ -83,11 +83,13 @@ def test_reply_that_is_damaged_or_of_another_sum_is_rejected(step: Step) -> None
     assert_rejects("E_CRC", step, lambda message: flip(message, message.size - 1))
     assert_rejects("E_VERSION", step, lambda message: flip(message, 0))
 
-    def replay(message: np.ndarray) -> np.ndarray:
+    def rename_sum(message: np.ndarray, **fields: Any) -> np.ndarray:
         _, sum_id, payload = unpack_message(message, HOSTILE)
-        return pack_message(step, replace(sum_id, sequence=99), payload)
+        return pack_message(step, replace(sum_id, **fields), payload)
 
-    assert_rejects("E_REPLAY", step, replay)
+    assert_rejects("E_REPLAY", step, lambda message: rename_sum(message, sequence=99))
+    # A newline in a kind would forge a line of the server's log.
+    assert_rejects("E_KIND", step, lambda message: rename_sum(message, kind="up\ndate"))
 
 
 @pytest.mark.row(50)
