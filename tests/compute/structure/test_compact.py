@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flare_sparse.compute.structure.compact import compact_model, compact_network
+from flare_sparse.compute.structure.compact import compact_model
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates
-from flare_sparse.training.task_trainer import observe_gates
 
 NETWORKS = {
     "image_cnn": ({"image": (3, 16, 16), "channels": (4, 8, 8)}, ("1", "2"), (3, 16, 16)),
@@ -47,36 +46,6 @@ def close(model: nn.Module, closed: list[int], weight: float = 0.0) -> None:
             part.open.bias[closed] = 0
 
 
-def run_observed(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    with torch.no_grad(), observe_gates(model) as observed:
-        out = model(x)
-    return {layer: torch.cat(q) for layer, q in observed.items()}, out
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_compact_network_is_the_same_function_without_closed_channels(name: str) -> None:
-    wrapped, x = network(name)
-    close(wrapped, [1, 2])
-    observed, expected = run_observed(wrapped, x)
-    small = compact_network(wrapped, observed)
-    assert not gates(small)  # what is left is always open
-    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in wrapped.parameters())
-    assert torch.allclose(small(x), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["image_cnn", "image_cnn6"])
-def test_compact_network_keeps_gates_that_vary_between_examples(name: str) -> None:
-    wrapped, x = network(name)
-    x = x * torch.linspace(-3, 3, len(x)).reshape(-1, 1, 1, 1) + torch.randn(len(x), 3, 1, 1)
-    close(wrapped, [0], weight=3.0)
-    observed, expected = run_observed(wrapped, x)
-    assert any(len(q.unique(dim=0)) > 1 for q in observed.values())
-    small = compact_network(wrapped, observed)
-    assert gates(small)
-    assert all(gate.open.out_features < 8 for gate in gates(small))
-    assert torch.allclose(small(x), expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_compact_model_is_the_same_function_without_channels_that_no_input_opens(name: str) -> None:
     wrapped, x = network(name)
@@ -99,12 +68,20 @@ def test_compact_model_leaves_a_gated_layer_without_closed_channels_as_it_is() -
     assert torch.allclose(small(x), wrapped(x), atol=1e-5)
 
 
+def test_a_layer_whose_channels_are_all_closed_keeps_one() -> None:
+    wrapped, x = network("image_cnn")
+    close(wrapped, list(range(8)))
+    small = compact_model(wrapped)
+    assert [gate.open.out_features for gate in gates(small)] == [1, 1]
+    assert torch.allclose(small(x), wrapped(x), atol=1e-5)
+
+
 def test_networks_that_cannot_be_made_smaller_raise() -> None:
     wrapped, _ = network("image_cnn")
-    with pytest.raises(ConfigError, match="'0' is not a gated layer; gated layers: 1, 2"):
-        compact_network(wrapped, {"0": torch.ones(1, 4)})
-    with pytest.raises(ConfigError, match="every channel is closed"):
-        compact_network(wrapped, {"1": torch.zeros(1, 8)})
+    close(wrapped, [])
+    with pytest.raises(ConfigError, match="no unit or channel of this network is off"):
+        compact_model(wrapped)
     last = add_gates(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()), GateConfig(layers=("0",)))
+    close(last, [1])
     with pytest.raises(ConfigError, match=r"must be read by the next convolution \(groups=1\) or linear layer"):
-        compact_network(last, {"0": torch.eye(4)[:2]})  # type: ignore[arg-type]
+        compact_model(last)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from flare_sparse.compute.structure.graph import build_channel_graph
 from flare_sparse.compute.structure.removal import (
     build_live_mask,
-    extract_network,
     find_removable_layers,
     get_kept_units,
     narrow_network,
@@ -75,7 +74,7 @@ def test_extracted_network_has_the_weights_of_the_masked_one(name: str) -> None:
     vector = Layout.from_module(network).flatten({**dict(network.named_parameters()), **dict(network.named_buffers())})
     whole.load(vector * live.bits)
     with torch.no_grad():
-        result = extract_network(whole.module, live).eval()(inputs)
+        result = narrow_network(whole.module, live).eval()(inputs)
         torch.testing.assert_close(result, whole.module.eval()(inputs), rtol=1e-4, atol=1e-5)
 
 

@@ -112,33 +112,25 @@ def get_kept_units(layout: Layout, layers: Sequence[RemovableLayer], live: Mask)
 
 
 def narrow_network(network: nn.Module, live: Mask) -> nn.Module:
-    """Return a copy of a network that has only the ``live`` entries; its weights are uninitialised.
+    """Return a copy of a network that has only the ``live`` entries, with their values.
 
     Removing units keeps the order of the remaining entries, so if ``vector`` belongs to the network,
-    ``live.take(vector)`` belongs to the copy.
+    ``live.take(vector)`` belongs to the copy. It computes the same function as the masked network.
 
     Raises:
         Untraceable: the network's channels cannot be traced.
         SelectionError: the mask removes entries other than those of complete units.
     """
     layout, layers = Layout.from_module(network), find_removable_layers(trace_network(network))
+    return cut_units(network, layers, get_kept_units(layout, layers, live))
+
+
+def cut_units(network: nn.Module, layers: Sequence[RemovableLayer], kept: Sequence[Tensor]) -> nn.Module:
+    """Return a copy of a network with only the ``kept`` units, bool ``(units,)`` for each layer."""
     smaller = copy.deepcopy(network)
-    for layer, units in zip(layers, get_kept_units(layout, layers, live), strict=True):
+    for layer, units in zip(layers, kept, strict=True):
         if not bool(units.all()):
-            _shrink_layer(smaller, layer, int(units.sum()))
-    return smaller
-
-
-def extract_network(network: nn.Module, live: Mask) -> nn.Module:
-    """Return the smaller network with the network's weights; it computes the same function as the masked network.
-
-    Raises:
-        Untraceable, SelectionError: as :func:`narrow_network`.
-    """
-    layout, smaller = Layout.from_module(network), narrow_network(network, live)
-    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    values = Layout.from_module(smaller).unflatten(live.take(layout.flatten(tensors)))
-    smaller.load_state_dict({**smaller.state_dict(), **values})
+            _cut_layer(smaller, layer, units.nonzero().squeeze(1))
     return smaller
 
 
@@ -157,29 +149,29 @@ def remove_silent_units(network: nn.Module) -> nn.Module:
     kept = [(vector[locate_unit_entries(layout, layer)] != 0).any(1) for layer in layers]
     for units in kept:
         units[0] |= not bool(units.any())
-    return extract_network(network, build_live_mask(layout, layers, kept))
+    return cut_units(network, layers, kept)
 
 
-def _shrink_layer(network: nn.Module, layer: RemovableLayer, units: int) -> None:
-    """Resize a layer, its norms and its readers to a smaller number of units, in place."""
+def _cut_layer(network: nn.Module, layer: RemovableLayer, units: Tensor) -> None:
+    """Keep only the ``units`` (indices) of a layer, its norms and its readers, in place."""
     for path in (layer.module, *layer.norms):
         part = network.get_submodule(path)
         for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             # A scalar, such as num_batches_tracked, belongs to no unit.
             if tensor.dim():
-                _replace_tensor(part, name, tensor.new_empty(units, *tensor.shape[1:]))
-        _set_sizes(part, ("out_features", "out_channels", "num_features"), units)
+                _replace_tensor(part, name, tensor.detach().index_select(0, units.to(tensor.device)))
+        _set_sizes(part, ("out_features", "out_channels", "num_features"), len(units))
     for path in layer.readers:
         part = network.get_submodule(path)
-        weight = part.get_parameter("weight")
-        columns = weight.shape[1] // layer.units * units
-        _replace_tensor(part, "weight", weight.new_empty(weight.shape[0], columns, *weight.shape[2:]))
-        _set_sizes(part, ("in_features", "in_channels"), columns)
+        weight = part.get_parameter("weight").detach()
+        by_unit = weight.unflatten(1, (layer.units, -1)).index_select(1, units.to(weight.device))
+        _replace_tensor(part, "weight", by_unit.flatten(1, 2))
+        _set_sizes(part, ("in_features", "in_channels"), part.get_parameter("weight").shape[1])
 
 
 def _replace_tensor(part: nn.Module, name: str, tensor: Tensor) -> None:
-    if name in part._parameters:
-        tensor = nn.Parameter(tensor)
+    if (old := part._parameters.get(name)) is not None:
+        tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
     setattr(part, name, tensor)
 
 
