@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 import typer
 
 from ..config.yaml_files import CONFIGURATIONS, STARTERS
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, require_extra
 from .console import out as console
-from .plan import require_nnunet
 
 Kind = Literal["table", "segmentation", "brain_age", "script", "bundle", "nnunet", "method", "component"]
 READS_DATA = ("table", "segmentation", "brain_age", "nnunet")
@@ -41,7 +40,8 @@ def init(
     sources = [CONFIGURATIONS / name for name in (STARTERS[kind] if data is None else STARTERS[kind][:1])]
     targets = [out / ("study.yaml" if source.suffix == ".yaml" else source.name) for source in sources]
     if kind == "nnunet":
-        require_nnunet()
+        with require_extra("flare-sparse init nnunet", "nnunet"):
+            import nnunetv2  # noqa: F401
         targets += [out / "plan.json", *([out / "data"] if data is None else [])]
     if existing := [str(path) for path in targets if path.exists()]:
         raise ConfigError(f"{', '.join(existing)}: exists already; choose another folder with --out")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core.errors import ConfigError
-from ..tasks.nnunet.planner import Planner
+from ..core.errors import ConfigError, require_extra
 from .console import Screen, err
 from .console import out as console
 
@@ -37,7 +35,6 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    planner: Annotated[Planner, typer.Option(help="nnU-Net's planner")] = "ExperimentPlanner",
 ) -> None:
     """Make one nnU-Net plan for the data of several sites: of their fingerprints, by nnU-Net's planner.
 
@@ -64,9 +61,10 @@ def plan(
         )
     if kit is not None and not studies:
         raise ConfigError("--kit: it is for a study, whose sites are asked; leave it out")
-    require_nnunet()
+    with require_extra("flare-sparse plan", "nnunet"):
+        import nnunetv2  # noqa: F401
     merged = _collect(studies[0], out, total, kit) if studies else fingerprint_folders(sources)
-    made = build_plan(merged, "Dataset001_Federation", planner)
+    made = build_plan(merged, "Dataset001_Federation")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(made, indent=1), encoding="utf-8")
     console.print(f"{out}: plan of {merged.cases} cases", markup=False)
@@ -89,13 +87,3 @@ def _collect(study: Path, out: Path, total: int, kit: Path | None) -> Fingerprin
     file.write_text(found.model_dump_json(indent=1), encoding="utf-8")
     console.print(f"{file}: spacings and shapes of {found.cases} cases of {', '.join(sites)}", markup=False)
     return found
-
-
-def require_nnunet() -> None:
-    """Refuse to go on without nnU-Net.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    if find_spec("nnunetv2") is None:
-        raise ConfigError("needs nnU-Net: pip install 'flare-sparse[nnunet]' (docs/nnunet.md)")

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import abbreviate, suggest
 
 
 class Settings(BaseModel):
@@ -20,3 +22,22 @@ class Settings(BaseModel):
         for field in cls.model_fields.values():
             if field.description:
                 field.description = " ".join(field.description.split())
+
+
+def explain(error: ValidationError, section: type[BaseModel]) -> str:
+    """Return the problems that pydantic found, in one line: each names the field, what is expected and what was found.
+
+    Args:
+        error: the problems.
+        section: the model, whose fields an unknown one is compared with.
+    """
+    texts, fields = [], list(section.model_fields)
+    for problem in error.errors(include_url=False):
+        name = ".".join(map(str, problem["loc"]))
+        text = f"{name or 'content'}: {problem['msg'].removeprefix('Value error, ')}"
+        if len(problem["loc"]) == 1 and name not in fields:
+            text = f"{name}: no such field.{suggest(name, fields)} Allowed fields: {', '.join(fields)}"
+        elif problem["type"] not in ("missing", "value_error"):
+            text += f", found {abbreviate(problem['input'])}"
+        texts.append(text)
+    return "; ".join(texts)

@@ -52,7 +52,7 @@ def test_missing_location_names_all_sources_and_the_remedy(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dta: x\n", "dta: Extra inputs are not permitted. Did you mean 'data'?"),
+        ("dta: x\n", "dta: no such field. Did you mean 'data'?"),
         ("subset: []\n", "data: Field required"),
         ("data: [", "cannot be read as a site file"),
         ("", "content: Input should be"),

@@ -24,7 +24,7 @@ def test_every_network_is_built_from_a_section(name: str) -> None:
     ("name", "settings", "message"),
     [
         ("alexnet", {}, "no model 'alexnet'; choose one of: .*Did you mean 'alexnet3d'?"),
-        ("mlp", {"features": 3, "hiden": (2,)}, "model 'mlp': no setting 'hiden'. Did you mean 'hidden'?"),
+        ("mlp", {"features": 3, "hiden": (2,)}, "model 'mlp': hiden: no such field. Did you mean 'hidden'?"),
         ("mlp", {"features": 3, "dropout": 1.0}, "dropout: Input should be less than 1, found 1.0"),
         ("mlp", {}, "features: Field required"),
         ("image_cnn", {"channels": ()}, "channels: Tuple should have at least 1 item"),

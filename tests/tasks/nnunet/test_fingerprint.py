@@ -74,7 +74,8 @@ def test_merged_statistics_are_those_of_the_pooled_samples_in_any_order() -> Non
 
 def test_sites_with_other_labels_or_samples_are_refused() -> None:
     one = build_fingerprint(np.arange(1, 9, dtype=np.float32))
-    other = one.model_copy(update={"dataset": {**DATASET, "labels": {"background": 0, "tumour": 1}}})
+    labels = {"background": 0, "tumour": 1}
+    other = one.model_copy(update={"dataset": one.dataset.model_copy(update={"labels": labels})})
     with pytest.raises(ConfigError, match=r"differ in dataset: .*front.*tumour.*dataset\.json"):
         merge_fingerprints([one, other])
     with pytest.raises(ConfigError, match=r"differ in samples_per_case: 8 and 9; .* same --total"):
@@ -122,7 +123,9 @@ def test_raw_data_that_is_not_complete_is_refused(tmp_path: Path) -> None:
     (folder / "dataset.json").write_text(json.dumps({**DATASET, "channel_names": {"0": "T1", "1": "T2"}}))
     assert find_raw_cases(folder)["case00"].problem == "1 images; dataset.json names 2 channels"
     (folder / "dataset.json").write_text("{}")
-    with pytest.raises(DataError, match="missing: channel_names, labels, file_ending"):
+    with pytest.raises(
+        DataError, match="channel_names: Field required; labels: Field required; file_ending: Field required"
+    ):
         find_raw_cases(folder)
     listed = {"case00": {"images": ["a.nii.gz"], "label": "b.nii.gz"}}
     (folder / "dataset.json").write_text(json.dumps({**DATASET, "dataset": listed}))

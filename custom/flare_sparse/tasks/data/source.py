@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 
-from ...core.errors import DataError, suggest
+from ...core.errors import DataError
 from ...core.names import clean_name, read_names
-from ...core.settings import Settings
+from ...core.settings import Settings, explain
 from ..task import SiteData
 from .absence import check_absence
 
@@ -159,8 +159,7 @@ def _read_site_file(site: str, file: Path) -> SiteData:
         text = file.read_text(encoding="utf-8")
         content = SiteFile.model_validate(json.loads(text) if file.suffix == ".json" else yaml.safe_load(text))
     except ValidationError as error:
-        problems = "; ".join(_describe_problem(part["loc"], part["msg"]) for part in error.errors())
-        raise DataError(f"{file}: {problems}") from error
+        raise DataError(f"{file}: {explain(error, SiteFile)}") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
     path = file.parent / content.data.expanduser()
@@ -179,10 +178,3 @@ def _check_exists(data: SiteData, source: str) -> SiteData:
     if not exists:
         raise DataError(f"{source}: data is {data.path}; there is no such file or folder. Correct the path")
     return data
-
-
-def _describe_problem(location: tuple[int | str, ...], message: str) -> str:
-    name = ".".join(str(part) for part in location)
-    fields = SiteFile.model_fields
-    hint = "" if name in fields or not name else suggest(name, fields) + f" Allowed fields: {', '.join(fields)}"
-    return f"{name or 'content'}: {message}.{hint}"

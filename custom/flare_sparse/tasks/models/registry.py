@@ -9,12 +9,11 @@ from functools import cache
 from typing import Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, create_model, model_validator
-from pydantic_core import ErrorDetails
 from torch import nn
 
 from ...compute.structure.nodes import replace_batch_norms
 from ...core.errors import ConfigError, suggest
-from ...core.settings import Settings
+from ...core.settings import Settings, explain
 from .brain_age import alexnet3d, brain_age_cnn, brain_age_cnn_3mm, voxel_mlp
 from .encoders import resnet3d, vit3d
 from .gates import GateConfig, add_gates
@@ -85,8 +84,7 @@ def validate_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return dict(schema.model_validate(dict(settings)))
     except ValidationError as error:
-        problems = [_describe_problem(schema, part) for part in error.errors(include_url=False)]
-        raise ValueError(f"model {name!r}: " + "; ".join(problems)) from error
+        raise ValueError(f"model {name!r}: {explain(error, schema)}") from error
 
 
 @cache
@@ -96,14 +94,6 @@ def _build_schema(name: str) -> type[BaseModel]:
         p.name: (p.annotation, ... if p.default is inspect.Parameter.empty else p.default) for p in parameters
     }
     return create_model(name, __config__=ConfigDict(extra="forbid", frozen=True), **fields)
-
-
-def _describe_problem(schema: type[BaseModel], error: ErrorDetails) -> str:
-    field = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        settings = list(schema.model_fields)
-        return f"no setting {field!r}.{suggest(field, settings)} It has: {', '.join(settings)}"
-    return f"{field}: {error['msg']}, found {error['input']!r}"
 
 
 FROM_TASK = (*INPUT_KINDS, "inputs", "outputs", "numbers")

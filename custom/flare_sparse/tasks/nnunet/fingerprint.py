@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from ...core.errors import ConfigError, DataError
 from ...core.settings import Settings
 from ..data.bids import CaseFiles
-from .raw import SHARED, check_alignment, check_shared, explain_reader_error, find_raw_cases, read_dataset
+from .raw import Dataset, check_alignment, explain_reader_error, find_raw_cases, read_dataset
 
 FORMAT = 1
 MANTISSA_BITS = 12
@@ -83,7 +83,7 @@ class Fingerprint(Settings):
 
     format: int = Field(FORMAT, ge=FORMAT, le=FORMAT)
     """version of this file"""
-    dataset: dict[str, Any]
+    dataset: Dataset
     """channels, labels and file ending of dataset.json"""
     reader: str = Field(pattern=r"^[A-Za-z0-9]+$")
     """nnU-Net's class that reads the images"""
@@ -98,12 +98,9 @@ class Fingerprint(Settings):
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
-        if unknown := set(self.dataset) - set(SHARED):
-            raise ValueError(f"dataset has {len(unknown)} entries that sites do not share")
-        check_shared(self.dataset)
         if len(self.relative_sizes) != self.cases:
             raise ValueError(f"{self.cases} cases and {len(self.relative_sizes)} relative sizes")
-        if len(self.intensities) != len(self.dataset["channel_names"]):
+        if len(self.intensities) != len(self.dataset.channel_names):
             raise ValueError(f"intensities of {len(self.intensities)} channels; the dataset names others")
         if any(sum(channel.counts) > self.cases * self.samples_per_case for channel in self.intensities):
             raise ValueError(f"more samples than {self.samples_per_case:,} of each case")
@@ -171,7 +168,7 @@ def compute_fingerprint(
         raise DataError(f"{folder}: {cases[0].subject}: {cases[0].problem}")
     reader = find_reader(dataset, images[0])
     geometry, sizes = [], []
-    channels: list[Counter[float]] = [Counter() for _ in dataset["channel_names"]]
+    channels: list[Counter[float]] = [Counter() for _ in dataset.channel_names]
     subjects = set()
     for case in cases:
         try:
@@ -252,7 +249,7 @@ def fingerprint_folders(folders: Sequence[Path]) -> Fingerprint:
     return merge_fingerprints([compute_fingerprint(folder, samples) for folder in folders])
 
 
-def find_reader(dataset: Mapping[str, Any], example: Path) -> Any:
+def find_reader(dataset: Dataset, example: Path) -> Any:
     """Return nnU-Net's class that reads the images of a data set.
 
     Raises:
@@ -263,7 +260,7 @@ def find_reader(dataset: Mapping[str, Any], example: Path) -> Any:
     try:
         # nnU-Net prints a traceback for each reader that does not read the example, and takes the next one.
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            return determine_reader_writer_from_dataset_json(dict(dataset), str(example), verbose=False)
+            return determine_reader_writer_from_dataset_json(dataset.model_dump(), str(example), verbose=False)
     except RuntimeError as error:
         raise DataError(f"{example.name}: {error}") from error
 

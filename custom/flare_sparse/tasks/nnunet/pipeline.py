@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import ConfigError, DataError
+from ...core.errors import ConfigError, DataError, require_extra
 from ...core.seeds import seed_torch
 from ..data.bids import CaseFiles
 from ..data.nifti import round_labels
@@ -59,12 +59,12 @@ class Pipeline:
         configuration: such as ``3d_fullres``.
 
     Raises:
-        ConfigError: nnU-Net does not read the plan.
+        ConfigError: nnU-Net is not installed, or does not read the plan.
     """
 
     def __init__(self, plan: Mapping[str, Any], configuration: str):
-        from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
-
+        with require_extra("task nnunet", "nnunet"):
+            from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
         self.name, self.dataset = configuration, copy.deepcopy(dict(plan["dataset"]))
         with _blame_plan():
             self.plans = PlansManager(copy.deepcopy(plan["plans"]))

@@ -1,81 +1,168 @@
 """One plan for all sites: nnU-Net's own planner over the merged fingerprint, and what a plan in a job may say."""
 
 import json
-import re
 import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ...core.environment import set_environment
 from ...core.errors import ConfigError
+from ...core.settings import Settings, explain
 from ..models.segmentation import MAX_PATCH_VOXELS
 from .fingerprint import Fingerprint
-from .planner import Planner
-from .raw import DATASET, check_shared
+from .raw import DATASET, Channels
 
 MAX_CHARACTERS = 200_000
 """Most characters of a plan as JSON; nnU-Net's plans have 5,000 to 20,000."""
-MAX_STAGES, MAX_BLOCKS, MAX_FEATURES = 10, 32, 4096
-"""Most stages of a network, convolutions or blocks of a stage, and channels: a job cannot make a site build more."""
 
-_ARCHITECTURES = "dynamic_network_architectures.architectures.unet"
-# nnU-Net imports whatever a plan names: a plan that comes with a job may name these alone.
-_ALLOWED: dict[str, set[Any]] = {
-    "image_reader_writer": {"SimpleITKIO", "NibabelIO", "NibabelIOWithReorient", "Tiff3DIO", "NaturalImage2DIO"},
-    "label_manager": {"LabelManager"},
-    "preprocessor_name": {"DefaultPreprocessor"},
-    "network_class_name": {f"{_ARCHITECTURES}.PlainConvUNet", f"{_ARCHITECTURES}.ResidualEncoderUNet"},
-    "conv_op": {f"torch.nn.modules.conv.Conv{axes}d" for axes in (2, 3)},
-    "norm_op": {f"torch.nn.modules.instancenorm.InstanceNorm{axes}d" for axes in (2, 3)},
-    "nonlin": {"torch.nn.LeakyReLU", "torch.nn.ReLU"},
-    "dropout_op": {None},
-}
-_RESAMPLING = {"resample_data_or_seg_to_shape", "resample_torch_fornnunet", "no_resampling_hack"}
-_NORMALIZATION = {
-    f"{name}Normalization" for name in ("CT", "No", "ZScore", "RescaleTo01", "RGBTo01")
-}  # fmt: skip
-_ARCHITECTURE_KEYS = {
-    "n_stages", "features_per_stage", "conv_op", "kernel_sizes", "strides", "n_conv_per_stage", "n_blocks_per_stage",
-    "n_conv_per_stage_decoder", "conv_bias", "norm_op", "norm_op_kwargs", "dropout_op", "dropout_op_kwargs", "nonlin",
-    "nonlin_kwargs",
-}  # fmt: skip
-_DATASET_KEYS = {"channel_names", "labels", "file_ending", "regions_class_order", "numTraining"}
+Blocks = Annotated[int, Field(ge=1, le=32)]
+Resampling = Literal["resample_data_or_seg_to_shape", "resample_torch_fornnunet", "no_resampling_hack"]
+Imported = Literal["conv_op", "norm_op", "dropout_op", "nonlin"]
 
 
-def build_plan(fingerprint: Fingerprint, name: str, planner: Planner = "ExperimentPlanner") -> dict[str, Any]:
+class _Section(Settings):
+    """A section of a plan.
+
+    nnU-Net imports whatever a plan names: a plan that comes with a job may name the classes in these sections alone,
+    and cannot make a site build more than their limits.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class Network(_Section):
+    """Arguments of nnU-Net's network."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    n_stages: Annotated[int, Field(ge=1, le=10)]
+    features_per_stage: list[Annotated[int, Field(ge=1, le=4096)]]
+    kernel_sizes: list[list[Blocks]]
+    strides: list[list[Blocks]]
+    n_conv_per_stage: list[Blocks]
+    n_conv_per_stage_decoder: list[Blocks]
+    conv_op: Literal["torch.nn.modules.conv.Conv2d", "torch.nn.modules.conv.Conv3d"]
+    conv_bias: Any = None
+    norm_op: Literal["torch.nn.modules.instancenorm.InstanceNorm2d", "torch.nn.modules.instancenorm.InstanceNorm3d"]
+    norm_op_kwargs: Any = None
+    dropout_op: None = None
+    dropout_op_kwargs: Any = None
+    nonlin: Literal["torch.nn.LeakyReLU", "torch.nn.ReLU"]
+    nonlin_kwargs: Any = None
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        for name in ("features_per_stage", "kernel_sizes", "strides", "n_conv_per_stage", "n_conv_per_stage_decoder"):
+            expected = self.n_stages - (name == "n_conv_per_stage_decoder")
+            if len(getattr(self, name)) != expected:
+                raise ValueError(f"{name}: found {getattr(self, name)}; expected {expected} entries, for n_stages")
+        return self
+
+
+class Architecture(_Section):
+    """nnU-Net's network."""
+
+    network_class_name: Literal["dynamic_network_architectures.architectures.unet.PlainConvUNet"]
+    imported: list[Imported] = Field(alias="_kw_requires_import", min_length=4, max_length=4)
+    arch_kwargs: Network
+
+
+class Configuration(_Section):
+    """One of the configurations that nnU-Net plans."""
+
+    preprocessor_name: Literal["DefaultPreprocessor"]
+    resampling_fn_data: Resampling
+    resampling_fn_seg: Resampling
+    resampling_fn_probabilities: Resampling
+    normalization_schemes: list[
+        Literal[
+            "CTNormalization",
+            "NoNormalization",
+            "ZScoreNormalization",
+            "RescaleTo01Normalization",
+            "RGBTo01Normalization",
+        ]
+    ]
+    patch_size: list[Annotated[int, Field(ge=1)]] = Field(min_length=2, max_length=3)
+    spacing: list[Annotated[float, Field(gt=0, lt=1e6)]]
+    architecture: Architecture
+
+    @model_validator(mode="after")
+    def _check_axes(self) -> Self:
+        if prod(self.patch_size) > MAX_PATCH_VOXELS:
+            raise ValueError(f"patch_size: found {self.patch_size}, over {MAX_PATCH_VOXELS:,} voxels")
+        network, axes = self.architecture.arch_kwargs, len(self.patch_size)
+        if wrong := [sides for sides in (self.spacing, *network.kernel_sizes, *network.strides) if len(sides) != axes]:
+            raise ValueError(f"spacing, kernel_sizes and strides: found {wrong[0]}; expected {axes} numbers")
+        return self
+
+
+def _select_own(configurations: Any) -> Any:
+    """Return the configurations that need no other one's result."""
+    if not isinstance(configurations, dict):
+        return configurations
+    return {n: c for n, c in configurations.items() if not (isinstance(c, dict) and "inherits_from" in c)}
+
+
+class Plans(_Section):
+    """nnU-Net's ``plans.json``."""
+
+    dataset_name: str = Field(pattern=r"^Dataset\d{3}_[A-Za-z0-9_-]{1,64}$")
+    plans_name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    image_reader_writer: Literal["SimpleITKIO", "NibabelIO", "NibabelIOWithReorient", "Tiff3DIO", "NaturalImage2DIO"]
+    label_manager: Literal["LabelManager"]
+    configurations: Annotated[dict[str, Configuration], BeforeValidator(_select_own)]
+
+
+class PlanDataset(Channels):
+    """nnU-Net's ``dataset.json`` of a plan."""
+
+    numTraining: Any = None  # noqa: N815  # nnU-Net's name
+
+
+class Plan(_Section):
+    """nnU-Net's plan of all sites."""
+
+    plans: Plans
+    dataset: PlanDataset
+
+
+def build_plan(fingerprint: Fingerprint, name: str) -> dict[str, Any]:
     """Run nnU-Net's planner over a fingerprint; return ``plans`` and ``dataset``, the settings of the task.
 
     Args:
         fingerprint: that of all sites together.
         name: name of nnU-Net's data set, such as ``Dataset004_Hippocampus``.
-        planner: class of nnU-Net's planner.
 
     Raises:
         ConfigError: nnU-Net refuses the data, or its plan has what this package does not allow.
     """
-    dataset = {key: value for key, value in fingerprint.dataset.items() if key in _DATASET_KEYS}
-    dataset["numTraining"] = fingerprint.cases
+    dataset = fingerprint.dataset.model_dump(include=set(Channels.model_fields)) | {"numTraining": fingerprint.cases}
     with (
         tempfile.TemporaryDirectory() as folder,
         set_environment({f"nnUNet_{kind}": str(Path(folder, kind)) for kind in ("raw", "preprocessed", "results")}),
         redirect_stdout(StringIO()),
     ):
+        from nnunetv2.experiment_planning.experiment_planners.default_experiment_planner import ExperimentPlanner
+
         raw, preprocessed = (Path(folder, kind, name) for kind in ("raw", "preprocessed"))
         # The planner lists the cases only to find an image that shows how files are read, which the sites have done.
         _write_json(raw / DATASET, {**dataset, "dataset": {}})
         _write_json(preprocessed / "dataset_fingerprint.json", fingerprint.to_nnunet())
         try:
-            instance = _get_planner(planner)(name)
-            instance.determine_reader_writer = lambda: type(fingerprint.reader, (), {})
-            instance.plan_experiment()
+            planner = ExperimentPlanner(name)
+            planner.determine_reader_writer = lambda: type(fingerprint.reader, (), {})
+            planner.plan_experiment()
         # nnU-Net's checks are assertions, and errors of numpy.
         except Exception as error:
-            raise ConfigError(f"nnU-Net's {planner} makes no plan of these fingerprints: {error!r}") from error
-        plans = json.loads((preprocessed / f"{instance.plans_identifier}.json").read_text(encoding="utf-8"))
+            raise ConfigError(f"nnU-Net makes no plan of these fingerprints: {error!r}") from error
+        plans = json.loads((preprocessed / f"{planner.plans_identifier}.json").read_text(encoding="utf-8"))
     plan = {"plans": plans, "dataset": dataset}
     check_plan(plan)
     return plan
@@ -94,94 +181,14 @@ def check_plan(plan: Mapping[str, Any]) -> None:
     if size > MAX_CHARACTERS:
         raise ConfigError(f"the plan has more than {MAX_CHARACTERS:,} characters")
     try:
-        plans, dataset = plan["plans"], plan["dataset"]
-        if unknown := set(dataset) - _DATASET_KEYS:
-            raise ConfigError(f"dataset.{min(unknown)}: is not used by this task; leave it out")
-        try:
-            check_shared(dataset)
-        except ValueError as error:
-            raise ConfigError(f"dataset.{error}") from error
-        _check_text("dataset.file_ending", dataset["file_ending"], r"\.[A-Za-z0-9.]{1,15}")
-        _check_text("plans.dataset_name", plans["dataset_name"], r"Dataset\d{3}_[A-Za-z0-9_-]{1,64}")
-        _check_text("plans.plans_name", plans["plans_name"], r"[A-Za-z0-9_-]{1,64}")
-        for name in ("image_reader_writer", "label_manager"):
-            _check_name(f"plans.{name}", plans[name], _ALLOWED[name])
-        for name, configuration in plans["configurations"].items():
-            if "inherits_from" not in configuration:
-                _check_configuration(f"plans.configurations.{name}", configuration)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"is no plan that flare-sparse plan wrote: {type(error).__name__}: {error}") from error
+        Plan.model_validate(plan)
+    except ValidationError as error:
+        raise ConfigError(f"is no plan that flare-sparse plan wrote: {explain(error, Plan)}") from error
 
 
 def list_configurations(plan: Mapping[str, Any]) -> list[str]:
     """Return the names of a plan's configurations that need no other one's result."""
-    return [name for name, entry in plan["plans"]["configurations"].items() if "inherits_from" not in entry]
-
-
-def _check_configuration(path: str, configuration: Mapping[str, Any]) -> None:
-    architecture = configuration["architecture"]
-    _check_name(f"{path}.preprocessor_name", configuration["preprocessor_name"], _ALLOWED["preprocessor_name"])
-    for kind in ("data", "seg", "probabilities"):
-        _check_name(f"{path}.resampling_fn_{kind}", configuration[f"resampling_fn_{kind}"], _RESAMPLING)
-    for scheme in configuration["normalization_schemes"]:
-        _check_name(f"{path}.normalization_schemes", scheme, _NORMALIZATION)
-    name = "network_class_name"
-    _check_name(f"{path}.architecture.{name}", architecture[name], _ALLOWED[name])
-    if unknown := set(architecture["arch_kwargs"]) - _ARCHITECTURE_KEYS:
-        raise ConfigError(f"{path}.architecture.arch_kwargs.{min(unknown)}: is none of nnU-Net's planners")
-    imported = architecture["_kw_requires_import"]
-    if sorted(imported) != ["conv_op", "dropout_op", "nonlin", "norm_op"]:
-        raise ConfigError(f"{path}.architecture._kw_requires_import: found {imported}")
-    _check_sizes(path, configuration)
-    for name in ("conv_op", "norm_op", "dropout_op", "nonlin"):
-        _check_name(f"{path}.architecture.arch_kwargs.{name}", architecture["arch_kwargs"].get(name), _ALLOWED[name])
-
-
-def _check_sizes(path: str, configuration: Mapping[str, Any]) -> None:
-    """Check what decides the memory and the time that a site needs."""
-    axes, arguments = len(configuration["patch_size"]), configuration["architecture"]["arch_kwargs"]
-    _check_numbers(f"{path}.patch_size", configuration["patch_size"], (2, 3), MAX_PATCH_VOXELS)
-    if prod(configuration["patch_size"]) > MAX_PATCH_VOXELS:
-        raise ConfigError(f"{path}.patch_size: found {configuration['patch_size']}, over {MAX_PATCH_VOXELS:,} voxels")
-    spacing = configuration["spacing"]
-    if len(spacing) != axes or not all(isinstance(side, (int, float)) and 0 < side < 1e6 for side in spacing):
-        raise ConfigError(f"{path}.spacing: found {spacing}; expected {axes} positive numbers")
-    stages = arguments["n_stages"]
-    _check_numbers(f"{path}.architecture.arch_kwargs.n_stages", [stages], (1,), MAX_STAGES)
-    blocks = {name: stages for name in ("n_conv_per_stage", "n_blocks_per_stage") if name in arguments}
-    for name, length in {**blocks, "n_conv_per_stage_decoder": stages - 1, "features_per_stage": stages}.items():
-        limit = MAX_FEATURES if name == "features_per_stage" else MAX_BLOCKS
-        _check_numbers(f"{path}.architecture.arch_kwargs.{name}", arguments[name], (length,), limit)
-    for name in ("kernel_sizes", "strides"):
-        if len(arguments[name]) != stages:
-            raise ConfigError(f"{path}.architecture.arch_kwargs.{name}: expected {stages} entries")
-        for sides in arguments[name]:
-            _check_numbers(f"{path}.architecture.arch_kwargs.{name}", sides, (axes,), MAX_BLOCKS)
-
-
-def _check_numbers(path: str, found: Any, lengths: tuple[int, ...], limit: int) -> None:
-    if not isinstance(found, (list, tuple)) or len(found) not in lengths:
-        raise ConfigError(f"{path}: found {found}; expected {' or '.join(map(str, lengths))} numbers")
-    if not all(type(number) is int and 1 <= number <= limit for number in found):
-        raise ConfigError(f"{path}: found {found}; expected whole numbers from 1 to {limit:,}")
-
-
-def _check_name(path: str, found: Any, allowed: set[Any]) -> None:
-    if found not in allowed:
-        raise ConfigError(f"{path}: found {found!r}; expected one of {', '.join(sorted(map(str, allowed)))}")
-
-
-def _check_text(path: str, found: Any, pattern: str) -> None:
-    if not isinstance(found, str) or not re.fullmatch(pattern, found):
-        raise ConfigError(f"{path}: found {found!r}; expected text like {pattern}")
-
-
-def _get_planner(name: Planner) -> Any:
-    from nnunetv2.experiment_planning.experiment_planners import default_experiment_planner
-    from nnunetv2.experiment_planning.experiment_planners.residual_unets import residual_encoder_unet_planners
-
-    module = default_experiment_planner if name == "ExperimentPlanner" else residual_encoder_unet_planners
-    return getattr(module, name)
+    return list(_select_own(plan["plans"]["configurations"]))
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -3,17 +3,26 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import nibabel as nib
 import numpy as np
 from nibabel.filebasedimages import ImageFileError
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from ...core.errors import DataError
+from ...core.settings import Settings, explain
 from ..data.bids import CaseFiles
 from ..data.cases import find_bids_cases
 from ..data.segmentation import check_volumes, describe_orientation
@@ -24,50 +33,71 @@ TURNING_READER = "NibabelIOWithReorient"
 """nnU-Net's reader that turns images to RAS; all others read voxels as they are stored."""
 _READER_SETTING = "overwrite_image_reader_writer"
 _NIFTI = (".nii", ".nii.gz")
-SHARED = ("channel_names", "labels", "file_ending", "regions_class_order", "overwrite_image_reader_writer")
 
 
-def read_dataset(folder: Path) -> dict[str, Any]:
+class Channels(Settings):
+    """What a plan is for: the images and the labels of a case, as nnU-Net v2 names them."""
+
+    model_config = ConfigDict(strict=True)
+
+    channel_names: dict[str, str] = Field(min_length=1)
+    """names by number, such as {"0": "CT"}"""
+    labels: dict[str, int | list[int]]
+    """values by name, among them {"background": 0}; several of a region"""
+    file_ending: str = Field(pattern=r"^\.[A-Za-z0-9.]{1,15}$")
+    """ending of the names of files, such as .nii.gz"""
+    regions_class_order: list[int] | None = None
+    """label of each region in predictions"""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if set(self.channel_names) != set(map(str, range(len(self.channel_names)))):
+            raise ValueError('channel_names: expected names by number, such as {"0": "CT"}')
+        if self.labels.get("background") != 0:
+            raise ValueError('labels: expected values by name, among them {"background": 0}')
+        if self.regions_class_order is None and any(isinstance(v, list) and len(v) > 1 for v in self.labels.values()):
+            raise ValueError("labels: regions need regions_class_order")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
+    @property
+    def suffixes(self) -> list[str]:
+        """BIDS suffix of each channel's image, in order: the names of the channels."""
+        return [self.channel_names[str(number)] for number in range(len(self.channel_names))]
+
+
+class Dataset(Channels):
+    """What all sites must share of ``dataset.json``."""
+
+    overwrite_image_reader_writer: str | None = None
+    """nnU-Net's class that reads the images; null: the first that reads one"""
+
+
+def read_dataset(folder: Path) -> Dataset:
     """Return what all sites must share of ``dataset.json``: channels, labels, file ending; no case and no file name.
 
     Raises:
-        DataError: the file is missing or malformed.
+        DataError: the file is missing or malformed, or lists cases by their files.
     """
-    content = _read_json(folder)
-    dataset = {name: content[name] for name in SHARED if name in content}
+    file = folder / DATASET
     try:
-        check_shared(dataset)
-    except ValueError as error:
-        raise DataError(f"{folder / DATASET}: {error}") from error
-    return dataset
-
-
-def check_shared(dataset: Mapping[str, Any]) -> None:
-    """Check the part of ``dataset.json`` that all sites share.
-
-    Raises:
-        ValueError: it is not what nnU-Net v2 reads.
-    """
-    if missing := [name for name in ("channel_names", "labels", "file_ending") if name not in dataset]:
-        raise ValueError(
-            "expected the sections channel_names and labels, and file_ending, as nnU-Net v2 does; missing: "
-            + ", ".join(missing)
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: expected the dataset.json of nnU-Net's raw data: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: expected a section, found {type(content).__name__}")
+    if content.get("dataset"):
+        raise DataError(
+            f"{file}: dataset lists the files of each case, which is not read; name the files as in imagesTr and "
+            "labelsTr, or as in BIDS, and remove the section"
         )
-    channels, labels = dataset["channel_names"], dataset["labels"]
-    if not isinstance(channels, dict) or set(channels) != {str(number) for number in range(max(len(channels), 1))}:
-        raise ValueError('channel_names: expected names by number, such as {"0": "CT"}')
-    if not all(isinstance(name, str) for name in channels.values()):
-        raise ValueError("channel_names: expected a name for each channel")
-    if not isinstance(labels, dict) or labels.get("background") != 0:
-        raise ValueError('labels: expected values by name, among them {"background": 0}')
-    values = [list(value) if isinstance(value, (list, tuple)) else [value] for value in labels.values()]
-    if not all(type(number) is int for value in values for number in value):
-        raise ValueError("labels: expected whole numbers, or lists of them")
-    order = dataset.get("regions_class_order")
-    if any(len(value) > 1 for value in values) and not isinstance(order, list):
-        raise ValueError("labels: regions need regions_class_order")
-    if order is not None and not (isinstance(order, list) and all(type(number) is int for number in order)):
-        raise ValueError("regions_class_order: expected whole numbers")
+    try:
+        return Dataset.model_validate({name: value for name, value in content.items() if name in Dataset.model_fields})
+    except ValidationError as error:
+        raise DataError(f"{file}: expected the sections of nnU-Net v2: {explain(error, Dataset)}") from error
 
 
 def check_alignment(case: CaseFiles, reader: str, *, needs_labels: bool) -> None:
@@ -126,36 +156,25 @@ def find_raw_cases(folder: Path, derivative: str = "*") -> dict[str, CaseFiles]:
         derivative: in BIDS, folder of the label maps in ``derivatives``; ``*`` is any text.
 
     Raises:
-        DataError: there is no such data set, it has no cases, or it lists them by their files.
+        DataError: there is no such data set, or it has no cases.
     """
     dataset = read_dataset(folder)
-    if _read_json(folder).get("dataset"):
-        raise DataError(
-            f"{folder / DATASET}: dataset lists the files of each case, which is not read; name the files as in "
-            "imagesTr and labelsTr, or as in BIDS, and remove the section"
-        )
     if not (folder / "imagesTr").is_dir():
-        cases = find_bids_cases(folder, list_suffixes(dataset), derivative)
+        cases = find_bids_cases(folder, dataset.suffixes, derivative)
     else:
-        images = find_channels(folder / "imagesTr", dataset["file_ending"])
-        labels = {name: folder / "labelsTr" / f"{name}{dataset['file_ending']}" for name in images}
+        images = find_channels(folder / "imagesTr", dataset.file_ending)
+        labels = {name: folder / "labelsTr" / f"{name}{dataset.file_ending}" for name in images}
         cases = {
             name: CaseFiles(files, labels[name] if labels[name].is_file() else None, subject=name)
             for name, files in images.items()
         }
     if not cases:
         raise DataError(
-            f"{folder}: no cases imagesTr/CASE_0000{dataset['file_ending']}, and none in BIDS: sub-*/anat/*_"
-            f"{list_suffixes(dataset)[0]}{dataset['file_ending']}"
+            f"{folder}: no cases imagesTr/CASE_0000{dataset.file_ending}, and none in BIDS: sub-*/anat/*_"
+            f"{dataset.suffixes[0]}{dataset.file_ending}"
         )
-    wanted = len(dataset["channel_names"])
+    wanted = len(dataset.channel_names)
     return {name: note_missing_channels(case, wanted) for name, case in sorted(cases.items())}
-
-
-def list_suffixes(dataset: Mapping[str, Any]) -> list[str]:
-    """Return the BIDS suffix of each channel's image, in order: the names of the channels."""
-    names = dataset["channel_names"]
-    return [names[str(number)] for number in range(len(names))]
 
 
 def find_channels(folder: Path, file_ending: str) -> dict[str, tuple[Path, ...]]:
@@ -173,14 +192,3 @@ def find_channels(folder: Path, file_ending: str) -> dict[str, tuple[Path, ...]]
                 raise DataError(f"{file}: {match['case']} lacks {match['case']}_{len(images):04d}{file_ending}")
             cases[match["case"]] = (*images, file)
     return cases
-
-
-def _read_json(folder: Path) -> Mapping[str, Any]:
-    file = folder / DATASET
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: expected the dataset.json of nnU-Net's raw data: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{file}: expected a section, found {type(content).__name__}")
-    return content

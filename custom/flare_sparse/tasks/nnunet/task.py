@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,13 +17,12 @@ from ..data.bids import CaseFiles, index_cases
 from ..data.cases import CaseSettings, Derivative, describe_left_out, find_bids_cases, load_cases, select_cases
 from ..task import Cohort, Column, Examples, Metric, SiteData, Task, is_metric_name
 from .pipeline import TRAINER, Pipeline, Prepared
-from .plan import check_plan, list_configurations
+from .plan import PlanDataset, check_plan, list_configurations
 from .raw import (
     TURNING_READER,
     find_channels,
     find_raw_cases,
     list_orientations,
-    list_suffixes,
     note_missing_channels,
     read_dataset,
 )
@@ -100,9 +98,11 @@ class Nnunet(Task):
 
     @cached_property
     def _pipeline(self) -> Pipeline:
-        if find_spec("nnunetv2") is None:
-            raise ConfigError("task nnunet needs nnU-Net: pip install 'flare-sparse[nnunet]' (docs/nnunet.md)")
         return Pipeline(self.config.require_plan(), self.config.configuration)
+
+    @cached_property
+    def _dataset(self) -> PlanDataset:
+        return PlanDataset.model_validate(self.config.require_plan()["dataset"])
 
     def model(self) -> nn.Module:
         return self._pipeline.build_network()
@@ -132,10 +132,10 @@ class Nnunet(Task):
         Raises:
             DataError: the data is not what the plan was made for.
         """
-        found = read_dataset(folder)
+        dataset = read_dataset(folder)
         for name in ("channel_names", "labels", "file_ending"):
-            if found[name] != (expected := self.config.require_plan()["dataset"][name]):
-                raise DataError(f"{folder}: dataset.json: {name} is {found[name]}; the plan is for {expected}")
+            if (found := getattr(dataset, name)) != (expected := getattr(self._dataset, name)):
+                raise DataError(f"{folder}: dataset.json: {name} is {found}; the plan is for {expected}")
 
     def collate(self, examples: Sequence[Prepared]) -> list[Prepared]:
         """Return the cases as they are: shapes differ."""
@@ -195,8 +195,7 @@ class Nnunet(Task):
     @torch.no_grad()
     def write_predictions(self, model: nn.Module, data: SiteData, out: Path) -> Iterator[Path]:
         """Write what ``nnUNetv2_predict`` does: CASE.nii.gz for each image, ``dataset.json`` and ``plans.json``."""
-        dataset = self.config.require_plan()["dataset"]
-        ending, channels = dataset["file_ending"], len(dataset["channel_names"])
+        ending, channels = self._dataset.file_ending, len(self._dataset.channel_names)
         cases = select_cases(data, self._find_images(data.path))
         if not cases:
             raise DataError(f"{data.path}: no images CASE_0000{ending}, CASE_0001{ending}, ..., and none in BIDS")
@@ -213,14 +212,13 @@ class Nnunet(Task):
 
     def _find_images(self, path: Path) -> dict[str, CaseFiles]:
         """Return the cases to predict: of one file, of a folder of images, of a raw data set, or in BIDS."""
-        dataset = self.config.require_plan()["dataset"]
         folder = path.parent if path.is_file() else path
         places = [folder, *(folder / name for name in ("imagesTs", "imagesTr"))]
-        found = next((found for place in places if (found := find_channels(place, dataset["file_ending"]))), {})
+        found = next((found for place in places if (found := find_channels(place, self._dataset.file_ending))), {})
         cases = {name: CaseFiles(images, None, subject=name) for name, images in found.items()}
         if path.is_file():
             return {name: case for name, case in cases.items() if path in case.images}
-        return cases or find_bids_cases(folder, list_suffixes(dataset))
+        return cases or find_bids_cases(folder, self._dataset.suffixes)
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a model folder of nnU-Net's; ``nnUNetv2_predict_from_modelfolder -f all -m FOLDER`` loads it."""
