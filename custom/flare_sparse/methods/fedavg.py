@@ -22,28 +22,30 @@ from ..core.exchange import Assignment, Contribution, Patch, Request, Update
 from ..core.needs import Need, Needs
 from ..training import Site
 from .method import Method, MethodConfig, ModelState, broadcast
-from .support.averaging import FedAvgConfig, FedAvgRounds, FineTuning
+from .support.averaging import AveragedState, AveragingConfig, AveragingMethod, FineTuning
 
 
 @final
-class FedAvg(FedAvgRounds):
+class FedAvg(AveragingMethod[AveragingConfig, AveragedState]):
     """Every site trains the whole model; the server averages the models, weighted by examples."""
 
     name = "fedavg"
-    Config = FedAvgConfig
+    Config = AveragingConfig
+    trains_all_entries = True
 
 
-class FedAvgFTConfig(FedAvgConfig):
+class FedAvgFTConfig(AveragingConfig):
     finetune: FineTuning = Field(default_factory=FineTuning)
     """training at each site after the last round, whose model stays there"""
 
 
 @final
-class FedAvgFT(FedAvgRounds):
+class FedAvgFT(AveragingMethod[FedAvgFTConfig, AveragedState]):
     """Rounds as in FedAvg; at the end every site reports the metrics of its fine-tuned model, which stays local."""
 
     name = "fedavg_ft"
     Config = FedAvgFTConfig
+    trains_all_entries = True
 
 
 TRAIN_ALONE = "train_alone"

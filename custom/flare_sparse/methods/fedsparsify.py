@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Self, final
@@ -16,9 +16,8 @@ from torch import Tensor
 from ..core.exchange import Contribution, Patch
 from ..core.mask import Mask, floor_fraction, prune_mask
 from ..core.needs import Need, Needs
-from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .method import MaskPreset
-from .support.averaging import FINETUNE, AveragingConfig, AveragingMethod
+from .support.averaging import FINETUNE, AveragedState, AveragingConfig, AveragingMethod
 from .support.masks import find_zero_weights
 
 
@@ -73,21 +72,15 @@ class FedSparsifyConfig(AveragingConfig):
 
 
 @dataclass(frozen=True)
-class FedSparsifyState:
-    """The model and the mask of its live entries.
+class FedSparsifyState(AveragedState):
+    """The model and the mask of its live entries, outside which its weights are zero.
 
     Attributes:
-        round: the next round, 1-based.
-        weights: float32 ``(P,)``, zero outside ``mask``.
         mask: live entries.
-        memory: what the server carries beside the model.
         zero_start: names of the prunable weights that are zero in the initial model.
     """
 
-    round: int
-    weights: Tensor
     mask: Mask
-    memory: ServerMemory = field(default_factory=ServerMemory)
     zero_start: tuple[str, ...] = ()
 
 
@@ -103,16 +96,12 @@ class FedSparsify(AveragingMethod[FedSparsifyConfig, FedSparsifyState]):
         zero_start = find_zero_weights(self.layout, weights, self.config.prunable)
         return FedSparsifyState(1, weights, Mask.full(self.layout.size), zero_start=zero_start)
 
-    def learn(self, state: FedSparsifyState, contributions: Sequence[Contribution]) -> FedSparsifyState:
+    def restrict(
+        self, state: FedSparsifyState, stepped: FedSparsifyState, contributions: Sequence[Contribution]
+    ) -> FedSparsifyState:
         """Return the average of the sites' models, pruned to s_t."""
-        config, t = self.config, state.round
-        weights, memory = take_server_step(
-            contributions, state.weights, state.memory, config.server, self.layout.num_parameters
-        )
-        mask = self._prune(state, weights.abs(), config.compute_sparsity(t))
-        weights = weights * mask.bits
-        memory = update_model_average(memory, weights, mask, config.model_average, t, config.rounds)
-        return FedSparsifyState(t + 1, weights, mask, memory, state.zero_start)
+        mask = self._prune(state, stepped.weights.abs(), self.config.compute_sparsity(state.round))
+        return replace(stepped, weights=stepped.weights * mask.bits, mask=mask)
 
     def _prune(self, state: FedSparsifyState, scores: Tensor, sparsity: float) -> Mask:
         """Return the mask of which ``floor(sparsity * |pool|)`` entries of the pool are off.

@@ -19,6 +19,7 @@ from ..core.exchange import Assignment, Contribution, Patch, Request, Update, Up
 from ..core.mask import Mask, floor_fraction
 from ..training import Site
 from .aggregation.weighted import normalize_capped, weigh_by_examples, weighted_sum
+from .method import ModelState
 from .support.lora import RankedConfig, RankedMethod
 from .support.masks import unite_masks
 
@@ -29,18 +30,14 @@ class HetLoRAConfig(RankedConfig):
 
 
 @dataclass(frozen=True)
-class HetLoRAState:
+class HetLoRAState(ModelState):
     """The model and the current ranks.
 
     Attributes:
-        round: the next round, 1-based.
-        weights: float32 ``(P,)``.
         owners: names of the sites that have contributed.
         ranks: the rank of each of them after its last update.
     """
 
-    round: int
-    weights: Tensor
     owners: tuple[str, ...]
     ranks: tuple[int, ...]
 

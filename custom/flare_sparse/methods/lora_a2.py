@@ -20,7 +20,7 @@ from ..core.needs import Need, Needs
 from ..core.seeds import make_generator
 from ..training import Site, TrainingConfig
 from .aggregation.weighted import weigh_by_examples, weighted_sum
-from .method import train_locally
+from .method import ModelState, train_locally
 from .scores.ranks import Factor, compute_slot_scores, select_slots
 from .support.lora import RankedConfig, RankedMethod
 
@@ -42,17 +42,13 @@ class LoRAA2Config(RankedConfig):
 
 
 @dataclass(frozen=True)
-class LoRAA2State:
+class LoRAA2State(ModelState):
     """The model and the entries of its last change.
 
     Attributes:
-        round: the next round, 1-based.
-        weights: float32 ``(P,)``.
         changed: the entries that the last round may have changed; sites that took part in it hold all others.
     """
 
-    round: int
-    weights: Tensor
     changed: Mask
 
 

@@ -5,7 +5,7 @@ Network Pruning based on Connection Sensitivity", arXiv 1810.02340.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal, Self, final
 
@@ -23,11 +23,10 @@ from ..core.seeds import make_generator
 from ..training import Site
 from ..wire.encodings import count_entries_within
 from ..wire.number_format import NumberFormat
-from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
 from .method import SCORE, TRAIN, MaskPreset, broadcast
 from .scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
-from .support.averaging import AveragingConfig, AveragingMethod
+from .support.averaging import AveragedState, AveragingConfig, AveragingMethod
 from .support.masks import compute_erk_densities, draw_random_mask, find_zero_weights, shuffle_mask, unite_masks
 
 
@@ -127,24 +126,18 @@ class NeuroSFLConfig(AveragingConfig):
 
 
 @dataclass(frozen=True)
-class NeuroSFLState:
-    """The model and its masks.
+class NeuroSFLState(AveragedState):
+    """The model and its masks; the round is 0 while scores are exchanged.
 
     Attributes:
-        round: the next round, 1-based; 0 while scores are exchanged.
         step: number of score exchanges so far.
-        weights: float32 ``(P,)``.
         masks: one mask for all sites or, with individual masks, one for each of ``owners``.
         owners: names of the sites with their own mask.
-        memory: what the server carries beside the model.
     """
 
-    round: int
     step: int
-    weights: Tensor
     masks: tuple[Mask, ...]
     owners: tuple[str, ...]
-    memory: ServerMemory = field(default_factory=ServerMemory)
 
 
 @final
@@ -274,16 +267,16 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
     def learn(self, state: NeuroSFLState, contributions: Sequence[Contribution]) -> NeuroSFLState:
         if state.round == 0:
             return self._select_masks(state, contributions)
-        weights, memory = take_server_step(
-            contributions, state.weights, state.memory, self.config.server, self.layout.num_parameters
-        )
-        live, average = unite_masks(state.masks), self.config.model_average
-        if state.owners:
-            # An entry keeps its value in a round that all sites miss which hold it.
-            missed = live - unite_masks(contribution.patch.mask for contribution in contributions)
-            weights = torch.where(missed.bits, state.weights, weights)
-        memory = update_model_average(memory, weights, live, average, state.round, self.config.rounds)
-        return replace(state, round=state.round + 1, weights=weights, memory=memory)
+        return super().learn(state, contributions)
+
+    def restrict(
+        self, state: NeuroSFLState, stepped: NeuroSFLState, contributions: Sequence[Contribution]
+    ) -> NeuroSFLState:
+        if not state.owners:
+            return stepped
+        # An entry keeps its value in a round that all sites miss which hold it.
+        missed = unite_masks(state.masks) - unite_masks(contribution.patch.mask for contribution in contributions)
+        return replace(stepped, weights=torch.where(missed.bits, state.weights, stepped.weights))
 
     def _select_masks(self, state: NeuroSFLState, contributions: Sequence[Contribution]) -> NeuroSFLState:
         """Return the state with the masks of this step's scores: T_q(sum_k |s_k|), Eq. 7."""

@@ -35,7 +35,7 @@ from .aggregation.server_step import (
     update_model_average,
 )
 from .aggregation.weighted import weigh_by_examples, weighted_sum
-from .method import Method, MethodConfig, broadcast
+from .method import Method, MethodConfig, ModelState, broadcast
 from .support.masks import unite_masks
 
 
@@ -92,19 +92,15 @@ class TopKEFConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class TopKEFState:
+class TopKEFState(ModelState):
     """The model and the entries of its last change.
 
     Attributes:
-        round: the next round, 1-based.
-        weights: float32 ``(P,)``.
         changed: the entries that the last round changed; sites that took part in it hold all others.
         residual: ``(P,)`` what the server keeps of the sites' deltas; None: nothing, it sends all.
         memory: moments of the server's step, and the average of the models.
     """
 
-    round: int
-    weights: Tensor
     changed: Mask
     residual: Tensor | None = None
     memory: ServerMemory = field(default_factory=ServerMemory)

@@ -11,7 +11,7 @@ from abc import ABC
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, TypeVar, cast
 
 from pydantic import Field
 from torch import Tensor
@@ -30,7 +30,7 @@ from ..aggregation.server_step import (
     take_server_step,
     update_model_average,
 )
-from ..method import Method, MethodConfig
+from ..method import Method, MethodConfig, ModelState
 from .adaptation import PersonalTrainingDiverged, attribute_divergence, check_finite
 
 _LOG = logging.getLogger(__name__)
@@ -173,55 +173,26 @@ class AveragingConfig(MethodConfig):
 
     def needs(self) -> Needs:
         """Return the needs of the average and the fine-tuning: a mean itself has none."""
-        finetuning = self.finetune.needs(self.training) if self.finetune else frozenset()
-        return self.model_average.needs() | finetuning
-
-
-class FedAvgConfig(AveragingConfig):
-    """Settings of methods whose server does nothing but average."""
-
-    def needs(self) -> Needs:
+        needs = self.model_average.needs() | (self.finetune.needs(self.training) if self.finetune else frozenset())
         if self.server.lr <= 2:
-            return super().needs()
+            return needs
         reason = f"server.lr {self.server.lr} multiplies the rounding error of the download"
-        return super().needs() | {Need.EXACT_MODEL.because(reason, "set it to 2 or less")}
+        return needs | {Need.EXACT_MODEL.because(reason, "set it to 2 or less")}
 
 
 @dataclass(frozen=True)
-class AveragedState:
+class AveragedState(ModelState):
     """State of a method whose server averages one model.
 
     Attributes:
-        round: the next round, 1-based.
-        weights: float32 ``(P,)``.
         memory: what the server carries beside the model.
     """
 
-    round: int
-    weights: Tensor
-    memory: ServerMemory = field(default_factory=ServerMemory)
-
-
-class HasMemory(Protocol):
-    """A state with a round, a model and what the server carries beside it."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def round(self) -> int:
-        """The next round, 1-based; 0 before training."""
-
-    @property
-    def weights(self) -> Tensor:
-        """float32 ``(P,)``."""
-
-    @property
-    def memory(self) -> ServerMemory:
-        """What the server carries beside the model."""
+    memory: ServerMemory = field(default_factory=ServerMemory, kw_only=True)
 
 
 ConfigT = TypeVar("ConfigT", bound=AveragingConfig)
-StateT = TypeVar("StateT", bound=HasMemory)
+StateT = TypeVar("StateT", bound=AveragedState)
 
 
 class AveragingMethod(Method[ConfigT, StateT], ABC):
@@ -232,6 +203,29 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
     """
 
     final_kinds = frozenset({FINETUNE})
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> StateT:
+        return cast(StateT, AveragedState(1, weights))
+
+    def learn(self, state: StateT, contributions: Sequence[Contribution]) -> StateT:
+        config = self.config
+        weights, memory = take_server_step(
+            contributions, state.weights, state.memory, config.server, self.layout.num_parameters
+        )
+        new = self.restrict(state, replace(state, weights=weights), contributions)
+        live = self.model(new).mask
+        memory = update_model_average(memory, new.weights, live, config.model_average, state.round, config.rounds)
+        return replace(new, round=state.round + 1, memory=memory)
+
+    def restrict(self, state: StateT, stepped: StateT, contributions: Sequence[Contribution]) -> StateT:
+        """Return the state after the server's step with what the method does to its model, by default nothing.
+
+        Args:
+            state: the state before the round.
+            stepped: the same with the weights after the step.
+            contributions: the updates of the round.
+        """
+        return stepped
 
     def count_requests(self, kind: str, t: int) -> int:
         # A site whose copy of the job provides for no fine-tuning does not train once more, however the server asks.
@@ -272,21 +266,3 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
             f"the run ended before the first averaged round (model_average.start {average.start:g} of "
             f"{self.config.rounds} rounds): its model is the last one, no average; lower model_average.start"
         )
-
-
-class FedAvgRounds(AveragingMethod[FedAvgConfig, AveragedState]):
-    """Rounds in which every site trains the whole model, and the server takes a step towards their average."""
-
-    trains_all_entries = True
-
-    def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
-        return AveragedState(1, weights)
-
-    def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
-        config = self.config
-        weights, memory = take_server_step(
-            contributions, state.weights, state.memory, config.server, self.layout.num_parameters
-        )
-        live = Mask.full(self.layout.size)
-        memory = update_model_average(memory, weights, live, config.model_average, state.round, config.rounds)
-        return AveragedState(state.round + 1, weights, memory)

@@ -18,7 +18,7 @@ from ...core.mask import Mask, floor_fraction, top_k
 from ...core.needs import Need, Needs
 from ...training import Site
 from ..aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
-from ..method import ConfigT, Method, is_evaluated
+from ..method import ConfigT, Method, ModelState, is_evaluated
 from .masks import unite_masks
 
 Aggregation = Literal["sum", "mean", "count"]
@@ -43,12 +43,10 @@ WHOLE_UNITS = Need.WHOLE_MODEL.because("it selects and removes whole units, of w
 
 
 @dataclass(frozen=True)
-class SelectiveState:
+class SelectiveState(ModelState):
     """The model, the entries of its last change, and the progress of pruning.
 
     Attributes:
-        round: the next round, 1-based.
-        weights: float32 ``(P,)``.
         live: entries of the units that have not been removed.
         changed: the entries that the last round changed; sites that took part in it hold all others.
         prunings: number of prunings so far.
@@ -56,8 +54,6 @@ class SelectiveState:
         held: ``(P,)`` the model of the sites, with a download rate below 1; None: they hold ``weights``.
     """
 
-    round: int
-    weights: Tensor
     live: Mask
     changed: Mask
     prunings: int = 0
