@@ -63,7 +63,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "FedAvg": {"name": "fedavg", **STEP},
     "NeuroSFL 90 %": {"name": "neurosfl", **STEP, "sparsity": 0.9, "scores": "weighted_snip", "saliency_batches": 1},
     # From the start, magnitudes are those of the initial weights.
-    "FedSparsify 90 %": {"name": "fedsparsify", **STEP, "sparsity": 0.9, "first_round": 30, "force_final": True},
+    "FedSparsify 90 %": {"name": "fedsparsify", **STEP, "sparsity": 0.9, "first_round": 30},
     "FedAvg, personalised": {"name": "fedavg_ft", **STEP, "finetune": FINETUNE},
 }
 DRAWN = {"kind": "iid", "sizes": "skewed"}

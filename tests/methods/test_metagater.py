@@ -19,7 +19,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
-from flare_sparse.methods.metagater import MetaGaterState, advance, compute_step_sizes, predict
+from flare_sparse.methods.metagater import MetaGaterState, MetaLearningConfig, advance, predict
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.adaptation import take_one_step
 from flare_sparse.rounds.federation.records import Outcome
@@ -30,6 +30,7 @@ from flare_sparse.training import LocalTask, Site, build_site
 from flare_sparse.wire.ledger import Ledger
 
 FULL_BATCH = {"optimizer": "sgd", "lr": 0.3, "batch_size": 1000}
+PAPER = MetaLearningConfig()
 
 
 class Base(Toy):
@@ -153,7 +154,7 @@ def test_site_stops_where_the_gradient_of_its_problem_is_small_enough(two: Net, 
 
 
 def test_l1_zeroes_weights_of_gates_alone(gated: Net) -> None:
-    weights = gated.run(lasso=0.5, penalty="l1", output="ag")[0].weights
+    weights = gated.states(3, lasso=0.5, penalty="l1")[-1].ag
     groups = torch.cat([g.flatten() for g in gated.method().gates.groups])
     others = torch.ones(len(weights), dtype=torch.bool)
     others[groups] = False
@@ -163,10 +164,10 @@ def test_l1_zeroes_weights_of_gates_alone(gated: Net) -> None:
 
 def test_without_penalty_the_sequences_are_those_of_nesterov(gated: Net) -> None:
     for t, (before, after) in enumerate(pairwise(gated.states(6)), start=1):
-        alpha = compute_step_sizes(t).alpha
+        alpha = PAPER.compute_alpha(t)
         assert torch.allclose(after.ag, (1 - alpha) * before.ag + alpha * after.w, atol=1e-5)
         momentum = (t - 1) / (t + 2)
-        following = predict(after.w, after.ag, compute_step_sizes(t + 1).alpha)
+        following = predict(after.w, after.ag, PAPER.compute_alpha(t + 1))
         assert torch.allclose(following, after.ag + momentum * (after.ag - before.ag), atol=1e-5)
 
 
@@ -175,11 +176,11 @@ def test_nesterov_holds_in_float64_over_many_rounds() -> None:
     w = ag = torch.randn(7, generator=draw, dtype=torch.float64)
     x, y_before = w.clone(), w.clone()
     for t in range(1, 60):
-        steps = compute_step_sizes(t)
-        pr = predict(w, ag, steps.alpha)
+        alpha = PAPER.compute_alpha(t)
+        pr = predict(w, ag, alpha)
         assert torch.allclose(pr, x, atol=1e-12)
         g = torch.randn(7, generator=draw, dtype=torch.float64)
-        w, ag = advance(w, pr, g, steps, lambda v, step: v, scale=True)
+        w, ag = advance(w, pr, g, alpha, 1.0, lambda v, step: v)
         y = x - g  # beta = 1
         x, y_before = y + (t - 1) / (t + 2) * (y - y_before), y
         assert torch.allclose(ag, y, atol=1e-12)
@@ -194,48 +195,20 @@ def test_first_model_sent_is_the_initial_one_bit_for_bit(gated: Net) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local_proximity", [None, 0.0])
-def test_without_acceleration_a_round_equals_fedprox_or_fedavg(gated: Net, local_proximity: float | None) -> None:
-    """Step = 1 / lambda: the uniform mean of the sites' models, with proximal term (FedProx) or without (FedAvg)."""
-    settings = {"momentum_cap": 0, "step": 5.0, "proximity": 0.2, "local_proximity": local_proximity}
-    method = gated.method(local_steps=3, **settings)
+def test_without_acceleration_a_round_equals_fedprox(gated: Net) -> None:
+    """Step = 1 / lambda: the uniform mean of the sites' models."""
+    method = gated.method(local_steps=3, momentum_cap=0, step=5.0, proximity=0.2)
     state = method.init(gated.weights, sorted(gated.examples))
-    pull = 0.2 if local_proximity is None else 0.0
     for t in (1, 2):
         sites = {name: gated.site(name) for name in gated.examples}
         start = state.w
         alone = [
-            s.train(start, Mask.full(method.layout.size), method.config.training, t, steps=3, proximal_strength=pull)
+            s.train(start, Mask.full(method.layout.size), method.config.training, t, steps=3, proximal_strength=0.2)
             for s in sites.values()
         ]
         state = method.learn(state, collect_updates(method, state, sites))
         assert torch.allclose(state.w, torch.stack(alone).mean(0), atol=1e-6)
         assert torch.equal(state.w, state.ag)
-
-
-@pytest.mark.slow
-def test_without_acceleration_a_run_equals_uniform_fedavg(gated: Net) -> None:
-    settings = {"local_steps": 2, "rounds": 3}
-    ours, _ = gated.run(momentum_cap=0, step=5.0, local_proximity=0.0, output="ag", **settings)
-    sites = {name: gated.site(name) for name in gated.examples}
-    method = METHODS["fedavg_one_step"](
-        METHODS["fedavg_one_step"].Config.model_validate({"weighting": "uniform", "training": FULL_BATCH, **settings}),
-        gated.layout,
-        1,
-    )
-    theirs, _ = run_locally(method, gated.weights, sites, gated.task.metric)
-    assert torch.allclose(ours.weights, theirs.weights, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("epsilon", [0.1, 0.5])
-def test_shorter_step_equals_reptile(gated: Net, epsilon: float) -> None:
-    before, after = gated.states(1, momentum_cap=0, step=epsilon / 0.2, local_proximity=0.0, local_steps=4)
-    method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
-    ends = [
-        s.train(before.w, Mask.full(method.layout.size), method.config.training, 1, steps=4) for s in sites.values()
-    ]
-    assert torch.allclose(after.w, before.w + epsilon * (torch.stack(ends).mean(0) - before.w), atol=1e-6)
 
 
 def test_one_local_step_gives_the_mean_gradient(gated: Net) -> None:
@@ -387,29 +360,18 @@ def test_sites_weigh_equally_whatever_their_number_of_examples() -> None:
     assert torch.allclose(net.run()[0].weights, uneven.run()[0].weights, atol=1e-6)
 
 
-@pytest.mark.parametrize("output", ["pr", "ag"])
-def test_output_selects_the_sequence(two: Net, output: str) -> None:
+def test_result_is_the_model_sent_last(two: Net) -> None:
     """After three rounds of vector 11: 0.8 was sent last; 1.04 is w^ag."""
-    outcome, _ = two.run(output=output, training={**FULL_BATCH, "lr": 1.0})
-    wanted = {"pr": 0.8, "ag": 1.04}[output]
-    assert outcome.weights.item() == pytest.approx(wanted, abs=1e-6)
+    training = {**FULL_BATCH, "lr": 1.0}
+    assert two.run(training=training)[0].weights.item() == pytest.approx(0.8, abs=1e-6)
+    assert two.states(3, training=training)[-1].ag.item() == pytest.approx(1.04, abs=1e-6)
 
 
 def test_momentum_cap_bounds_alpha(two: Net) -> None:
     states = two.states(40, momentum_cap=0.0)
     assert all(torch.equal(s.w, s.ag) for s in states)
     capped = two.method(momentum_cap=0.5).config
-    assert [capped.compute_steps(t).alpha for t in (1, 2, 3, 4, 100)] == pytest.approx([1, 2 / 3, 0.5, 0.5, 0.5])
-
-
-@pytest.mark.slow
-def test_unscaled_prox_shrinks_less(gated: Net) -> None:
-    shrunk: list[float] = []
-    for scale in (True, False):
-        states = gated.states(8, lasso=0.01, scale_prox=scale)
-        groups = gated.method().gates.groups
-        shrunk.append(sum(float(states[-1].w[g].norm()) for g in groups))
-    assert shrunk[0] < shrunk[1]
+    assert [capped.compute_alpha(t) for t in (1, 2, 3, 4, 100)] == pytest.approx([1, 2 / 3, 0.5, 0.5, 0.5])
 
 
 def test_running_statistics_are_plain_means(bench: Any) -> None:
@@ -456,28 +418,33 @@ def test_run_continued_from_a_saved_state_equals_the_uninterrupted_one(gated: Ne
     assert all(torch.equal(getattr(state, n), getattr(states[6], n)) for n in ("w", "ag", "sent"))
 
 
-def test_step_sizes_of_the_first_rounds_equal_the_worked_numbers() -> None:
+def test_alpha_of_the_first_rounds_equals_the_worked_numbers() -> None:
     """Vector 9."""
-    steps = [compute_step_sizes(t) for t in range(1, 6)]
-    assert [s.alpha for s in steps] == pytest.approx([1, 2 / 3, 1 / 2, 2 / 5, 1 / 3])
-    assert [s.eta for s in steps] == pytest.approx([1, 1.5, 2, 2.5, 3])
+    alphas = [PAPER.compute_alpha(t) for t in range(1, 7)]
+    assert alphas[:5] == pytest.approx([1, 2 / 3, 1 / 2, 2 / 5, 1 / 3])
     gamma = [1.0]
-    for s in steps[1:]:
-        gamma.append((1 - s.alpha) * gamma[-1])
+    for alpha in alphas[1:5]:
+        gamma.append((1 - alpha) * gamma[-1])
     assert gamma == pytest.approx([1, 1 / 3, 1 / 6, 1 / 10, 1 / 15])
-    momentum = [
-        after.alpha * (1 / before.alpha - 1) for before, after in pairwise([compute_step_sizes(t) for t in range(1, 7)])
-    ]
+    momentum = [after * (1 / before - 1) for before, after in pairwise(alphas)]
     assert momentum == pytest.approx([0, 1 / 4, 2 / 5, 1 / 2, 4 / 7])
 
 
-@given(st.integers(1, 1000), st.floats(0.1, 3), st.floats(0, 1))
-def test_step_sizes_satisfy_their_relations(t: int, beta: float, cap: float) -> None:
-    """alpha_t eta_t = beta_t always; by default Gamma_t = 2 / (t (t + 1)) and momentum (t - 1) / (t + 2)."""
-    now, after = (compute_step_sizes(s, beta=beta, momentum_cap=cap) for s in (t, t + 1))
-    assert now.alpha * now.eta == pytest.approx(now.beta) == pytest.approx(beta)
-    assert after.alpha * (1 / now.alpha - 1) <= cap + 1e-12
-    plain, following = compute_step_sizes(t), compute_step_sizes(t + 1)
-    assert following.alpha * (1 / plain.alpha - 1) == pytest.approx((t - 1) / (t + 2))
-    gamma_ratio = 1 - following.alpha
+@given(st.floats(0.1, 3), st.floats(0.1, 1))
+def test_length_of_the_other_step_is_beta_over_alpha(beta: float, alpha: float) -> None:
+    steps: list[float] = []
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    w, ag = advance(zero, zero, one, alpha, beta, lambda v, step: steps.append(step) or v)  # type: ignore[func-returns-value]
+    assert steps == pytest.approx([beta / alpha, beta])
+    assert [-w.item(), -ag.item()] == pytest.approx(steps)
+
+
+@given(st.integers(1, 1000), st.floats(0, 1))
+def test_momentum_stays_below_its_cap(t: int, cap: float) -> None:
+    """By default Gamma_t = 2 / (t (t + 1)) and momentum (t - 1) / (t + 2)."""
+    capped = MetaLearningConfig(momentum_cap=cap)
+    assert capped.compute_alpha(t + 1) * (1 / capped.compute_alpha(t) - 1) <= cap + 1e-12
+    plain, following = PAPER.compute_alpha(t), PAPER.compute_alpha(t + 1)
+    assert following * (1 / plain - 1) == pytest.approx((t - 1) / (t + 2))
+    gamma_ratio = 1 - following
     assert gamma_ratio * 2 / (t * (t + 1)) == pytest.approx(2 / ((t + 1) * (t + 2)))

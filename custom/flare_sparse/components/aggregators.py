@@ -153,7 +153,7 @@ class MetaStep(MethodAggregator[MetaGaterState]):
     _always_serialize_args = ("proximity", "lasso", "min_sites")
     method_class = MetaGater
     state_class = MetaGaterState
-    rarer = ("step", "momentum_cap", "scale_prox", "closed_channels", "output")
+    rarer = ("step", "momentum_cap", "closed_channels")
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class MagnitudePruning(MethodAggregator[FedSparsifyState]):
     _always_serialize_args = ("sparsity", "min_sites")
     method_class = FedSparsify
     state_class = FedSparsifyState
-    rarer = ("initial_sparsity", "first_round", "prune_every", "exponent", "force_final", "prunable")
+    rarer = ("initial_sparsity", "first_round", "prune_every", "exponent", "prunable")
 
     def __init__(
         self,

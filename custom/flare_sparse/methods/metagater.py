@@ -14,7 +14,7 @@ A baseline of "MetaGater: Fast Learning of Conditional Channel Gated Networks vi
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Self, TypeVar, final
+from typing import Literal, Self, TypeVar, final
 
 import torch
 from pydantic import Field
@@ -24,42 +24,14 @@ from ..core.errors import ConfigError, suggest
 from ..core.exchange import Contribution, Patch, Request, Update
 from ..core.mask import Mask, floor_fraction, top_k
 from ..core.needs import Need, Needs
-from ..core.params import Layout, TensorSpec
+from ..core.params import Layout
 from ..training import Site
 from .aggregation.weighted import Weights, weigh_equally, weighted_sum
 from .method import train_locally
-from .scores.scbf.groups import GroupSection
 from .scores.snip import compute_saliency
 from .support.adaptation import ADAPT, AdaptationConfig, AdaptationMethod, take_one_step
 
 Prox = Callable[[Tensor, float], Tensor]
-
-
-class StepSizes(NamedTuple):
-    """Step sizes of one round.
-
-    Attributes:
-        alpha: weight of the one sequence in the prediction from both.
-        beta: length of the proximal step of the aggregated sequence.
-        eta: length of the proximal step of the other.
-    """
-
-    alpha: float
-    beta: float
-    eta: float
-
-
-def compute_step_sizes(t: int, *, beta: float = 1.0, momentum_cap: float = 1.0) -> StepSizes:
-    """Return MetaGater's step sizes: ``alpha_t = 2 / (t + 1)``, ``alpha_t * eta_t = beta_t`` (Lin et al. 2021, 5.1).
-
-    Args:
-        t: round, 1-based.
-        beta: beta_t, the same in every round.
-        momentum_cap: largest Nesterov momentum; alpha is at least 1 minus this. At 0 alpha is 1, which makes the three
-            sequences one.
-    """
-    alpha = max(2 / (t + 1), 1 - momentum_cap)
-    return StepSizes(alpha, beta, beta / alpha)
 
 
 class MetaLearningConfig(AdaptationConfig):
@@ -67,8 +39,6 @@ class MetaLearningConfig(AdaptationConfig):
 
     proximity: float = Field(0.2, gt=0)
     """lambda: weight of the distance to the meta-model"""
-    local_proximity: float | None = Field(None, ge=0)
-    """lambda in the sites' problem; null: as proximity"""
     local_accuracy: float | None = Field(None, gt=0)
     """xi_t: squared norm of the gradient of a site's proximal problem at which it stops, local_steps or training.epochs
     at the latest; null: no other end"""
@@ -76,18 +46,14 @@ class MetaLearningConfig(AdaptationConfig):
     """beta_t, the server's step; eta_t = beta_t / alpha_t"""
     momentum_cap: float = Field(1.0, ge=0, le=1)
     """largest momentum of the acceleration; 1: as in the paper; 0: none, alpha_t = 1, which is FedProx with step
-    1 / lambda, and Reptile with less"""
+    1 / lambda"""
     lasso: float = Field(1e-4, ge=0)
     """mu: weight of the penalty H on the gates' output channels"""
     penalty: Literal["group_lasso", "l1"] = "group_lasso"
     """H: group_lasso closes whole channels, l1 zeroes single weights of their gates"""
-    scale_prox: bool = True
-    """true: the penalty's threshold grows with eta_t, as in the paper; false: with beta_t"""
     closed_channels: Literal["permanent", "reopenable"] = "reopenable"
     """reopenable: a zero group is sent and may grow again, as in the paper; permanent: neither it nor its filter is
     sent or trained again"""
-    output: Literal["pr", "ag"] = "pr"
-    """the result: the model last sent (the paper), or w_T^ag"""
 
     def needs(self) -> Needs:
         if self.local_accuracy is None:
@@ -96,9 +62,12 @@ class MetaLearningConfig(AdaptationConfig):
             Need.PLAIN_STEPS.because("local_accuracy: a gradient ends the training", "leave it out")
         }
 
-    def compute_steps(self, t: int) -> StepSizes:
-        """Return alpha_t, beta_t and eta_t."""
-        return compute_step_sizes(t, beta=self.step, momentum_cap=self.momentum_cap)
+    def compute_alpha(self, t: int) -> float:
+        """Return ``alpha_t = 2 / (t + 1)`` (Lin et al. 2021, 5.1), the weight of ``w`` in the prediction, or more.
+
+        It is at least ``1 - momentum_cap``. At a cap of 0 alpha is 1, which makes the three sequences one.
+        """
+        return max(2 / (t + 1), 1 - self.momentum_cap)
 
 
 _GATE_SUFFIX = ".gate.open.weight"
@@ -215,18 +184,19 @@ def predict(w: Tensor, ag: Tensor, alpha: float) -> Tensor:
     return w if alpha == 1 else alpha * w + (1 - alpha) * ag
 
 
-def advance(w: Tensor, pr: Tensor, g: Tensor, steps: StepSizes, prox: Prox, *, scale: bool) -> tuple[Tensor, Tensor]:
+def advance(w: Tensor, pr: Tensor, g: Tensor, alpha: float, beta: float, prox: Prox) -> tuple[Tensor, Tensor]:
     """Return w_t and w_t^ag (lines 10 to 13): proximal steps along ``g`` from w_{t-1} and from w_t^pr.
 
     Args:
         w: ``(P,)`` w_{t-1}.
         pr: ``(P,)`` w_t^pr.
         g: ``(P,)`` gradient of the sites' envelopes.
-        steps: eta_t, the length of the step from w_{t-1}, and beta_t, of the step from w_t^pr.
+        alpha: alpha_t, which gives the length of the step from w_{t-1}: ``alpha_t * eta_t = beta_t``.
+        beta: beta_t, the length of the step from w_t^pr.
         prox: proximal operator of ``step * H`` for a given step.
-        scale: False: the thresholds of both operators grow with beta_t.
     """
-    return prox(w - steps.eta * g, steps.eta if scale else steps.beta), prox(pr - steps.beta * g, steps.beta)
+    eta = beta / alpha
+    return prox(w - eta * g, eta), prox(pr - beta * g, beta)
 
 
 ConfigT = TypeVar("ConfigT", bound=MetaLearningConfig)
@@ -241,14 +211,13 @@ class MetaLearningMethod(AdaptationMethod[ConfigT, MetaGaterState]):
         return MetaGaterState(1, weights, weights, weights)
 
     def train(self, request: Request, site: Site) -> Update:
-        strength = self.config.proximity if self.config.local_proximity is None else self.config.local_proximity
         return train_locally(
             request,
             site,
             self.config.get_training(request.round),
             self.update_content,
             steps=self.config.local_steps,
-            proximal_strength=strength,
+            proximal_strength=self.config.proximity,
             tolerance=self.config.local_accuracy,
         )
 
@@ -257,10 +226,10 @@ class MetaLearningMethod(AdaptationMethod[ConfigT, MetaGaterState]):
 
         Running statistics are plain means of the sites' own.
         """
-        steps, pr = self.config.compute_steps(state.round), self._predict(state)
+        alpha, pr = self.config.compute_alpha(state.round), self._predict(state)
         delta = weighted_sum(contributions, weigh_equally)
         gradient = -self.config.proximity * delta
-        advanced = advance(state.w, pr, gradient, steps, self.apply_prox, scale=self.config.scale_prox)
+        advanced = advance(state.w, pr, gradient, alpha, self.config.step, self.apply_prox)
         w, ag = (torch.where(self._buffers.bits, pr + delta, x) for x in advanced)
         return MetaGaterState(state.round + 1, w, ag, pr)
 
@@ -280,20 +249,14 @@ class MetaLearningMethod(AdaptationMethod[ConfigT, MetaGaterState]):
         return {"gradient_mapping": float(mapping.double().square().sum())}
 
     def model(self, state: MetaGaterState) -> Patch:
-        """Return w_t^pr, which round t sends; after the last round the sequence that ``output`` names."""
-        is_over = state.round > self.config.rounds
-        if is_over and self.config.output == "pr":
-            vector = state.sent
-        elif is_over and self.config.output == "ag":
-            vector = state.ag
-        else:
-            vector = self._predict(state)
+        """Return w_t^pr, which round t sends; after the last round the model that was sent last, as in the paper."""
+        vector = state.sent if state.round > self.config.rounds else self._predict(state)
         if self.config.closed_channels == "reopenable":
             return Patch.from_vector(vector, Mask.full(self.layout.size))
         return Patch.from_vector(vector, Mask.full(self.layout.size) - self.gates.select_closed(vector))
 
     def _predict(self, state: MetaGaterState) -> Tensor:
-        return predict(state.w, state.ag, self.config.compute_steps(state.round).alpha)
+        return predict(state.w, state.ag, self.config.compute_alpha(state.round))
 
     @cached_property
     def gates(self) -> Gates:
@@ -333,7 +296,7 @@ class MetaSNIP(MetaLearningMethod[MetaSNIPConfig]):
 
     def __init__(self, config: MetaSNIPConfig, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
-        self._convolutions = self._find_convolutions()
+        self._units = self._list_units()
 
     def answer(self, request: Request, site: Site) -> Update:
         update = super().answer(request, site)
@@ -363,38 +326,18 @@ class MetaSNIP(MetaLearningMethod[MetaSNIPConfig]):
         units = [len(indices) for indices in self._units]
         return sum(floor_fraction(self.config.sparsity, n) for n in units) / max(sum(units), 1)
 
-    def _find_convolutions(self) -> dict[str, TensorSpec]:
-        """Return the weights of the layers to prune, by the layer's name.
+    def _list_units(self) -> list[Tensor]:
+        """Return indices ``(units, n)`` of the units of each layer to prune: the filters, each with its bias.
 
         Raises:
             ConfigError: ``layers`` names a layer that is no convolution.
         """
-        convolutions = {t.name.removesuffix(".weight"): t for t in self.layout.tensors if _is_convolution(t)}
+        # The leading axis of a transposed convolution's weight is that of its inputs.
+        weights = [t.name for t in self.layout.tensors if t.role == "weight" and len(t.shape) > 2]
+        convolutions = [n.removesuffix(".weight") for n in weights if n not in self.layout.transposed_groups]
         if unknown := [name for name in self.config.layers if name not in convolutions]:
             raise ConfigError(
                 f"method.layers: there is no convolution {unknown[0]!r}.{suggest(unknown[0], convolutions)} There are: "
                 f"{', '.join(convolutions) or 'none'}"
             )
-        return {name: convolutions[name] for name in self.config.layers or convolutions}
-
-    @cached_property
-    def _units(self) -> list[Tensor]:
-        """Indices ``(units, n)`` of the units of each layer to prune."""
-        return [self._list_units(name, weight) for name, weight in self._convolutions.items()]
-
-    def _list_units(self, name: str, weight: TensorSpec) -> Tensor:
-        """Return indices ``(units, n)`` of the filters, each with its bias."""
-        offsets = dict(zip((tensor.name for tensor in self.layout.tensors), self.layout.offsets, strict=False))
-        indices = torch.arange(offsets[weight.name], offsets[weight.name] + weight.size)
-        groups, bias = self.layout.transposed_groups.get(weight.name, 0), f"{name}.bias"
-        outputs = weight.shape[1] * groups if groups else weight.shape[0]
-        section = GroupSection("weight", outputs, (weight.name,), groups)
-        filters = section.view_by_group(indices.view(weight.shape)).reshape(outputs, -1)
-        if bias not in offsets:
-            return filters
-        biases = torch.arange(offsets[bias], offsets[bias] + outputs).reshape(-1, 1)
-        return torch.cat([filters, biases], dim=1)
-
-
-def _is_convolution(tensor: TensorSpec) -> bool:
-    return tensor.role == "weight" and len(tensor.shape) > 2
+        return [_list_channels(self.layout, f"{name}.", buffers=False) for name in self.config.layers or convolutions]
