@@ -19,7 +19,7 @@ from flare_sparse.core.errors import DataError, PolicyRefusal
 from flare_sparse.core.exchange import Content, Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.seeds import derive_seed, make_generator
-from flare_sparse.privacy.dp.mechanism import clip_rows
+from flare_sparse.privacy.dp.mechanism import LEAST_NOISE, clip_rows
 from flare_sparse.tasks.task import Task
 from flare_sparse.training import SampleUsage, Site
 
@@ -320,7 +320,7 @@ class ServerAttacks:
         vector = policy.sanitize_values(content, Patch.from_vector(layout.flatten(tensors), mask), layout)
         # As at a site: what a change shows of the data decides nothing under a privacy budget.
         mechanism = self._site.trainer.mechanism
-        is_bounded = mechanism is not None and mechanism.hides_subjects
+        is_bounded = mechanism is not None and mechanism.noise_multiplier >= LEAST_NOISE
         if policy.withhold_isolated and message == "update" and not is_bounded:
             inputs = self._site.trainer.collect_inputs(self._assembly.weights, nn.Linear, MAX_EXAMPLES)
             vector, _ = withhold_isolated_units(vector, mask, layout, inputs)

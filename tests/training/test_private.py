@@ -21,7 +21,7 @@ from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import LocalTask, Site, SitePrivacy, TrainingConfig, build_site
-from flare_sparse.training.private import PrivateTraining, Subjects, check_private_network
+from flare_sparse.training.private import PrivateTraining, check_private_network, group_subjects
 
 
 class Counter(nn.Module):
@@ -104,9 +104,9 @@ def open_training(local: LocalTask, start: torch.Tensor, mask: Mask, **settings:
     """Return the training of a request whose plan is that of the job."""
     local.model.load(start)
     mechanism, examples = build_mechanism(local, **settings), local.examples
-    subjects = Subjects.group(examples.n_train, examples.train_ids, examples.train_subjects)
+    records = group_subjects(examples.n_train, examples.train_subjects)
     question = mechanism.open(start, mask, mechanism.plan, 1, ())
-    return PrivateTraining(question, local, subjects, TRAINING.batch_size, torch.Generator())
+    return PrivateTraining(question, local, records, TRAINING.batch_size, torch.Generator())
 
 
 def compute_reference(local: LocalTask, start: torch.Tensor, mask: Mask, records: tuple[int, ...]) -> torch.Tensor:
@@ -258,12 +258,6 @@ def test_reads_outside_the_mechanism_are_refused() -> None:
         site.trainer.step_in_stages(start, [], TRAINING)
     with pytest.raises(ConfigError, match="activations of units"):
         site.trainer.observe_units(start, [], lambda name, values: None)
-
-
-def test_subjects_are_grouped_in_the_order_of_their_first_record() -> None:
-    subjects = Subjects.group(5, (), ("b", "a", "b", "c", "a"))
-    assert subjects.records == ((0, 2), (1, 4), (3,))
-    assert Subjects.group(3, ("x", "y", "z"), ()).records == ((0,), (1,), (2,))
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.utils.data import default_collate
 
 from ..compute.structure.nodes import choose_groups, mixes_examples
 from ..core.errors import ConfigError
 from ..core.mask import Mask
 from ..core.params import Layout
 from ..privacy.dp.accounting import SamplingPlan
-from ..privacy.dp.mechanism import PrivateQuery, SiteMechanism, clip_rows, limit_steps
+from ..privacy.dp.mechanism import PrivateQuery, SiteMechanism, clip_rows
 from ..tasks.task import Task
 from .config import TrainingConfig
 from .live import LiveEntries
@@ -30,35 +31,20 @@ from .loop import disable_dropout
 from .trainer import Trainer, Training, Wrapper
 
 
-@dataclass(frozen=True)
-class Subjects:
-    """Records of each subject of a site.
+def group_subjects(count: int, subjects: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of each subject's training examples, in the order of their first ones.
 
-    Attributes:
-        records: positions of a subject's training examples, by subject.
-        names: identifiers of the training examples, in order; part of what decides an answer.
+    Args:
+        count: number of training examples.
+        subjects: the subject of each; empty: every example is a subject of its own.
+
+    >>> group_subjects(5, ("b", "a", "b", "c", "a")), group_subjects(2, ())
+    (((0, 2), (1, 4), (3,)), ((0,), (1,)))
     """
-
-    records: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
-
-    @classmethod
-    def group(cls, count: int, names: Sequence[str], subjects: Sequence[str]) -> Subjects:
-        """Group training examples by subject.
-
-        Args:
-            count: number of training examples.
-            names: their identifiers; empty: not known.
-            subjects: the subject of each; empty: every example is a subject of its own.
-        """
-        records: dict[str | int, list[int]] = {}
-        keys: Sequence[str | int] = subjects or range(count)
-        for index, subject in enumerate(keys):
-            records.setdefault(subject, []).append(index)
-        return cls(tuple(map(tuple, records.values())), tuple(names))
-
-    def __len__(self) -> int:
-        return len(self.records)
+    records: dict[str | int, list[int]] = {}
+    for index, subject in enumerate(subjects or range(count)):
+        records.setdefault(subject, []).append(index)
+    return tuple(map(tuple, records.values()))
 
 
 _LOG = logging.getLogger(__name__)
@@ -98,7 +84,7 @@ class PrivateTrainer(Wrapper):
         super().__init__(inner)
         self._local, self.mechanism, self._mechanism = local, mechanism, mechanism
         examples = local.examples
-        self._subjects = Subjects.group(examples.n_train, examples.train_ids, examples.train_subjects)
+        self._records = group_subjects(examples.n_train, examples.train_subjects)
 
     def train(self, training: Training) -> Tensor:
         labels = (self._local.name, *training.labels), training.proximal_strength
@@ -147,93 +133,77 @@ class PrivateTrainer(Wrapper):
             BudgetSpent: it would exceed a budget.
         """
         config = training.config
-        plan = SamplingPlan.build(len(self._subjects), config.batch_size, config.epochs, 1, config.accumulate)
-        plan = limit_steps(plan, training.steps, config.accumulate)
-        question = self._mechanism.open(
-            training.start, training.trainable, plan, training.round, (*labels, config, self._subjects)
-        )
-        examples, local = self._local.examples.n_train, self._local
-        local.train_examples.count_sampling(plan.steps * plan.lot_size * examples // plan.subjects, plan.steps)
+        plan = SamplingPlan.build(len(self._records), config.batch_size, config.epochs, 1, config.accumulate)
+        if training.steps is not None:
+            plan = replace(plan, steps=-(-training.steps // config.accumulate))
+        local, examples = self._local, self._local.examples
+        decisive = *labels, config, self._records, tuple(examples.train_ids)
+        question = self._mechanism.open(training.start, training.trainable, plan, training.round, decisive)
+        local.train_examples.count_sampling(plan.steps * plan.lot_size * examples.n_train // plan.subjects, plan.steps)
         generator = local.make_generator("augment", *training.labels)
-        return PrivateTraining(question, self._local, self._subjects, config.batch_size, generator)
+        return PrivateTraining(question, local, self._records, config.batch_size, generator)
 
 
+@dataclass
 class PrivateTraining:
     """The training of one request: draws the subjects of each step and computes its noisy gradient.
 
-    Args:
+    Attributes:
         question: sampling, noise and charge.
         local: the task, the site's examples and the network.
-        subjects: the subjects of the training examples.
-        records_at_once: records whose gradients are in memory at the same time.
+        records: positions of each subject's training examples.
+        records_at_once: records whose gradients are in memory at the same time, and subjects whose gradients are.
         augmentation_generator: source of the augmentation.
     """
 
-    def __init__(
-        self,
-        question: PrivateQuery,
-        local: LocalTask,
-        subjects: Subjects,
-        records_at_once: int,
-        augmentation_generator: torch.Generator,
-    ):
-        self._model, self._task, self._dataset = local.model, local.task, local.train_examples
-        self._question, self._subjects = question, subjects
-        self._records_at_once, self._augmentation_generator = records_at_once, augmentation_generator
-        self._loss = RecordLoss(self._model.module, self._task)
-        self._is_vectorized = True
+    question: PrivateQuery
+    local: LocalTask
+    records: Sequence[Sequence[int]]
+    records_at_once: int
+    augmentation_generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        self._model, self._task = self.local.model, self.local.task
+        self._loss, self._is_vectorized = RecordLoss(self._model.module, self._task), True
 
     def iterate_lots(self) -> Iterator[list[int]]:
         """Yield the subjects of each step; a list may be empty, and the step is noise alone then."""
-        for step in range(1, self._question.plan.steps + 1):
-            yield self._question.sample_subjects(step)
+        for step in range(1, self.question.plan.steps + 1):
+            yield self.question.sample_subjects(step)
 
     def compute_gradient(self, group: list[list[int]], step: int, live: LiveEntries, out: Tensor | None) -> Tensor:
         """Return the noisy gradient of a step, whose ``group`` is a list of its subjects."""
         (subjects,) = group
         total = torch.zeros(live.count, dtype=torch.float64, device=self._model.device)
-        for chunk in self._split(subjects):
-            total += clip_rows(self._compute_rows(chunk, live), self._question.mechanism.config.clip)
-        noisy = self._question.privatize(total, step)
+        for first in range(0, len(subjects), self.records_at_once):
+            rows = self._compute_rows(subjects[first : first + self.records_at_once], live)
+            total += clip_rows(rows, self.question.mechanism.config.clip)
+        noisy = self.question.privatize(total, step)
         return noisy.float() if out is None else out.copy_(noisy)
 
     def compute_mean_gradient(self, live: LiveEntries) -> Tensor:
         """Return the mean ``(live.count,)`` of the noisy gradients of all lots, on the CPU, and charge for it."""
         mean = torch.zeros(live.count)
         for step, subjects in enumerate(self.iterate_lots(), start=1):
-            mean += self.compute_gradient([subjects], step, live, None).cpu() / self._question.plan.steps
+            mean += self.compute_gradient([subjects], step, live, None).cpu() / self.question.plan.steps
         self.record(mean)
         return mean
 
     def record(self, values: Tensor) -> None:
         """Charge the subjects for the trained values."""
-        self._question.record(values)
-
-    def _split(self, subjects: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the subjects in chunks of at most ``records_at_once`` records, or of one subject."""
-        chunk: list[int] = []
-        count = 0
-        for subject in subjects:
-            records = len(self._subjects.records[subject])
-            if chunk and count + records > self._records_at_once:
-                yield chunk
-                chunk, count = [], 0
-            chunk.append(subject)
-            count += records
-        if chunk:
-            yield chunk
+        self.question.record(values)
 
     @torch.no_grad()
     def _compute_rows(self, subjects: Sequence[int], live: LiveEntries) -> Tensor:
         """Return the gradient of each subject, the mean over its records, ``(subjects, live.count)``."""
         records = [
-            (row, record, 1 / len(self._subjects.records[subject]))
+            (row, record, 1 / len(self.records[subject]))
             for row, subject in enumerate(subjects)
-            for record in self._subjects.records[subject]
+            for record in self.records[subject]
         ]
         rows = torch.zeros(len(subjects), live.count, device=self._model.device)
-        for first in range(0, len(records), self._records_at_once):
-            owners, indices, weights = zip(*records[first : first + self._records_at_once], strict=True)
+        for first in range(0, len(records), self.records_at_once):
+            owners, indices, weights = zip(*records[first : first + self.records_at_once], strict=True)
             gradients = self._compute_record_gradients(self._load(indices), live)
             gradients.mul_(torch.tensor(weights, device=rows.device)[:, None])
             rows.index_add_(0, torch.tensor(owners, device=rows.device), gradients)
@@ -241,8 +211,8 @@ class PrivateTraining:
 
     def _load(self, indices: Sequence[int]) -> list[Any]:
         """Return records as minibatches of one, so that augmentation cannot mix them."""
-        items = self._dataset.uncounted.__getitems__(list(indices))
-        batches = (self._task.augment(self._task.collate([item]), self._augmentation_generator) for item in items)
+        items = self.local.train_examples.uncounted.__getitems__(list(indices))
+        batches = (self._task.augment(self._task.collate([item]), self.augmentation_generator) for item in items)
         return [self._model.to_device(batch) for batch in batches]
 
     def _compute_record_gradients(self, records: Sequence[Any], live: LiveEntries) -> Tensor:
@@ -272,7 +242,7 @@ class PrivateTraining:
         differentiate = grad(compute_loss)
         if self._is_vectorized:
             try:
-                batch = _stack(records)
+                batch = default_collate(list(records))
                 result: dict[str, Tensor] = vmap(differentiate, in_dims=(None, 0), randomness="different")(
                     parameters, batch
                 )
@@ -308,15 +278,3 @@ def check_private_network(module: nn.Module) -> None:
                 "normalisation without running statistics, such as "
                 f"nn.GroupNorm({choose_groups(part.num_features)}, {part.num_features})"
             )
-
-
-def _stack(records: Sequence[Any]) -> Any:
-    """Return batches of one as one structure of tensors, with a new first dimension."""
-    first = records[0]
-    if isinstance(first, Tensor):
-        return torch.stack(list(records))
-    if isinstance(first, dict):
-        return {key: _stack([record[key] for record in records]) for key in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(_stack(parts) for parts in zip(*records, strict=True))
-    raise TypeError(f"a batch holds {type(first).__name__}")

@@ -106,13 +106,6 @@ def test_plan_draws_every_subject_once_per_epoch_on_average() -> None:
     assert SamplingPlan.build(100, 8, 1, 1, accumulate=4).lot_size == 32
 
 
-def test_budget_below_the_accountants_error_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"privacy\.epsilon is 0\.01; the accountant's error is 0\.01, so choose 0\.05"
-    ):
-        solve_noise_multiplier(0.01, DELTA, SamplingPlan.build(100, 16, 1, 1))
-
-
 def test_budget_that_no_noise_keeps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"privacy\.epsilon 0\.05 .* no noise keeps it over 500000 steps"):
         solve_noise_multiplier(0.05, 1e-12, SamplingPlan.build(10, 10, 50, 10_000))

@@ -30,6 +30,7 @@ from ...config.policy.policy import Policy, raise_refusals
 from ...core.errors import FlareSparseError, PolicyRefusal
 from ...core.exchange import Patch, Request, RequestId, Update
 from ...core.mask import Mask
+from ...privacy.dp.mechanism import LEAST_NOISE
 from ...rounds.endpoints.request_log import RequestLog
 from ...rounds.endpoints.site import SiteEndpoint
 from ...tasks.data.source import read_withdrawn
@@ -96,7 +97,8 @@ class SiteResultPolicy(Filter):
         sanitized = policy.sanitize_values(update.content, delta, layout)
         # Which changes are withheld depends on the data, so it would undo differential privacy, which bounds them all.
         mechanism = endpoint.site.trainer.mechanism
-        is_bounded = policy.privacy_budget is not None or (mechanism is not None and mechanism.hides_subjects)
+        is_hidden = mechanism is not None and mechanism.noise_multiplier >= LEAST_NOISE
+        is_bounded = is_hidden or policy.privacy_budget is not None
         if policy.withhold_isolated and not is_bounded and update.content in ("weights", "delta"):
             inputs = endpoint.site.trainer.collect_inputs(endpoint.site.weights, nn.Linear, MAX_EXAMPLES)
             sanitized, _ = withhold_isolated_units(sanitized, update.patch.mask, layout, inputs)

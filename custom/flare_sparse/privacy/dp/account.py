@@ -104,25 +104,24 @@ class PrivacyLedger(BaseModel):
                 answers.setdefault(question, []).append(entry.charge)
         return [combine_answers(charges) for charges in answers.values()]
 
-    def compute_spent(self, run: str, delta: float) -> float:
-        """Return the epsilon that a run has charged the subjects."""
-        return compute_epsilon(self.list_charges(run), delta)
 
-
+@dataclass
 class PrivacyAccount:
     """A site's secret, its ledger, and the limit that its policy sets over all jobs.
 
-    Args:
+    Attributes:
         folder: folder of the site; None: secret and ledger are kept in memory, for a site that is never asked again.
         limit: largest epsilon over all jobs; None: each job's own budget is the only limit.
-
-    Attributes:
         secret: key of all random numbers of the mechanism.
     """
 
-    def __init__(self, folder: Path | None = None, limit: Budget | None = None):
-        self.folder, self.limit = folder, limit
-        self.secret = create_secret() if folder is None else read_secret(folder / SECRET_FILE)
+    folder: Path | None = None
+    limit: Budget | None = None
+
+    def __post_init__(self) -> None:
+        # Another process, in another folder, may read where it is.
+        self.folder = self.folder and self.folder.absolute()
+        self.secret = create_secret() if self.folder is None else read_secret(self.folder / SECRET_FILE)
         self._memory = PrivacyLedger()
 
     def read(self) -> PrivacyLedger:
@@ -135,7 +134,7 @@ class PrivacyAccount:
 
     def compute_spent(self, run: str, delta: float) -> float:
         """Return the epsilon that a run has charged this site's subjects."""
-        return self.read().compute_spent(run, delta)
+        return compute_epsilon(self.read().list_charges(run), delta)
 
     def check(self, entry: Entry, budget: Budget | None) -> None:
         """Raise unless a question fits into the budgets, or was answered before.

@@ -127,13 +127,8 @@ def solve_noise_multiplier(epsilon: float, delta: float, plan: SamplingPlan) -> 
     """Return the smallest noise multiplier, to within 0.01 of epsilon, with which a whole job keeps a budget.
 
     Raises:
-        ConfigError: epsilon is too small for the accountant, or Opacus is not installed.
+        ConfigError: no noise keeps it, or Opacus is not installed.
     """
-    if epsilon < MIN_EPSILON:
-        raise ConfigError(
-            f"privacy.epsilon is {epsilon:g}; the accountant's error is 0.01, so choose {MIN_EPSILON} or more, or set "
-            "noise_multiplier"
-        )
     return _solve(epsilon, delta, plan.build_job_charge(1.0))
 
 

@@ -1,19 +1,19 @@
 """Settings of differential privacy, the same at every site of a job."""
 
-from collections.abc import Callable
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from ...core.settings import Settings
-from .accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
+from .account import Budget
+from .accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA, MIN_EPSILON, SamplingPlan, solve_noise_multiplier
 
 
 class PrivacyConfig(Settings):
     """Settings of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1) at every site."""
 
     # The accountant has no answer, or none in a reasonable time, far outside of these ranges.
-    epsilon: float | None = Field(None, gt=0, le=MAX_EPSILON)
+    epsilon: float | None = Field(None, ge=MIN_EPSILON, le=MAX_EPSILON)
     """budget of a subject over the whole job; every site computes its noise from it, its number of subjects and the
     job's steps; null: noise_multiplier is given"""
     delta: float = Field(1e-5, ge=MIN_DELTA, le=MAX_DELTA)
@@ -35,13 +35,18 @@ class PrivacyConfig(Settings):
             raise ValueError("set either epsilon, from which the noise is computed, or noise_multiplier")
         return self
 
-    def choose_noise(self, solve: Callable[[float, float], float]) -> float:
-        """Return the noise that the job gives, or the one that keeps its budget.
+    def choose_noise(self, plan: SamplingPlan) -> float:
+        """Return the noise that the job gives, or the one with which a whole job keeps its budget.
 
-        Args:
-            solve: returns the noise of an epsilon and a delta.
+        Raises:
+            ConfigError: no noise keeps it, or Opacus is not installed.
         """
-        if self.noise_multiplier is not None:
+        if self.epsilon is None:
+            assert self.noise_multiplier is not None, "one of the two is set"
             return self.noise_multiplier
-        assert self.epsilon is not None, "one of the two is set"
-        return solve(self.epsilon, self.delta)
+        return solve_noise_multiplier(self.epsilon, self.delta, plan)
+
+    def build_budget(self, plan: SamplingPlan, noise_multiplier: float) -> Budget | None:
+        """Return the budget of a run; None if the job gives the noise instead."""
+        planned = plan.build_job_charge(noise_multiplier)
+        return None if self.epsilon is None else Budget(self.epsilon, self.delta, planned)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ...core.errors import ConfigError
 from .account import Budget, build_entry
-from .accounting import Charge, SamplingPlan, solve_noise_multiplier
+from .accounting import Charge, SamplingPlan
 from .scripts import ScriptBudget
 from .secret import derive_key, draw_normal
 
@@ -184,19 +184,15 @@ def make_private(
     private_loader.collate_fn.first_batch = loader.collate_fn([loader.dataset[0]])
     # One record of as many as there are minibatches: the sampling rate of Opacus.
     plan = SamplingPlan(batches, 1, epochs * len(private_loader), budget.trainings)
-    config = budget.config
-    noise = config.choose_noise(lambda epsilon, delta: solve_noise_multiplier(epsilon, delta, plan))
-    limit = (
-        None if config.epsilon is None else Budget(config.epsilon, config.delta, planned=plan.build_job_charge(noise))
-    )
-    counter = StepCounter(budget, Charge(noise, plan.sample_rate, len(private_loader)), limit)
+    noise = budget.config.choose_noise(plan)
+    charge, limit = Charge(noise, plan.sample_rate, len(private_loader)), budget.config.build_budget(plan, noise)
     # Hooks only: a wrapper would rename the tensors that the script exchanges.
     GradSampleHooks(model)
     private = SecretNoiseOptimizer(
         optimizer,
         noise_multiplier=0.0,
-        max_grad_norm=config.clip,
+        max_grad_norm=budget.config.clip,
         expected_batch_size=max(1, int(len(loader.dataset) * plan.sample_rate)),  # type: ignore[arg-type]
     )
-    private.counter = private_loader.counter = counter
+    private.counter = private_loader.counter = StepCounter(budget, charge, limit)
     return private, private_loader

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .account import Budget
-from .accounting import Charge, SamplingPlan, compute_epsilon, solve_noise_multiplier
+from .accounting import Charge, SamplingPlan, compute_epsilon
 from .config import PrivacyConfig
 
 
@@ -46,13 +47,16 @@ class Forecast:
         Raises:
             ConfigError: no noise keeps the job's budget, or Opacus is not installed.
         """
-        sigma = config.noise_multiplier or solve_noise_multiplier(config.epsilon or 0.0, config.delta, plan)
+        sigma = config.choose_noise(plan)
         epsilon = compute_epsilon([plan.build_job_charge(sigma)], config.delta)
         if limit is None:
             return cls(plan, sigma, epsilon, config.delta, plan.trainings)
-        spent = compute_epsilon(earlier, limit.delta)
-        affordable = _count_affordable(plan, sigma, limit, earlier)
-        return cls(plan, sigma, epsilon, config.delta, affordable, spent)
+        affordable = bisect_left(
+            range(1, plan.trainings + 1),
+            True,
+            key=lambda trainings: limit.is_exceeded_by([*earlier, plan.build_job_charge(sigma, trainings)]),
+        )
+        return cls(plan, sigma, epsilon, config.delta, affordable, compute_epsilon(earlier, limit.delta))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
@@ -72,18 +76,6 @@ class Forecast:
         )
         # A delta of 1 / n allows to publish one subject outright.
         return text if self.delta * plan.subjects < 1 else f"{text}; delta is not below 1 / subjects: lower it"
-
-
-def _count_affordable(plan: SamplingPlan, sigma: float, limit: Budget, earlier: Sequence[Charge]) -> int:
-    """Return the largest number of trainings, up to the plan's, that fit into a budget."""
-    low, high = 0, plan.trainings
-    while low < high:
-        middle = (low + high + 1) // 2
-        if limit.is_exceeded_by([*earlier, plan.build_job_charge(sigma, middle)]):
-            high = middle - 1
-        else:
-            low = middle
-    return low
 
 
 def explain_shortage(forecast: Forecast, limit: Budget) -> str:

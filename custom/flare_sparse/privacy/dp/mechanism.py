@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -16,12 +16,15 @@ from torch import Tensor
 
 from ...core.mask import Mask
 from .account import Budget, Entry, PrivacyAccount, build_entry
-from .accounting import Charge, SamplingPlan, solve_noise_multiplier
+from .accounting import Charge, SamplingPlan
 from .config import PrivacyConfig
 from .secret import derive_key, draw_normal, draw_uniform
 
 LEAST_NOISE = 0.5
-"""Noise multiplier below which one step tells nearly for certain whether a subject took part."""
+"""Noise multiplier from which the noise alone hides single subjects; below, a step tells nearly for certain of one.
+
+A job may name a budget of any size; with nearly no noise it must not turn off what else protects a subject.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,22 +51,12 @@ class SiteMechanism:
         Raises:
             ConfigError: no noise keeps the budget.
         """
-        return self.config.choose_noise(lambda epsilon, delta: solve_noise_multiplier(epsilon, delta, self.plan))
+        return self.config.choose_noise(self.plan)
 
     @property
     def budget(self) -> Budget | None:
         """Budget of the run; None if the job gives the noise instead."""
-        if self.config.epsilon is None:
-            return None
-        return Budget(self.config.epsilon, self.config.delta, self.plan.build_job_charge(self.noise_multiplier))
-
-    @property
-    def hides_subjects(self) -> bool:
-        """Whether the noise alone hides single subjects, so that no rule on the trained values has to.
-
-        A job may name a budget of any size; with nearly no noise it must not turn off what else protects a subject.
-        """
-        return self.noise_multiplier >= LEAST_NOISE
+        return self.config.build_budget(self.plan, self.noise_multiplier)
 
     def compute_spent(self) -> float:
         """Return the epsilon that the run has charged this site's subjects so far."""
@@ -163,11 +156,6 @@ def clip_rows(rows: Tensor, clip: float) -> Tensor:
     factors = torch.where(torch.isfinite(norms), (clip / norms.clamp_min(clip)), 0.0)
     # In float64, so that rounding does not add to the norm; nan times zero is nan.
     return (torch.nan_to_num(rows, 0.0, 0.0, 0.0).double() * factors[:, None]).sum(0)
-
-
-def limit_steps(plan: SamplingPlan, steps: int | None, accumulate: int) -> SamplingPlan:
-    """Return a plan of as many steps as ``steps`` minibatches make; None: the plan itself."""
-    return plan if steps is None else replace(plan, steps=-(-steps // accumulate))
 
 
 def _get_bytes(tensor: Tensor) -> memoryview:

@@ -6,18 +6,17 @@ so that what a script trained without the engine does not leave.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from ...core.checkpoint.writing import write_json
 from ...core.errors import ConfigError
-from .account import Budget, PrivacyAccount
+from .account import PrivacyAccount
 from .config import PrivacyConfig
-from .mechanism import LEAST_NOISE
 
 PRIVACY_VARIABLE = "FLARE_SPARSE_PRIVACY"
 """File with the budget of the running job, which a site names to its training script; never part of a job."""
@@ -53,12 +52,8 @@ class ScriptBudget:
                 "configuration with task.script"
             )
         try:
-            content: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
-            limit = None if content["limit"] is None else Budget(*content["limit"])
-            account = PrivacyAccount(Path(content["folder"]), limit)
-            config = PrivacyConfig.model_validate(content["privacy"])
-            return cls(config, account, int(content["trainings"]), content["run"], content["job"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return TypeAdapter(cls).validate_json(Path(file).read_bytes())
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{file}: expected the budget of a job, as the site has written it: {error!r}") from error
 
     def write(self, file: Path) -> str:
@@ -67,17 +62,8 @@ class ScriptBudget:
         The secret is not in the file, only the folder that it is in.
         """
         assert self.account.folder is not None, "another process cannot charge an account in memory"
-        limit = self.account.limit
-        content = {
-            "folder": str(self.account.folder.absolute()),
-            "limit": None if limit is None else [limit.epsilon, limit.delta],
-            "privacy": self.config.model_dump(mode="json"),
-            "trainings": self.trainings,
-            "run": self.run,
-            "job": self.job,
-        }
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, content)
+        write_json(file, TypeAdapter(ScriptBudget).dump_python(self, mode="json"))
         return str(file.absolute())
 
     @property
@@ -85,11 +71,6 @@ class ScriptBudget:
         """Smallest noise that the run was charged with, as a multiple of the clipping norm; 0 before the first."""
         charges = self.account.read().list_charges(self.run)
         return min((charge.noise_multiplier for charge in charges), default=0.0)
-
-    @property
-    def hides_subjects(self) -> bool:
-        """Whether the noise alone hides single records."""
-        return self.noise_multiplier >= LEAST_NOISE
 
     def compute_spent(self) -> float:
         """Return the epsilon that the run has charged this site's records so far."""
