@@ -91,11 +91,8 @@ def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-class _Declared:
-    """A component as the bundle declares it, in the place of the object that MONAI would build."""
-
-    def __init__(self, target: str, args: dict[str, Any]):
-        self.target, self.args = target, args
+class _Declared(dict[str, Any]):
+    """A component as the bundle declares it, a section in the place of the object that MONAI would build."""
 
     def to(self, *_: Any, **__: Any) -> _Declared:
         """Return itself: ``$@network_def.to(@device)`` leaves the device to the site."""
@@ -215,11 +212,12 @@ class _Bundle:
 
     def _flatten(self, value: Any, part: str) -> Iterator[Any]:
         """Yield the transforms of a list or a ``Compose``, which may stand in each other."""
-        if isinstance(value, _Declared) and shorten(value.target) == "Compose":
-            yield from self._flatten(value.args.get("transforms", []), part)
+        target = shorten(get_target(value))
+        if target == "Compose":
+            yield from self._flatten(value.get("transforms", []), part)
             return
-        if isinstance(value, _Declared):
-            if shorten(value.target) not in LEFT_OUT:
+        if target:
+            if target not in LEFT_OUT:
                 yield value
             return
         if not isinstance(value, (list, tuple)):
@@ -325,11 +323,7 @@ def _record(value: Any) -> Any:
     # MONAI starts a debugger for it.
     if section.get("_mode_") == "debug":
         del section["_mode_"]
-    return {**section, "_target_": partial(_declare, target)}
-
-
-def _declare(target: str, /, **args: Any) -> _Declared:
-    return _Declared(target, args)
+    return {**section, "_target_": partial(_Declared, _target_=target)}
 
 
 def _make_plain(value: Any, refuse: Any, path: str = "") -> Any:
@@ -340,9 +334,6 @@ def _make_plain(value: Any, refuse: Any, path: str = "") -> Any:
         refuse: raises the error of an item, of its path and its problem.
         path: its item below the part.
     """
-    if isinstance(value, _Declared):
-        args = {key: _make_plain(part, refuse, f"{path}::{key}") for key, part in value.args.items()}
-        return {"_target_": value.target, **args}
     if isinstance(value, Mapping):
         return {str(key): _make_plain(part, refuse, f"{path}::{key}") for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import DataError, MetricsError
+from ...core.errors import DataError, MetricsError, describe_exception
 from ...core.ranking import compute_auc
 from ..data.bids import CaseFiles
-from ..data.cases import CLASS, PHOTOGRAPHS, Pairs, find_cases, find_classes
-from ..data.segmentation import check_volumes
-from ..task import Kind
-from .cases import Item, check_label_map, describe_cause, strip_metadata
+from ..data.cases import CLASS, PHOTOGRAPHS
+from ..data.nifti import format_shape
+from ..data.segmentation import AFFINE_TOLERANCE_MM, check_volumes, measure_distance
 from .components import LOWER_IS_BETTER, Component, build_all
 from .declaration import BINARY_LOSS, Declaration
 
+Item = Mapping[str, Tensor]
+"""Image ``(channels, d, h, w)`` of a case and its label, a map ``(1, d, h, w)`` or a class ``(1,)``, by name."""
 _SAME_VALUES = frozenset(
     "monai.transforms." + name
     for name in (
@@ -37,98 +35,28 @@ _SAME_VALUES = frozenset(
 _RANDOM = "monai.transforms.Rand"
 
 
-@final
-@dataclass(frozen=True)
-class LabelRange:
-    """Labels that a loss takes.
-
-    Attributes:
-        largest: largest label; the smallest is 0.
-        is_class: whether labels are numbers of classes; False: a map for each channel, with values from 0 to 1.
-        ignored: label that the loss leaves out, allowed besides; None: there is none.
-    """
-
-    largest: int
-    is_class: bool
-    ignored: int | None
-
-    @classmethod
-    def from_declaration(cls, declaration: Declaration, remaining: Sequence[Component]) -> LabelRange | None:
-        """Return the labels that the loss of a bundle takes; None if they are not known.
-
-        Args:
-            declaration: the parts of the bundle.
-            remaining: transforms of training cases between the label maps to check and the loss.
-        """
-        channels, loss = declaration.num_outputs, declaration.loss
-        changes = (c for c in remaining if "label" in c.args.get("keys", ()) and c.path not in _SAME_VALUES)
-        if channels is None or any(not component.path.startswith(_RANDOM) for component in changes):
-            return None
-        is_class = bool(loss.find_argument("to_onehot_y")) or loss.path == "torch.nn.CrossEntropyLoss"
-        # MONAI ignores to_onehot_y where the network has one channel: labels are 0 and 1.
-        largest = max(channels - 1, 1) if is_class else 1
-        return cls(largest, is_class, loss.find_argument("ignore_index"))
-
-    def check(self, labels: Tensor, file: str) -> None:
-        """Check the label map of a case after the transforms.
-
-        Args:
-            labels: the label map.
-            file: name of its file, for errors.
-
-        Raises:
-            DataError: a label is out of range, or a fraction where labels are numbers of classes.
-        """
-        values = torch.unique(labels).double()
-        values = values if self.ignored is None else values[values != self.ignored]
-        # Comparisons with NaN are false.
-        if self.is_class and len(fractions := values[~(values == values.round())]):
-            raise DataError(
-                f"{_describe(file, fractions[0])}; expected whole numbers: correct the file, or give label the mode "
-                "nearest in Spacingd and Resized"
-            )
-        if len(others := values[~((values >= 0) & (values <= self.largest))]):
-            reason = "the network has a channel for each label" if self.is_class else "the loss has no to_onehot_y"
-            raise DataError(
-                f"{_describe(file, others[0])}; expected 0 to {self.largest}, because {reason}: correct the file, map "
-                "its labels with MapLabelValued, or correct loss or out_channels"
-            )
-
-
-def _describe(file: str, value: Tensor) -> str:
-    return f"{file}: label {float(value):g} after the transforms of the bundle"
-
-
-class Target(ABC):
-    """Labels of the cases of a bundle.
-
-    Attributes:
-        kind: what they are for comparisons of runs; None: runs are compared by their metrics only.
+class LabelMaps:
+    """Labels of the cases of a bundle that segments: a map ``(1, d, h, w)`` for each image.
 
     Args:
         declaration: the parts of the bundle.
         random: its transforms of training cases from the first random one on.
     """
 
-    kind: ClassVar[Kind | None] = None
-
     def __init__(self, declaration: Declaration, random: Sequence[Component]):
-        self._declaration, self._random = declaration, random
+        self._declaration = declaration
         self._axes = 2 if declaration.network.find_argument("spatial_dims") == 2 else 3
+        changes = (c for c in random if "label" in c.args.get("keys", ()) and c.path not in _SAME_VALUES)
+        # Other transforms may give the loss other labels than those that are checked.
+        self._are_final = all(component.path.startswith(_RANDOM) for component in changes)
 
-    @abstractmethod
-    def find_cases(
-        self, path: Path, suffixes: Sequence[str], derivative: str, pairs: Pairs | None
-    ) -> dict[str, CaseFiles]:
-        """Return the cases of a site, as :func:`find_cases` does."""
-
-    @abstractmethod
     def check_files(self, files: CaseFiles) -> None:
         """Check the files of a case.
 
         Raises:
             DataError: one is missing or damaged, or does not fit the others.
         """
+        check_volumes((*files.images, files.require_labels()), self._axes)
 
     def read_case(self, files: CaseFiles, transforms: Sequence[Any]) -> Item:
         """Read the files of a case with a bundle's transforms, of which the first one loads them.
@@ -160,75 +88,74 @@ class Target(ABC):
             raise DataError("voxels of the image are NaN or infinite")
         return {"image": image, "label": label}
 
-    @abstractmethod
     def get_label(self, files: CaseFiles) -> str | int:
-        """Return the label of a case as the transforms receive it.
+        """Return the label of a case as the transforms receive it: the file of the label map.
 
         Raises:
             DataError: there is none.
         """
+        return str(files.require_labels())
 
-    @abstractmethod
     def convert_label(self, label: Any, image: Tensor, files: CaseFiles) -> Tensor:
-        """Return the label that the transforms give, as a tensor.
+        """Return the label that the transforms give, as a tensor: a label map, which has the image's voxels.
+
+        Files of the same space may be stored in different orders of their axes, which only some transforms undo.
 
         Raises:
-            DataError: it does not fit the image.
+            DataError: it is no volume, or shapes or affines, where MONAI keeps them, differ.
         """
+        if not (isinstance(label, Tensor) and image.ndim == label.ndim):
+            raise DataError("the bundle's transforms give no image and label map with one axis of channels each")
+        file, shape, expected = files.require_labels().name, label.shape[1:], image.shape[1:]
+        if shape != expected:
+            raise DataError(
+                f"{file} is {format_shape(shape)} after the transforms of the bundle, the image "
+                f"{format_shape(expected)}; expected the same shape: give both keys, image and label, to Spacingd, "
+                "Resized and every crop"
+            )
+        affines = [volume.affine.cpu().double().numpy() for volume in (label, image) if hasattr(volume, "affine")]
+        if len(shape) != 3 or len(affines) != 2:
+            return label
+        distance = measure_distance(shape, *affines)
+        if distance > AFFINE_TOLERANCE_MM:
+            raise DataError(
+                f"{file} lies up to {distance:.1f} mm from the image after the transforms of the bundle; expected the "
+                "same affine: add Orientationd with both keys, image and label, or store both files in one orientation"
+            )
+        return label
 
-    @abstractmethod
     def check_range(self, label: Tensor, files: CaseFiles) -> None:
-        """Check that loss and network have such a label.
+        """Check that loss and network have such a label, where they say which they have.
 
         Raises:
-            DataError: they have not.
+            DataError: a label is out of range, or a fraction where labels are numbers of classes.
         """
-
-    @abstractmethod
-    def predict(self, model: nn.Module, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the prediction for a case and its label, both without a batch."""
-
-    def measure(self, model: nn.Module, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what :meth:`compute_metrics` needs of a case, both without a batch."""
-        return self.predict(model, image, label)
-
-    @abstractmethod
-    def compute_metrics(self, measured: Tensor, labels: Tensor) -> dict[str, float]:
-        """Return the key metric of some cases, by its name; nothing where it is undefined."""
+        channels, loss, file = self._declaration.num_outputs, self._declaration.loss, files.require_labels().name
+        if channels is None or not self._are_final:
+            return
+        # Otherwise there is a map for each channel, with values from 0 to 1.
+        is_class = bool(loss.find_argument("to_onehot_y")) or loss.path == "torch.nn.CrossEntropyLoss"
+        # MONAI ignores to_onehot_y where the network has one channel: labels are 0 and 1.
+        largest = max(channels - 1, 1) if is_class else 1
+        ignored, values = loss.find_argument("ignore_index"), torch.unique(label).double()
+        values = values if ignored is None else values[values != ignored]
+        # Comparisons with NaN are false.
+        if is_class and len(fractions := values[~(values == values.round())]):
+            raise DataError(
+                f"{_describe(file, fractions[0])}; expected whole numbers: correct the file, or give label the mode "
+                "nearest in Spacingd and Resized"
+            )
+        if len(others := values[~((values >= 0) & (values <= largest))]):
+            reason = "the network has a channel for each label" if is_class else "the loss has no to_onehot_y"
+            raise DataError(
+                f"{_describe(file, others[0])}; expected 0 to {largest}, because {reason}: correct the file, map its "
+                "labels with MapLabelValued, or correct loss or out_channels"
+            )
 
     def _compute_logits(self, model: nn.Module, image: Tensor) -> Tensor:
         """Return the network's output for one image, without a batch."""
         logits: Tensor = self._declaration.inferer.build()(strip_metadata(image)[None], model)
         return logits[0]
-
-
-class LabelMaps(Target):
-    """A label map ``(1, d, h, w)`` for each image."""
-
-    def __init__(self, declaration: Declaration, random: Sequence[Component]):
-        super().__init__(declaration, random)
-        self._range = LabelRange.from_declaration(declaration, random)
-
-    def find_cases(
-        self, path: Path, suffixes: Sequence[str], derivative: str, pairs: Pairs | None
-    ) -> dict[str, CaseFiles]:
-        return find_cases(path, suffixes, derivative, pairs)
-
-    def check_files(self, files: CaseFiles) -> None:
-        labels = files.require_labels()
-        check_volumes((*files.images, labels), self._axes)
-
-    def get_label(self, files: CaseFiles) -> str:
-        """Return the file of the label map."""
-        return str(files.require_labels())
-
-    def convert_label(self, label: Any, image: Tensor, files: CaseFiles) -> Tensor:
-        """Return the label map, which has the image's voxels."""
-        return check_label_map(label, image, files.require_labels().name)
-
-    def check_range(self, label: Tensor, files: CaseFiles) -> None:
-        if self._range is not None:
-            self._range.check(label, files.require_labels().name)
 
     def predict(self, model: nn.Module, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         """Return prediction and label map after ``validate::postprocessing``."""
@@ -262,15 +189,8 @@ class LabelMaps(Target):
         return {self._declaration.metric_name: float(defined.mean())} if defined.numel() else {}
 
 
-class Classes(Target):
-    """A class for each image, from 0, as a float tensor ``(1,)``."""
-
-    kind = "classes"
-
-    def find_cases(
-        self, path: Path, suffixes: Sequence[str], derivative: str, pairs: Pairs | None
-    ) -> dict[str, CaseFiles]:
-        return find_classes(path, suffixes)
+class Classes(LabelMaps):
+    """Labels of the cases of a bundle that classifies: a class for each image, from 0, as a float tensor ``(1,)``."""
 
     def check_files(self, files: CaseFiles) -> None:
         files.require_images()
@@ -307,6 +227,9 @@ class Classes(Target):
             logits = torch.cat([torch.zeros_like(logits), logits])
         return torch.softmax(logits, dim=0), strip_metadata(label)
 
+    def measure(self, model: nn.Module, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        return self.predict(model, image, label)
+
     def compute_metrics(self, measured: Tensor, labels: Tensor) -> dict[str, float]:
         """Return the accuracy, or the mean AUC of a class against the others.
 
@@ -326,8 +249,22 @@ class Classes(Target):
         return {name: sum(values) / len(values)} if values else {}
 
 
-TARGETS: Mapping[str, type[Target]] = {"segmentation": LabelMaps, "classification": Classes}
-"""Labels of a bundle by its purpose."""
+def describe_cause(error: BaseException) -> str:
+    """Return the text of the error that MONAI wraps in others, which name the object and not the reason."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return describe_exception(error)
+
+
+def strip_metadata(volume: Tensor) -> Tensor:
+    """Return a plain tensor of numbers; MONAI's carries the affine and the file's name along."""
+    plain: Tensor = volume.as_tensor() if hasattr(volume, "as_tensor") else volume
+    # No loss subtracts booleans, which ConvertToMultiChannelBasedOnBratsClassesd gives.
+    return plain.float() if plain.dtype == torch.bool else plain
+
+
+def _describe(file: str, value: Tensor) -> str:
+    return f"{file}: label {float(value):g} after the transforms of the bundle"
 
 
 def _complete_distances(values: Tensor, predicted: Tensor, truth: Tensor, *, background: bool) -> Tensor:

@@ -15,12 +15,20 @@ from torch.utils.data import Dataset
 from ...core.errors import ConfigError, DataError
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
 from ..data.bids import CaseFiles, index_cases
-from ..data.cases import CaseSettings, Derivative, Pairs, Suffixes, describe_left_out, load_cases
+from ..data.cases import (
+    CaseSettings,
+    Derivative,
+    Pairs,
+    Suffixes,
+    describe_left_out,
+    find_cases,
+    find_classes,
+    load_cases,
+)
 from ..task import Cohort, Examples, Metric, SiteData
-from .cases import Item, describe_cause, strip_metadata
 from .components import DTYPES, build_all, iterate_components
 from .declaration import KEYS, read_declaration
-from .targets import TARGETS, Target
+from .targets import Classes, Item, LabelMaps, describe_cause, strip_metadata
 
 MAX_CHARACTERS = 400_000
 """Most characters of a declaration, as JSON; the largest one of MONAI's model zoo has 9,000."""
@@ -97,7 +105,8 @@ class BundleTask(AdaptableTask):
             )
         self.code = dict(zip(self.config.code, own, strict=True))
         self._declaration = read_declaration(self.config.declaration, SOURCE, self.code)
-        self.metric, self.kind = self._declaration.main_metric, TARGETS[self._declaration.purpose].kind
+        self._segments = self._declaration.purpose == "segmentation"
+        self.metric, self.kind = self._declaration.main_metric, None if self._segments else "classes"
 
     def build_network(self) -> nn.Module:
         network = self._declaration.network.build()
@@ -112,12 +121,15 @@ class BundleTask(AdaptableTask):
         return index_cases(self._find_cases(path))
 
     def _find_cases(self, path: Path) -> dict[str, CaseFiles]:
-        return self._target.find_cases(path, self.config.suffixes, self.config.derivative, self.config.pairs)
+        config = self.config
+        if self._segments:
+            return find_cases(path, config.suffixes, config.derivative, config.pairs)
+        return find_classes(path, config.suffixes)
 
     @cached_property
-    def _target(self) -> Target:
+    def _target(self) -> LabelMaps:
         declaration, (fixed, _) = self._declaration, self._training_transforms
-        return TARGETS[declaration.purpose](declaration, declaration.preprocessing[len(fixed) :])
+        return (LabelMaps if self._segments else Classes)(declaration, declaration.preprocessing[len(fixed) :])
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every case once; the cases of a subject are in the same part of the split."""
