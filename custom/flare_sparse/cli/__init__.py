@@ -14,9 +14,8 @@ import typer
 from typer.core import TyperCommand
 
 from ..core.errors import ConfigError
-from .console import Commands, join_lines
+from .console import JSON, Commands, join_lines
 from .console import out as console
-from .options import JSON
 
 GROUPS = {
     "Run": ("init", "check", "estimate", "plan", "run", "sweep", "export"),

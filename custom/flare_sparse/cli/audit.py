@@ -1,14 +1,12 @@
 """``flare-sparse audit``: measure what finished runs reveal about their training examples."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .console import Screen, build_table, err
+from .console import Screen, build_table, err, print_json
 from .console import out as console
-from .options import JSON
 
 
 def audit(
@@ -35,13 +33,12 @@ def audit(
     from ..results.runs.results import AUDIT_FILE
 
     records = [Run(run, Screen(err)).audit(references) for run in runs]
-    if JSON.get():
-        console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
+    if print_json(records[0] if len(records) == 1 else records):
         return
     for run, record in zip(runs, records, strict=True):
         title = f"{record['run']}: attacks; {record['members']} members, {record['non_members']} non-members"
         rows = [format_attack(attack) for attack in record["attacks"]]
         console.print(build_table(title, COLUMNS, rows, left=("attacker", "attack", "result")))
         for attack in record["skipped"]:
-            console.print(f"{attack['attack']}: not made: {attack['reason']}", markup=False)
-        console.print(f"record: {run / AUDIT_FILE}", markup=False)
+            console.print(f"{attack['attack']}: not made: {attack['reason']}")
+        console.print(f"record: {run / AUDIT_FILE}")

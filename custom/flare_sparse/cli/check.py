@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +12,8 @@ import typer
 from ..config.yaml_files import find_configuration
 from ..core.errors import ConfigError
 from ..core.findings import Finding, attempt, get_exit_code
-from .console import out, print_finding
-from .options import JSON, Overrides
+from .console import COLOURS, JSON, out, print_finding, print_json
+from .options import Overrides
 
 if TYPE_CHECKING:
     from ..config.study import Study
@@ -53,10 +52,10 @@ def check(
     [dim]flare-sparse check study.yaml --site /opt/flare/site-1[/]
     """
     if site is not None and site.is_dir():
-        raise typer.Exit(min(print_findings(_check_site(site, config, overrides or ()), as_json=JSON.get()), 1))
+        raise typer.Exit(min(print_findings(_check_site(site, config, overrides or ())), 1))
     if config is None:
         raise ConfigError("name a configuration to check, or with --site the startup kit of a site")
-    raise typer.Exit(print_findings(_check(config, overrides or (), site), as_json=JSON.get()))
+    raise typer.Exit(print_findings(_check(config, overrides or (), site)))
 
 
 def _check(config: Path, overrides: Sequence[str], policy: Path | None) -> Iterator[Finding]:
@@ -81,26 +80,21 @@ def _check_site(kit: Path, file: Path | None, overrides: Sequence[str]) -> Itera
     yield from check_site(kit, config, load_task(config, found.parent))
 
 
-def print_findings(findings: Iterable[Finding], *, as_json: bool = False) -> int:
+def print_findings(findings: Iterable[Finding]) -> int:
     """Print findings as they come, and the verdict, or all of them as JSON; return the exit code."""
-    if as_json:
-        found = list(findings)
-        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
-        return get_exit_code(found)
-    printed = []
+    found, places = [], dict[str, list[str]]()
     for finding in findings:
-        print_finding(out, finding)
-        printed.append(finding)
-    failed, warned, passed = (
-        [finding.place for finding in printed if finding.severity == severity] for severity in ("FAIL", "WARN", "PASS")
-    )
-    more = f"; {len(warned)} to look at: {', '.join(warned)}" if warned else ""
-    if failed:
-        count = f"{len(failed)} of {len(passed) + len(failed)} checks failed"
-        out.print(f"[bold red]NOT READY[/] {count}: {', '.join(failed)}{more}")
-    else:
-        out.print(f"[bold green]READY[/] {len(passed)} checks passed{more}")
-    return get_exit_code(printed)
+        found.append(finding)
+        places.setdefault(finding.severity, []).append(finding.place)
+        if not JSON.get():
+            print_finding(finding)
+    if not print_json([asdict(finding) for finding in found]):
+        failed, warned, passed = (places.get(severity, []) for severity in ("FAIL", "WARN", "PASS"))
+        verdict = f"{len(failed)} of {len(passed) + len(failed)} checks failed: {', '.join(failed)}"
+        out.print("NOT READY" if failed else "READY", style=COLOURS["FAIL" if failed else "PASS"], end=" ")
+        more = f"; {len(warned)} to look at: {', '.join(warned)}" if warned else ""
+        out.print((verdict if failed else f"{len(passed)} checks passed") + more)
+    return get_exit_code(found)
 
 
 def _describe(study: Study) -> str:

@@ -4,17 +4,18 @@
 """
 
 import inspect
+import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from ..core.errors import ConfigError, FlareSparseError
@@ -39,14 +40,26 @@ def locate_pages(text: str) -> str:
 
 
 class PageConsole(Console):
-    """A console that names each page by where it is."""
+    """A console that prints text as it is, whoever wrote it, and names each page by where it is."""
+
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(locate_pages(text) if isinstance(text, str) else text for text in objects), **options)
 
 
-out = PageConsole(highlight=False, soft_wrap=True)
-err = PageConsole(stderr=True, highlight=False, soft_wrap=True)
+out = PageConsole()
+err = PageConsole(stderr=True)
+JSON = ContextVar("JSON", default=False)
+"""Whether the command line has --json, an option of all commands that programs read."""
+
+
+def print_json(value: Any) -> bool:
+    """Print a value as JSON if the command line asks for it, and return whether it does."""
+    if JSON.get():
+        typer.echo(json.dumps(value, indent=2))
+    return JSON.get()
 
 
 class Screen(Printer):
@@ -57,7 +70,7 @@ class Screen(Printer):
     """
 
     def __init__(self, console: Console = out):
-        super().__init__(partial(console.print, markup=False), partial(err.print, markup=False))
+        super().__init__(console.print, err.print)
         self._console = console
 
     def wait(self, text: str) -> AbstractContextManager[Any]:
@@ -67,19 +80,20 @@ class Screen(Printer):
 COLOURS = {"PASS": "bold green", "FAIL": "bold red"}
 
 
-def print_finding(console: Console, finding: Finding) -> None:
+def print_finding(finding: Finding) -> None:
     """Print a finding: its severity in colour, place, code and text."""
     severity = finding.severity
-    console.print(f"[{COLOURS.get(severity, 'bold yellow')}]{severity}[/]", end=" ")
-    console.print(str(finding).removeprefix(f"{severity} "), markup=False)
+    out.print(severity, style=COLOURS.get(severity, "bold yellow"), end=" ")
+    out.print(str(finding).removeprefix(f"{severity} "))
 
 
 def print_error(error: FlareSparseError) -> None:
     """Print an error without a traceback: its code, then the cause and the way out, then the notes."""
-    err.print(f"[bold red]error[/] {error.code} (docs/troubleshooting.md)")
+    err.print("error", style="bold red", end=" ")
+    err.print(f"{error.code} (docs/troubleshooting.md)")
     for text in (str(error), *getattr(error, "__notes__", ())):
         # A record or a message of somebody else may be quoted: nothing in it may move the cursor.
-        err.print("".join(c for c in text if c in "\n\t" or c.isprintable()), markup=False)
+        err.print("".join(c for c in text if c in "\n\t" or c.isprintable()))
 
 
 def build_table(
@@ -93,12 +107,13 @@ def build_table(
         rows: cells by row.
         left: heads of the left-aligned columns; the others are right-aligned. None: the first one.
     """
-    table = Table(title=escape(title) or None, title_justify="left")
+    # As Text: nothing that a table holds is read as markup, whatever console prints it.
+    table = Table(title=Text(title, "table.title") if title else None, title_justify="left")
     for column in columns:
         is_left = column in (columns[:1] if left is None else left)
-        table.add_column(escape(column), justify="left" if is_left else "right", overflow="fold")
+        table.add_column(Text(column), justify="left" if is_left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     return table
 
 

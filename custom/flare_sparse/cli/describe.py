@@ -1,15 +1,13 @@
 """``flare-sparse describe``: federated statistics of the sites' data, before anything is trained."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..core.findings import Finding
-from .console import Screen, err, print_finding
+from .console import Screen, err, print_finding, print_json
 from .console import out as console
-from .options import JSON
 
 
 def describe(
@@ -37,9 +35,8 @@ def describe(
     study = Study.load(config)
     folder = Path("runs") / f"{study.config.name}-description"
     record = describe_study(study, folder, kit=kit, observer=Screen(err))
-    if JSON.get():
-        typer.echo(json.dumps(record, indent=2))
+    if print_json(record):
         return
     for warning in record["warnings"]:
-        print_finding(console, Finding("WARN", "data", warning))
-    console.print(f"page: {folder / 'description.html'}", markup=False)
+        print_finding(Finding("WARN", "data", warning))
+    console.print(f"page: {folder / 'description.html'}")

@@ -1,6 +1,5 @@
 """``flare-sparse estimate``: bytes and scalars of a run, without data or training; memory of a step, with data."""
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -11,9 +10,9 @@ from rich.table import Table
 
 from ..core.errors import ConfigError, FlareSparseError
 from ..results.runs.progress import compare_with_dense, format_bytes, format_duration
-from .console import build_table
+from .console import build_table, print_json
 from .console import out as stdout
-from .options import JSON, ConfigFile, Overrides
+from .options import ConfigFile, Overrides
 
 
 def estimate(
@@ -74,9 +73,7 @@ def estimate(
         figures = compute_figures(study, **asked)
         if study.config.privacy is not None:
             figures |= forecast_privacy(study, subjects)
-        if JSON.get():
-            typer.echo(json.dumps(figures, indent=2))
-        else:
+        if not print_json(figures):
             _show(stdout, figures)
         return
     if subjects is not None:
@@ -84,9 +81,7 @@ def estimate(
     compared = compare_methods(config, set_ or (), [name.strip() for name in methods.split(",")], **asked)
     typed = [str(config), *(word for override in set_ or () for word in ("--set", override))]
     rows = [_describe_method(name, found, shlex.join(typed)) for name, found in compared.items()]
-    if JSON.get():
-        typer.echo(json.dumps(rows, indent=2))
-    else:
+    if not print_json(rows):
         _show_methods(rows, asked["rate"])
 
 
@@ -121,7 +116,7 @@ def _show_methods(rows: Sequence[Mapping[str, Any]], rate: float | None) -> None
     stdout.print(build_table("", ("method", "bytes", "than dense", *(more[name][0] for name in asked)), cells))
     for row in rows:
         text = row["command"] if row["fits"] else f"{row['method']} does not fit: {row['reason']}"
-        stdout.print(text, markup=False, soft_wrap=True)
+        stdout.print(text)
 
 
 def _show(console: Console, figures: dict[str, Any]) -> None:
@@ -132,22 +127,18 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
     console.print(_build_rounds_table(figures))
     dense = sum(figures["traffic"][direction]["dense_bytes"] for direction in ("down", "up"))
     sent = figures["bytes"]["total"]
-    console.print(
-        f"total: {format_bytes(sent)}" + (f"; {compare_with_dense(sent, dense)}" if dense else ""), markup=False
-    )
+    console.print(f"total: {format_bytes(sent)}" + (f"; {compare_with_dense(sent, dense)}" if dense else ""))
     console.print(f"training messages carry {figures['scalars']:,} of {figures['dense_scalars']:,} scalars")
     if figures["paper_scalars"] is not None:
         console.print(f"by the paper's counting rule: {figures['paper_scalars']:,} scalars")
     if (memory := figures.get("memory")) is not None:
         console.print(
             f"memory: {format_bytes(memory['total'])} in a step of {memory['batch_size']} examples at "
-            f"{memory['site']}, {format_bytes(memory['weights'])} of it weights; data set and libraries come on top",
-            markup=False,
+            f"{memory['site']}, {format_bytes(memory['weights'])} of it weights; data set and libraries come on top"
         )
         console.print(
             f"training: {format_duration(memory['training_seconds'])} at {memory['site']} on this machine, "
-            f"{1000 * memory['step_seconds']:.1f} ms a step; evaluations and messages come on top",
-            markup=False,
+            f"{1000 * memory['step_seconds']:.1f} ms a step; evaluations and messages come on top"
         )
     if "seconds_on_link" in figures:
         console.print(f"a site's messages take {format_duration(figures['seconds_on_link'])} on its link")
@@ -177,6 +168,5 @@ def _show_privacy(console: Console, figures: dict[str, Any]) -> None:
     for name, site in privacy["sites"].items():
         console.print(
             f"  {name}: {site['subjects']} subjects, sampling rate {site['sample_rate']:.3g}, {site['steps']} steps, "
-            f"noise {site['noise_multiplier']:.2f} * clip, epsilon {site['epsilon']:.2f}",
-            markup=False,
+            f"noise {site['noise_multiplier']:.2f} * clip, epsilon {site['epsilon']:.2f}"
         )

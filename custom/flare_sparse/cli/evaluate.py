@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,9 +9,8 @@ import typer
 
 from ..cohorts.split import Part
 from ..core.errors import ConfigError
-from .console import Screen, build_table
+from .console import JSON, Screen, build_table, print_json
 from .console import out as console
-from .options import JSON
 
 if TYPE_CHECKING:
     from ..api.run import Run
@@ -84,9 +82,8 @@ def evaluate(
                 if data
                 else (folder / EVALUATIONS / CROSS_SITE_FILE)
             )
-            console.print(f"record: {file}", markup=False)
-    if JSON.get():
-        console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
+            console.print(f"record: {file}")
+    print_json(records[0] if len(records) == 1 else records)
 
 
 def _adapt(run: Run, data: Path) -> dict[str, Any]:
@@ -105,8 +102,8 @@ def _adapt(run: Run, data: Path) -> dict[str, Any]:
             f"{figures['training_examples']} training examples, {figures['adaptation_seconds']:.2f} s; "
             f"{figures['sparsity']:.1%} of the weights are zero"
         )
-        console.print(f"model:  {folder / 'model.safetensors'}", markup=False)
-        console.print(f"record: {folder / ADAPTATION}", markup=False)
+        console.print(f"model:  {folder / 'model.safetensors'}")
+        console.print(f"record: {folder / ADAPTATION}")
     return figures
 
 
@@ -124,7 +121,7 @@ def _show(result: dict[str, Any], metric: Metric) -> None:
         rows.append([_label_metric(name, metric), f"{result['metrics'][name]:.3f}", interval])
     console.print(build_table(title, ("metric", "value", "95 % interval"), rows))
     for note in result["notes"]:
-        console.print(note, markup=False)
+        console.print(note)
 
 
 def _show_matrix(record: dict[str, Any], metric: Metric) -> None:

@@ -45,7 +45,7 @@ def evidence(
 
     logs, policies = _parse_sites(sites or [])
     file = Run(run).evidence(out, policies=policies, egress=logs, kit=kit)
-    console.print(str(file), markup=False, soft_wrap=True)
+    console.print(str(file))
 
 
 def _parse_sites(given: list[str]) -> tuple[dict[str, Path], dict[str, str]]:

@@ -49,12 +49,12 @@ def init(
         from ..config.first_study import write_study
 
         for note in write_study(kind, data, out):
-            console.print(f"- {note}", markup=False)
+            console.print(f"- {note}")
     else:
         out.mkdir(parents=True, exist_ok=True)
         for source, target in zip(sources, targets, strict=True):
             (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
-    console.print(", ".join(str(path) for path in targets), markup=False)
+    console.print(", ".join(str(path) for path in targets))
     first = targets[0]
     commands = f"python {first}" if kind == "component" else f"flare-sparse check {first}; flare-sparse run {first}"
-    console.print(f"next: {commands}", markup=False)
+    console.print(f"next: {commands}")

@@ -1,6 +1,5 @@
 """Command-line options that several commands share."""
 
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated
 
@@ -26,9 +25,6 @@ ModelName = Annotated[
         help="Which of the run's models: the last one, the best on validation examples, or a site's own",
     ),
 ]
-
-JSON = ContextVar("JSON", default=False)
-"""Whether the command line has --json, an option of all commands that programs read."""
 
 StartFrom = Annotated[
     str | None,

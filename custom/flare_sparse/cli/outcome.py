@@ -185,7 +185,7 @@ def explain_outcome(command: RunCommand, env: Env) -> Iterator[RunProgress]:
                 end_processes(interruption.processes)
                 number = interruption.number or signal.SIGINT
                 for line in progress.describe_interruption(number):
-                    err.print(line, markup=False)
+                    err.print(line)
                 raise typer.Exit(128 + number) from None
             failure = find_full_disk(error, command.out) or find_lack_of_memory(error) or error
             if isinstance(failure, (ConfigError, CheckpointError)):

@@ -23,4 +23,4 @@ def phantom(
     from ..tasks.data.phantom import write_phantoms
 
     folder = write_phantoms(out, sites, subjects, seed)
-    console.print(f"{folder}: {sites * subjects} phantoms of {sites} sites", markup=False)
+    console.print(f"{folder}: {sites * subjects} phantoms of {sites} sites")

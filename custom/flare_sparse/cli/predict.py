@@ -46,9 +46,9 @@ def predict(
     device = assembly.method.config.training.select_hardware().device
     network = load_trained_model(study, model)
     if note := describe_missing(assembly, model):
-        console.print(note, markup=False)
+        console.print(note)
     network = compile_model(network, "auto", device)
     with limit_threads(study.config.federation.threads):
         files = list(assembly.task.write_predictions(network, site, out))
     gone = f"; {len(site.withdrawn)} withdrawn subjects are left out" if site.withdrawn else ""
-    console.print(f"{out}: {len(files)} predictions{gone}", markup=False)
+    console.print(f"{out}: {len(files)} predictions{gone}")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..core.errors import ConfigError
-from .console import Screen, err
+from .console import JSON, Screen, err, print_json
 from .console import out as console
-from .options import JSON
 
 
 def report(
@@ -49,8 +47,7 @@ def report(
     if JSON.get() and out is not None:
         raise ConfigError("--json prints and writes no page; leave --out out")
     if JSON.get():
-        figures = compare_runs(runs, baselines=not plain, observer=Screen())
-        console.print(json.dumps(figures, indent=2), markup=False, soft_wrap=True)
+        print_json(compare_runs(runs, baselines=not plain, observer=Screen()))
         return
     for path in write_reports(runs, out, baselines=not plain, pictures=not plain, observer=Screen(err)):
-        console.print(str(path), markup=False, soft_wrap=True)
+        console.print(str(path))

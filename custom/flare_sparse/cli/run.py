@@ -18,9 +18,9 @@ from rich.status import Status
 from ..api.deployment import Env
 from ..core.threads import run_beside
 from ..results.runs.progress import find_training
-from .console import PageConsole, Screen
+from .console import JSON, PageConsole, Screen
 from .console import out as stdout
-from .options import JSON, ConfigFile, Overrides, StartFrom
+from .options import ConfigFile, Overrides, StartFrom
 
 if TYPE_CHECKING:
     from .outcome import RunProgress
@@ -100,7 +100,7 @@ def run(
                 with show_training(console, folder.path, progress):
                     finished = launch(env, study, folder, screen, kit)
             if JSON.get():
-                console.print(json.dumps({"folder": str(folder.path), **finished.summary}), markup=False)
+                console.print(json.dumps({"folder": str(folder.path), **finished.summary}))
             else:
                 show_result(console, RunResult.read(folder.path))
     if RunResult.read(folder.path).idle_sites:
@@ -150,7 +150,7 @@ class RunScreen(Screen):
     def see_round(self, line: dict[str, Any]) -> None:
         self._progress.record(line)
         if self._as_json:
-            self._console.print(json.dumps(line), markup=False)
+            self._console.print(json.dumps(line))
         else:
             super().see_round(line)
 
@@ -164,4 +164,4 @@ def open_screen(env: Env) -> Iterator[Console]:
     # FLARE's simulator prints to this process's own standard output, which is sent to a log file meanwhile
     # (flare/launch/simulator.py); the duplicate still reaches the screen.
     with os.fdopen(os.dup(1), "w") as screen:
-        yield PageConsole(file=screen, highlight=False, soft_wrap=True)
+        yield PageConsole(file=screen)

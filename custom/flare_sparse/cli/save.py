@@ -58,7 +58,7 @@ def save(
     study = load_study(run)
     network = load_trained_model(study, model)
     if note := describe_missing(study.assembly, model):
-        console.print(note, markup=False)
+        console.print(note)
     folder = out or run / "saved"
     network = compact_model(network) if form == "compact" else network
     if form in ("sparse", "int8"):
@@ -71,7 +71,7 @@ def save(
         study.assembly.task.save(network, folder)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     total = sum(path.stat().st_size for path in files)
-    console.print(f"{folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())), markup=False)
+    console.print(f"{folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())))
     console.print(f"{total:,} bytes in {len(files)} files; the dense model takes {_count_bytes(network):,}")
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from rich.markup import escape
 from rich.table import Table
 
 from ..config.problems import format_allowed
 from ..config.yaml_files import list_configurations
 from ..core.errors import ConfigError
+from .console import build_table
 from .console import out as console
 
 if TYPE_CHECKING:
@@ -44,16 +44,16 @@ def settings(
         for section, table in (("method", _list_methods()), ("task", _list_tasks())):
             console.print(table)
             _print_plugins(section)
-        console.print(f"\nconfigurations, for flare-sparse run NAME: {', '.join(list_configurations())}", markup=False)
+        console.print(f"\nconfigurations, for flare-sparse run NAME: {', '.join(list_configurations())}")
         return
     section, entry = _load(name)
     title = find_source(entry) if section == "method" else _describe_target(entry)
     rows = list(iterate_settings(entry.Config, section))
     console.print(_build_table(("setting", "default", "allowed", "meaning"), rows, title))
     if section == "task":
-        console.print(f"\nmetric: {_describe_metric(entry)}", markup=False)
+        console.print(f"\nmetric: {_describe_metric(entry)}")
         if entry.reads:
-            console.print(f"data:   {entry.reads}", markup=False)
+            console.print(f"data:   {entry.reads}")
 
 
 def _load(name: str) -> tuple[str, type[Any]]:
@@ -82,7 +82,7 @@ def _print_plugins(section: str) -> None:
         rows = [(plugin.name, get_class_path(plugin), get_owner(plugin)) for plugin in plugins]
         console.print(_build_table(("name", "class", "distribution"), rows, f"installed {section}s"))
     page = {"method": "docs/new-method.md", "task": "docs/own-task.md"}[section]
-    console.print(f"\nA {section} of your own is one class: {page}", markup=False)
+    console.print(f"\nA {section} of your own is one class: {page}")
 
 
 def find_source(method: type[Method[Any, Any]]) -> str:
@@ -115,15 +115,12 @@ def _describe_metric(task_class: type[Task]) -> str:
     return f"{metric.name}{unit}, {'lower' if metric.mode == 'min' else 'higher'} is better"
 
 
-def _build_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
+def _build_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> Table:
     """Return a table without lines, whose first column is as wide as its longest cell."""
-    table = Table(box=None, pad_edge=False, title=None if title is None else escape(title), title_justify="left")
+    table = build_table(title, columns, rows, left=columns)
+    table.box, table.pad_edge, first = None, False, table.columns[0]
     # rich cuts a word that is wider than its column, and a setting that cannot be read cannot be typed.
-    table.add_column(columns[0], min_width=max((len(row[0]) for row in rows), default=0), no_wrap=True, style="bold")
-    for column in columns[1:]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
+    first.min_width, first.no_wrap, first.style = max((len(row[0]) for row in rows), default=0), True, "bold"
     return table
 
 

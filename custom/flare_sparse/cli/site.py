@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import build_table
+from .console import build_table, print_json
 from .console import out as console
-from .options import JSON
 
 if TYPE_CHECKING:
     from ..flare.site.people import RunSummary
@@ -81,11 +79,11 @@ def setup(
         else set_up_site(kit, data, policy, id_column, also or (), keeps_code=byoc)
     )
     for line in lines:
-        console.print(line, markup=False)
+        console.print(line)
     # A site may be set up before the server runs.
     code = 0 if is_server(kit) else min(print_findings(check_site(kit, needs_server=False)), 1)
     start = kit.resolve() / "startup" / "start.sh"
-    console.print(f"left for you: read the policy (docs/site-policy.md); start the site: {start}", markup=False)
+    console.print(f"left for you: read the policy (docs/site-policy.md); start the site: {start}")
     raise typer.Exit(code)
 
 
@@ -111,7 +109,7 @@ def withdraw(
     from ..flare.site.people import withdraw_at_site
 
     for line in withdraw_at_site(kit, subjects, end_after_s=end_after):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line)
 
 
 @site.command()
@@ -132,9 +130,9 @@ def declare(
     from ..flare.site.people import declare_people
 
     text, left = declare_people(kit, write=write)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text)
     reason = " (free text, one value, or cells of too few people)" if left else "none"
-    console.print(f"left out: {', '.join(left)}{reason}", markup=False, soft_wrap=True)
+    console.print(f"left out: {', '.join(left)}{reason}")
 
 
 @site.command()
@@ -166,16 +164,15 @@ def log(
 
     folders = find_logs(kit)
     for folder in folders.values() if rotate else ():
-        console.print(f"{EgressLog(folder, '').rotate() or 'nothing to rotate'}", markup=False, soft_wrap=True)
+        console.print(f"{EgressLog(folder, '').rotate() or 'nothing to rotate'}")
     if not folders:
         # Raises for a folder that is no kit: without it, a mistyped path would read as a site that has sent nothing.
         find_local_folder(kit)
     runs = summarize_requests(kit) if (kit / "local").is_dir() or kit.name == "local" else []
     chains = {name: read_chain(folder) for name, folder in folders.items()}
     logs = {name: [line for line in lines if line["kind"] != ROTATION] for name, (lines, _) in chains.items()}
-    if JSON.get():
-        requests = [{"site": run.site, "job": run.job, **run.record.model_dump()} for run in runs]
-        typer.echo(json.dumps({"requests": requests, "egress": logs}, indent=2))
+    requests = [{"site": run.site, "job": run.job, **run.record.model_dump()} for run in runs]
+    if print_json({"requests": requests, "egress": logs}):
         return
     for run in runs:
         _show_run(run)
@@ -207,7 +204,7 @@ def _show_run(run: RunSummary) -> None:
         last = record.requests[-1]
         lines.append(f"  last model ({last.kind}, round {last.round}): sha256 {last.digest}")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line)
 
 
 def _show_egress(name: str, lines: list[dict[str, Any]], head: str) -> None:
@@ -216,11 +213,7 @@ def _show_egress(name: str, lines: list[dict[str, Any]], head: str) -> None:
     from ..rounds.endpoints.egress import sum_lines
 
     sent = sum(line["sent_bytes"] for line in lines)
-    console.print(
-        f"{name}: {len(lines)} messages left, with headers {sent:,} bytes; chain intact, head {head}",
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print(f"{name}: {len(lines)} messages left, with headers {sent:,} bytes; chain intact, head {head}")
     rows, total = [], 0
     for (job, kind, contents), (messages, size) in sum_lines(lines).items():
         total += size

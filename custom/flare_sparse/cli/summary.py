@@ -24,7 +24,7 @@ def show_result(console: Console, run: RunResult) -> None:
     console.print(_build_sites_table(run))
     console.print(_build_bytes_table(summary))
     if summary["note"]:
-        console.print(f"{summary['method']}: {summary['note']}", markup=False)
+        console.print(f"{summary['method']}: {summary['note']}")
     best = summary["best"]
     if best["round"] >= 0:
         figure = best["metrics"][f"{VALIDATION}{name}"]
@@ -44,7 +44,7 @@ def show_result(console: Console, run: RunResult) -> None:
         "table --data FILE"
     )
     for line in describe_contributions(run):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def describe_contributions(run: RunResult) -> list[str]:

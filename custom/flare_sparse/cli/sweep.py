@@ -10,9 +10,9 @@ import typer
 from rich.table import Table
 
 from ..results.runs.progress import format_bytes
-from .console import Screen, build_table, err
+from .console import JSON, Screen, build_table, err
 from .console import out as console
-from .options import JSON, ConfigFile, Overrides
+from .options import ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from ..results.runs.sweep import SettingsResult
@@ -63,7 +63,7 @@ def sweep(
     console.print(_build_table(list(result.results), result.metric["name"]))
     if result.methods:
         console.print(_build_methods_table(result.methods))
-    console.print(f"best settings: {result.winner}", markup=False)
+    console.print(f"best settings: {result.winner}")
 
 
 def _build_methods_table(methods: Sequence[Mapping[str, Any]]) -> Table:

@@ -33,10 +33,9 @@ from ..results.runs.progress import (
     format_duration,
     format_next,
 )
+from .console import JSON, err
 from .console import build_table as build_plain_table
-from .console import err
 from .console import out as stdout
-from .options import JSON
 
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session
@@ -111,7 +110,7 @@ def watch(
         if page is not None and _PORT.fullmatch(page):
             file = Path(stack.enter_context(TemporaryDirectory())) / "page.html"
             address = stack.enter_context(serve_page(file, int(page)))
-            err.print(f"page: {address}", markup=False)
+            err.print(f"page: {address}")
         stack.enter_context(name_damage(folder))
         try:
             show_updates(stdout, updates, build, as_json=JSON.get(), page=file)
@@ -207,7 +206,7 @@ def follow_folder(folder: Path) -> Iterator[Lines]:
     if names and not names & {LOCK, ROUNDS, SUMMARY}:
         raise ConfigError(f"{folder} holds no run; give the folder of --out")
     if not names:
-        stdout.print(f"waiting for a run to start in {folder}; Ctrl-C ends this command", markup=False)
+        stdout.print(f"waiting for a run to start in {folder}; Ctrl-C ends this command")
     file = folder / ROUNDS
     while True:
         # Looked for before the rounds are read: the summary is written last, so that no round is missed.
@@ -295,7 +294,7 @@ def show_updates(
             texts = [json.dumps(line) if as_json else line.get("now") or format_next(seen, line) for line in lines]
             new = [text for line, text in zip(lines, texts, strict=True) if line not in shown]
             for text in new:
-                console.print(text, markup=False, soft_wrap=True)
+                console.print(text)
             # A resumed run first writes the rounds that it has: they are not shown a second time.
             shown = lines if new else shown
     if page is not None:

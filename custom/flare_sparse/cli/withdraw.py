@@ -58,11 +58,11 @@ def withdraw(
     touched = trace_withdrawal(finished, gone)
     with name_damage(run):
         for line in _describe(touched):
-            console.print(line, markup=False)
+            console.print(line)
     if dry_run:
         return
     done = make_again(finished, gone, touched, deletes_models=delete_models, observer=Screen())
-    console.print(f"new run: {done.path}; model sha256 {done.summary['model_sha256']}", markup=False)
+    console.print(f"new run: {done.path}; model sha256 {done.summary['model_sha256']}")
 
 
 def _describe(touched: Touched) -> list[str]:
