@@ -144,7 +144,7 @@ CASES = settings(max_examples=count_cases(150), deadline=None)
 @given(networks())
 def test_listed_norms_equal_brute_force(case: tuple[nn.Module, Tensor]) -> None:
     brute = Brute(*case)
-    norms = channels.list_norms(brute.graph, brute.energy)
+    norms = channels.list_norms(brute.graph, brute.energy)[-1]
     existing = norms[norms > -math.inf]
     np.testing.assert_allclose(np.sort(existing.numpy()), np.sort(brute.norms), rtol=1e-12)
     counted = float(torch.logsumexp(compute_log_path_counts(brute.graph)[brute.graph.output], 0))
@@ -183,7 +183,7 @@ def test_selection_by_rate_equals_brute_force(
 ) -> None:
     """Exactly k paths are selected; among ties, any subset of the tied paths is accepted."""
     brute = Brute(*case)
-    norms = channels.list_norms(brute.graph, brute.energy)
+    norms = channels.list_norms(brute.graph, brute.energy)[-1]
     existing = norms > -math.inf
     k = math.ceil(rate * len(brute.paths) - 1e-9)
     groups = ChannelGroups(brute.layout, brute.graph)
@@ -283,7 +283,7 @@ def test_norms_and_selections_of_the_worked_example() -> None:
     assert energy[0].tolist() == [2, 4]
     assert energy[1].T.tolist() == [[1, 0], [0, 9]]
     assert energy[2].T.tolist() == [[0], [1]]
-    assert channels.list_norms(graph, energy).view(2, 2, 1)[:, :, 0].tolist() == [[3, 3], [4, 14]]
+    assert channels.list_norms(graph, energy)[-1].view(2, 2, 1)[:, :, 0].tolist() == [[3, 3], [4, 14]]
 
     def select_weights(rate: float, selection: Selection) -> dict[str, list[list[bool]]]:
         groups = ChannelGroups(layout, graph, "never")

@@ -166,26 +166,11 @@ def _split_among_inputs(graph: ChannelGraph, index: int, result: Tensor) -> list
     return parts
 
 
-def count_prefixes(graph: ChannelGraph) -> list[int]:
-    """Return for each value the number of rows of its prefixes in :func:`list_norms`; exact however large."""
-    counts: list[int] = []
-    for index, value in enumerate(graph.values):
-        inputs = [counts[source] for source in value.inputs]
-        if isinstance(value, InputNode):
-            counts.append(0)
-        elif isinstance(value, Weighted):
-            width = graph.values[value.inputs[0]].channels // value.groups
-            counts.append(1 if graph.is_input_layer(index) else inputs[0] * width)
-        else:
-            counts.append(sum(inputs) if isinstance(value, Sum) else max(inputs))
-    return counts
+def list_norms(graph: ChannelGraph, energy: Sequence[Tensor]) -> list[Tensor]:
+    """List for each value the norms of all its prefixes, ``(rows, channels)``; minus infinity where there is none.
 
-
-def list_norms(graph: ChannelGraph, energy: Sequence[Tensor]) -> Tensor:
-    """List the norms of all paths, ``(rows, outputs)``; minus infinity where there is no path.
-
-    For a stack of layers of widths m_1 to m_L this is the paper's tensor T (Eq. 3) as ``(m_1 * ... , m_L)``, in C
-    order.
+    Those of the output are the norms of all paths. For a stack of layers of widths m_1 to m_L they are the paper's
+    tensor T (Eq. 3) as ``(m_1 * ... , m_L)``, in C order.
     """
 
     def step(number: int, layer: Weighted, before: Tensor) -> Tensor:
@@ -194,44 +179,26 @@ def list_norms(graph: ChannelGraph, energy: Sequence[Tensor]) -> Tensor:
         steps = energy[number].view(layer.groups, -1, width).permute(2, 0, 1)
         return (prefixes[..., None] + steps).reshape(-1, layer.channels)
 
-    return propagate(graph, lambda number, _: energy[number][None], step, torch.cat, -INFINITY)[graph.output]
+    return propagate(graph, lambda number, _: energy[number][None], step, torch.cat, -INFINITY)
 
 
-def find_traversed(graph: ChannelGraph, selected: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return which connections and units the selected paths traverse.
+def find_traversed(
+    norms: Tensor, selected: Tensor, energy: Sequence[Tensor], prefixes: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return which connections the selected paths traverse, and which units, as bool tensors.
+
+    The derivative of the sum of their norms by an energy is the number of these paths through its connection.
 
     Args:
-        graph: channel graph of the network.
-        selected: bool, shaped as the result of :func:`list_norms`.
-
-    Returns:
-        Bool tensors shaped as those of :func:`compute_extreme_norms`.
+        norms: norms of all paths, from :func:`list_norms`.
+        selected: bool, one value per path.
+        energy: the energies that the norms were computed from, which require a gradient.
+        prefixes: norms of the prefixes of the values whose units are wanted, from the same list.
     """
-    counts = count_prefixes(graph)
-    # For each value, the prefixes of selected paths, (prefixes, channels); filled from the output back to the input.
-    traversed = [
-        torch.zeros(n, value.channels, dtype=torch.bool) for n, value in zip(counts, graph.values, strict=True)
-    ]
-    traversed[graph.output] = selected
-    edges: dict[int, Tensor] = {}
-    for index in reversed(range(len(graph.values))):
-        value = graph.values[index]
-        if isinstance(value, Weighted):
-            if graph.is_input_layer(index):
-                edges[index] = traversed[index][0]
-                continue
-            source = value.inputs[0]
-            width = graph.values[source].channels // value.groups
-            steps = traversed[index].view(-1, width, value.groups, value.channels // value.groups)
-            edges[index] = steps.any(0).permute(1, 2, 0).reshape(value.channels, width)
-            traversed[source] |= steps.any(3).transpose(1, 2).reshape(len(traversed[source]), -1)
-        else:
-            first = 0
-            for source, part in _split_among_inputs(graph, index, traversed[index]):
-                traversed[source] |= part[first : first + counts[source]]
-                # A sum lists the prefixes of its inputs one after another; other values share one list of rows.
-                first += counts[source] if isinstance(value, Sum) else 0
-    return [edges[index] for index in graph.layers], [prefixes.any(0) for prefixes in traversed]
+    counts = torch.autograd.grad(
+        norms, [*energy, *prefixes], selected.double(), retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return [*(count > 0 for count in counts[: len(energy)]), *((count > 0).any(0) for count in counts[len(energy) :])]
 
 
 def _get_layer(graph: ChannelGraph, index: int) -> Weighted:

@@ -52,19 +52,19 @@ def sample_norms(graph: ChannelGraph, energy: Sequence[Tensor], number: int, gen
     for index in reversed(range(len(graph.values))):
         if index not in pending:
             continue
-        paths, channels = _concatenate_parts(pending.pop(index))
+        paths, channels = (torch.cat(parts) for parts in zip(*pending.pop(index), strict=True))
         value = graph.values[index]
         if isinstance(value, Weighted):
             layer_energy = energy[graph.layers.index(index)]
             if graph.is_input_layer(index):
-                _add_energies(norms, paths, layer_energy.take(channels))
+                norms.index_add_(0, paths, layer_energy.take(channels))
                 continue
             source, width = value.inputs[0], layer_energy.shape[1]
             sources = _sample_input_channels(graph, index, log_counts[source], channels, generator)
             # Position in the flattened (out, in / groups) energies; the column counts within the channel's group.
             columns = sources if len(log_counts[source]) == width else sources % width
             positions = channels.mul_(width).add_(columns)
-            _add_energies(norms, paths, layer_energy.take(positions))
+            norms.index_add_(0, paths, layer_energy.take(positions))
             pending.setdefault(source, []).append((paths, sources))
         elif isinstance(value, Passthrough):
             pending.setdefault(value.inputs[0], []).append((paths, channels))
@@ -72,20 +72,6 @@ def sample_norms(graph: ChannelGraph, energy: Sequence[Tensor], number: int, gen
             for source, selected, sources in _assign_to_inputs(graph, index, channels, log_counts, generator):
                 pending.setdefault(source, []).append((paths[selected], sources))
     return norms
-
-
-def _concatenate_parts(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    paths, channels = zip(*parts, strict=True)
-    return (paths[0], channels[0]) if len(parts) == 1 else (torch.cat(paths), torch.cat(channels))
-
-
-def _add_energies(norms: Tensor, paths: Tensor, energies: Tensor) -> None:
-    """Add energies to the norms of the given paths, in place."""
-    # Fast path: without a fork, the result is all paths in ascending order.
-    if len(paths) == len(norms) and bool((paths[1:] > paths[:-1]).all()):
-        norms += energies
-    else:
-        norms.index_add_(0, paths, energies)
 
 
 def _sample_positions(log_weights: Tensor, number: int, generator: torch.Generator) -> Tensor:

@@ -12,7 +12,7 @@ from ....core.errors import ConfigError
 from ....core.mask import ceil_fraction, top_k
 from ....core.params import Layout
 from .groups import INFINITY, Biases, Groups, GroupSection, Selection
-from .paths import compute_energies, compute_extreme_norms, count_prefixes, find_traversed, list_norms
+from .paths import compute_energies, compute_extreme_norms, find_traversed, list_norms
 from .sampling import compute_log_path_counts, sample_norms
 
 _ROUNDING = 1e-12
@@ -45,15 +45,20 @@ class ChannelGroups(Groups):
         self._unit_values: list[int] = []
         sections = [*self._build_weight_sections(layout), *self._build_unit_sections(layout)]
         super().__init__(layout, sections, biases)
-        prefixes = zip(count_prefixes(graph), graph.values, strict=True)
-        self.is_exact = max(count * value.channels for count, value in prefixes) <= max_listed
         log_count = float(torch.logsumexp(compute_log_path_counts(graph)[graph.output], 0))
         # exp(710) overflows float64; beyond 1e304 the number is only shown.
         self.num_paths = math.exp(min(log_count, 700.0))
+        # A list may have rows for paths that do not exist.
+        self.is_exact = round(self.num_paths) <= max_listed and self._count_listed(layout) <= max_listed
         self.threshold_description = (
             "threshold exact" if self.is_exact else f"threshold from {sample_size:,} channels drawn at random"
         )
         self.description = f"{self.num_paths:,.4g} channels through {len(graph.layers)} layers"
+
+    def _count_listed(self, layout: Layout) -> int:
+        """Return the length of the longest list of norms, from shapes alone."""
+        energy = compute_energies(self._graph, layout, torch.empty(layout.size, device="meta"))
+        return max(norms.numel() for norms in list_norms(self._graph, energy))
 
     def _build_weight_sections(self, layout: Layout) -> list[GroupSection]:
         graph, shapes = self._graph, {spec.name: spec.shape for spec in layout.tensors}
@@ -87,15 +92,16 @@ class ChannelGroups(Groups):
         """See :meth:`Groups.select_groups`."""
         energy = compute_energies(self._graph, self.layout, delta)
         if self.is_exact:
-            norms = list_norms(self._graph, energy)
+            with torch.enable_grad():
+                values = list_norms(self._graph, [part.requires_grad_() for part in energy])
+            norms, prefixes = values[self._graph.output], [values[index] for index in self._unit_values]
             exists = norms > -INFINITY
-            selected = _select_top(norms, rate, exists)
-            if selection == "positive":
-                return self._order_by_section(*find_traversed(self._graph, selected))
-            positive, remaining = (
-                self._order_by_section(*find_traversed(self._graph, paths)) for paths in (selected, exists & ~selected)
-            )
-            return [a & ~b for a, b in zip(positive, remaining, strict=True)]
+            selected = _select_top(norms.detach(), rate, exists)
+            revealed = find_traversed(norms, selected, energy, prefixes)
+            if selection == "negative":
+                remaining = find_traversed(norms, exists & ~selected, energy, prefixes)
+                revealed = [a & ~b for a, b in zip(revealed, remaining, strict=True)]
+            return revealed
         sample = sample_norms(self._graph, energy, self._sample_size, generator)
         rank = self._sample_size - _count_selected(rate, self._sample_size) + 1
         # compute_extreme_norms adds the energies of a path in another order than sample_norms. Without the tolerance
