@@ -157,13 +157,13 @@ def test_scores_of_a_script_are_exactly_those_of_a_task(
     monkeypatch.setattr(flare, "receive", lambda: receive(task.model(), flare_sparse_request="score"))
     task_site = ToyBench(task).sites(1)["site-1"]
     weights = torch.randn(task_site.layout.size, generator=torch.Generator().manual_seed(5)).abs()
-    expected = compute_saliency(task_site, weights, batch_size=8, batches=count, t=0)
+    expected = compute_saliency(task_site.trainer.compute_gradients(weights, 8, count, 0), weights)
     order = make_generator(1, "gradients", "site-1", 0)
     batches = list(iterate_pass(task_site.trainer.examples.train, 8, order, joins_last=False))[:count]
     script = ScoringScript(task, batches, sent)
     layout = Layout.from_module(task.model())
     site = Site("site-1", ScriptTrainer("site-1", task, layout, 0, script, range(1), "steps"))
-    assert torch.equal(compute_saliency(site, weights, batch_size=8, batches=count, t=0), expected)
+    assert torch.equal(compute_saliency(site.trainer.compute_gradients(weights, 8, count, 0), weights), expected)
     assert site.num_examples == 4
 
 
@@ -189,7 +189,7 @@ def test_computed_scores_are_exactly_those_of_a_task_and_leave_the_network_as_it
     net = task.model().eval()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     weights = site.layout.flatten({**dict(net.named_parameters()), **dict(net.named_buffers())})
-    expected = compute_saliency(site, weights, batch_size=8, batches=count, t=0)
+    expected = compute_saliency(site.trainer.compute_gradients(weights, 8, count, 0), weights)
     order = make_generator(1, "gradients", "site-1", 0)
     batches = list(iterate_pass(site.trainer.examples.train, 8, order, joins_last=False))[:count]
     scores = sparse.compute_scores(net, batches, task.loss)

@@ -233,7 +233,7 @@ def compute_scores(
         {'weight': tensor([[1., 2.]])}
     """
     from .methods.neurosfl import NeuroSFL
-    from .methods.scores.snip import average_saliency
+    from .methods.scores.snip import compute_saliency
 
     batches = list(batches)
     if not batches:
@@ -248,7 +248,7 @@ def compute_scores(
             yield layout.flatten({**gradients, **rest}), size / largest
 
     factors = NeuroSFL(NeuroSFL.Config(rounds=1, sparsity=0), layout).get_score_factors(_read_vector(network, layout))
-    return layout.unflatten(average_saliency(iterate_vectors(), factors))
+    return layout.unflatten(compute_saliency(iterate_vectors(), factors))
 
 
 def keep_ranks(received: Any, net: nn.Module, rank: int) -> None:

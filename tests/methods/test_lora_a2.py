@@ -14,11 +14,12 @@ from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
 from flare_sparse.core.seeds import seed_torch
-from flare_sparse.methods.lora_a2 import LoRAA2, LoRAA2State, _compute_mean_gradient
+from flare_sparse.methods.lora_a2 import LoRAA2, LoRAA2State
 from flare_sparse.methods.scores.ranks import Factor, Slots
+from flare_sparse.methods.scores.snip import average_gradients
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
-from flare_sparse.training import Site, TrainingConfig, build_site
+from flare_sparse.training import Site, build_site
 
 RANK = 4
 TRAINING = {"epochs": 1, "optimizer": "adamw", "lr": 0.01, "weight_decay": 0.05, "batch_size": 8}
@@ -297,6 +298,7 @@ def test_gradient_trial_in_minibatches_is_the_full_batch_gradient(batch_size: in
     """Nine examples: the last minibatch of 4 or 8 has a single example, which weighs as much as any other."""
     site = uneven.site(1, 9)
     whole, parts = (
-        _compute_mean_gradient(site, uneven.weights, TrainingConfig(batch_size=size), 1) for size in (9, batch_size)
+        average_gradients(site.trainer.compute_gradients(uneven.weights, size, None, 1), uneven.layout.size)
+        for size in (9, batch_size)
     )
     assert torch.allclose(parts, whole, rtol=1e-5, atol=1e-7)

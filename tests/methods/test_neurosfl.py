@@ -75,7 +75,7 @@ def test_sparsity_zero_equals_fedavg_bit_for_bit(bench: Any, scores: str) -> Non
 
 def test_one_site_equals_local_snip_and_equal_sites_have_equal_masks(bench: Any) -> None:
     site = bench.site(1)
-    scores = compute_saliency(site, bench.weights, batch_size=8, batches=None, t=0)
+    scores = compute_saliency(site.trainer.compute_gradients(bench.weights, 8, None, 0), bench.weights)
     maskable = Mask.from_preset(bench.layout, "conv_linear_weights")
     assert mask_of(bench, {"site-1": bench.site(1)}) == top_k(scores, floor_fraction(0.3, maskable.count), maskable)
     same = {"training": {"batch_size": 24}}
@@ -112,7 +112,7 @@ def test_a_site_sends_its_largest_scores_and_the_mask_is_that_of_their_sum(bench
     assert [line.scalars_sent for line in up] == [sent] * 3
     largest = torch.zeros(bench.layout.size)
     for site in bench.sites().values():
-        scores = compute_saliency(site, bench.weights, batch_size=8, batches=None, t=0)
+        scores = compute_saliency(site.trainer.compute_gradients(bench.weights, 8, None, 0), bench.weights)
         largest += scores * top_k(scores, sent, maskable).bits
     assert mask_of(bench, **settings) == top_k(largest, sent, maskable)
     assert mask_of(bench, **settings) != mask_of(bench, sparsity=0.9), "the sum of all scores has another mask"
@@ -165,7 +165,7 @@ def test_entries_outside_the_mask_are_zero_at_sites_and_server(bench: Any, train
 
 def test_score_is_the_derivative_by_a_multiplicative_mask(plain: Any) -> None:
     site = plain.site(1)
-    score = compute_saliency(site, plain.weights, batch_size=64, batches=1, t=0)
+    score = compute_saliency(site.trainer.compute_gradients(plain.weights, 64, 1, 0), plain.weights)
     gate = torch.ones(plain.layout.size, requires_grad=True)
     x, y = site.trainer.examples.train.tensors
     tensors = plain.layout.unflatten(plain.weights * gate)

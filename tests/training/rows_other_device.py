@@ -159,7 +159,7 @@ def test_scores_stay_where_they_were_computed_until_their_message_copies_those_t
     bench = ToyBench(Plain(), hardware=Hardware(open_other_device()))
     site, scored = bench.site(1), Mask.from_preset(bench.layout, "conv_linear_weights")
     with HostCopies() as copies:
-        scores = compute_saliency(site, bench.weights, batch_size=4, batches=None, t=1)
+        scores = compute_saliency(site.trainer.compute_gradients(bench.weights, 4, None, 1), bench.weights)
         Patch.from_vector(scores, scored).copy_to_host()
     assert copies.sizes == [scored.count]
 

@@ -72,7 +72,7 @@ def test_mean_gradient_weighs_a_joined_minibatch_by_its_examples() -> None:
     (small, one), (large, other) = site.trainer.compute_gradients(start, 4, None, 1)
     assert (one, other) == (1.0, 5 / 4)
     expected = (4 * (small * start).abs() + 5 * (large * start).abs()) / 9
-    mean = compute_saliency(site, start, batch_size=4, batches=None, t=1)
+    mean = compute_saliency(site.trainer.compute_gradients(start, 4, None, 1), start)
     torch.testing.assert_close(mean, expected)
 
 

@@ -92,7 +92,7 @@ def test_script_receives_the_complete_state_dict_and_flares_round() -> None:
 def test_scores_are_round_0_of_the_script_and_training_follows_it() -> None:
     script = FakeScript()
     own_site = Site("site-1", ScriptTrainer("site-1", TASK, LAYOUT, 3, script, range(1, 5), "steps"))
-    compute_saliency(own_site, START, batch_size=1, batches=1, t=0)
+    compute_saliency(own_site.trainer.compute_gradients(START, 1, 1, 0), START)
     train(own_site)
     assert [(request.kind, request.round, request.total_rounds) for request in script.requests] == [
         ("score", 0, 5),
@@ -346,7 +346,7 @@ def test_metrics_without_the_main_one_are_refused_by_name() -> None:
 
 
 def test_scores_of_a_script_that_knows_none_are_those_of_one_training() -> None:
-    saliency = compute_saliency(site(FakeScript()), START, batch_size=8, batches=1, t=0)
+    saliency = compute_saliency(site(FakeScript()).trainer.compute_gradients(START, 8, 1, 0), START)
     expected = START.clone()
     # Training moves every entry by 1, so |w * (w_before - w_after)| = |w|; running statistics have no score.
     expected[LAYOUT.num_parameters :] = 0
@@ -359,7 +359,7 @@ def test_gradients_of_a_script_are_averaged_by_the_sizes_of_their_minibatches() 
     }
     script = replying(params=gradients, meta={NUM_STEPS: 1, GRADIENTS: [8, 4]})
     weights = torch.ones(LAYOUT.size)
-    saliency = compute_saliency(site(script), weights, batch_size=8, batches=None, t=0)
+    saliency = compute_saliency(site(script).trainer.compute_gradients(weights, 8, None, 0), weights)
     assert torch.allclose(saliency[: LAYOUT.num_parameters], torch.tensor((1.0 * 1 + 3.0 * 0.5) / 1.5))
 
 
@@ -367,7 +367,7 @@ def test_gradients_of_another_shape_are_refused() -> None:
     gradients = {"first.weight": torch.zeros(1, 2, 3)}
     script = replying(params=gradients, meta={NUM_STEPS: 1, GRADIENTS: [8]})
     with pytest.raises(ScriptFailed, match=r"has the shape \(1, 2, 3\); the network's is \(1, 3, 2\)"):
-        compute_saliency(site(script), START, batch_size=8, batches=None, t=0)
+        compute_saliency(site(script).trainer.compute_gradients(START, 8, None, 0), START)
 
 
 def test_prescribed_training_smaller_networks_and_examples_are_refused() -> None:

@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.exchange import Assignment, Contribution, Request, Update
 from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import ModelState, train_locally
@@ -31,15 +31,7 @@ class FlexLoRA(RankedMethod[RankedConfig, ModelState]):
 
     def build_assignments(self, kind: str, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the first slots for each site, one object for each rank."""
-        ranks = {site: self.config.get_rank(site) for site in sites}
-        masks = {rank: self.select_first_ranks(rank) for rank in set(ranks.values())}
-        assignments = {
-            rank: Assignment(
-                Request(kind, state.round, Patch.from_vector(state.weights, mask), mask), UpdateSpec(mask=mask)
-            )
-            for rank, mask in masks.items()
-        }
-        return {site: assignments[rank] for site, rank in ranks.items()}
+        return self.assign_ranks(kind, state, {site: self.config.get_rank(site) for site in sites})
 
     def answer(self, request: Request, site: Site) -> Update:
         mask = self.check_affordable(request, site)

@@ -56,16 +56,12 @@ class HetLoRA(RankedMethod[HetLoRAConfig, HetLoRAState]):
         """Return the truncated model for each site, one object for each rank."""
         current = dict(zip(state.owners, state.ranks, strict=True))
         ranks = {name: min(self.get_initial_rank(name), current.get(name, self.slots.rank)) for name in sites}
-        assignments = {rank: self._build_rank_assignment(kind, state, rank) for rank in set(ranks.values())}
-        return {name: assignments[rank] for name, rank in ranks.items()}
+        return self.assign_ranks(kind, state, ranks)
 
-    def _build_rank_assignment(self, kind: str, state: HetLoRAState, rank: int) -> Assignment:
-        """Return the first ``rank`` slots; a site returns all of them or those of the decayed rank."""
-        mask, smaller = self.select_first_ranks(rank), self.select_first_ranks(self.decay_rank(rank))
-        expected = UpdateSpec(
-            accepts=lambda _, returned: returned in (mask, smaller), min_entries=lambda _: smaller.count
-        )
-        return Assignment(Request(kind, state.round, Patch.from_vector(state.weights, mask), mask), expected)
+    def expect(self, rank: int) -> UpdateSpec:
+        """Return that a site returns all of its slots or those of the decayed rank."""
+        masks = self.select_first_ranks(rank), self.select_first_ranks(self.decay_rank(rank))
+        return UpdateSpec(accepts=lambda _, mask: mask in masks, min_entries=lambda _: masks[1].count)
 
     def get_initial_rank(self, site: str) -> int:
         return min(self.config.get_rank(site), self.slots.rank)

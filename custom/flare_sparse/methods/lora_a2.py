@@ -22,6 +22,7 @@ from ..training import Site, TrainingConfig
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import ModelState, train_locally
 from .scores.ranks import Factor, compute_slot_scores, select_slots
+from .scores.snip import average_gradients
 from .support.lora import RankedConfig, RankedMethod
 
 
@@ -147,7 +148,8 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
         if self.config.score == "magnitude":
             return self.slots.compute_norms(delta, active)
         weights = start + delta
-        sensitivity = (weights * _compute_mean_gradient(site, weights, training, t)).abs()
+        gradients = site.trainer.compute_gradients(weights, training.batch_size, batches=None, t=t)
+        sensitivity = (weights * average_gradients(gradients, self.layout.size).cpu()).abs()
         return self.slots.compute_sums(sensitivity, active)
 
     def learn(self, state: LoRAA2State, contributions: Sequence[Contribution]) -> LoRAA2State:
@@ -160,15 +162,3 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
             exchanged.bits, state.weights + weighted_sum(contributions, weigh_by_examples), state.weights
         )
         return LoRAA2State(state.round + 1, weights, exchanged)
-
-
-def _compute_mean_gradient(site: Site, weights: Tensor, training: TrainingConfig, t: int) -> Tensor:
-    """Return the mean gradient ``(P,)`` over the site's examples, from one pass."""
-    total, total_weight = torch.zeros_like(weights), 0.0
-    # The mean of minibatch means is not the mean over examples where the last minibatch is smaller.
-    for gradient, batch_weight in site.trainer.compute_gradients(weights, training.batch_size, batches=None, t=t):
-        total = total.to(gradient.device)
-        total.add_(gradient, alpha=batch_weight)
-        total_weight += batch_weight
-    # The largest minibatch has weight 1: the sum is below 1 only for a site without examples.
-    return total.cpu() / max(total_weight, 1)

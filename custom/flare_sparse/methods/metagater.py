@@ -313,7 +313,7 @@ class MetaSNIP(MetaLearningMethod[MetaSNIPConfig]):
     def select_pruned(self, site: Site) -> Mask:
         """Return the entries to prune: in each layer the units of the lowest summed ``|w * grad|``."""
         batch_size = self.config.adapt_batch or max(site.trainer.num_examples, 1)
-        scores = compute_saliency(site, site.weights, batch_size=batch_size, batches=1, t=0)
+        scores = compute_saliency(site.trainer.compute_gradients(site.weights, batch_size, 1, 0), site.weights)
         bits = torch.zeros(self.layout.size, dtype=torch.bool)
         for indices in self._units:
             lowest = top_k(-scores[indices].sum(1), floor_fraction(self.config.sparsity, len(indices)))

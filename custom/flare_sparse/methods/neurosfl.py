@@ -25,7 +25,7 @@ from ..wire.encodings import count_entries_within
 from ..wire.number_format import NumberFormat
 from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
 from .method import SCORE, TRAIN, MaskPreset, broadcast
-from .scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
+from .scores.snip import compute_keep_counts, compute_saliency
 from .support.averaging import AveragedState, AveragingConfig, AveragingMethod
 from .support.masks import compute_erk_densities, draw_random_mask, find_zero_weights, shuffle_mask, unite_masks
 
@@ -248,11 +248,13 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
         scored, training, lots = self._maskable & request.trainable, self.config.training, self.config.minibatches
         factors = self.get_score_factors(site.weights)
         if site.trainer.mechanism is not None:
-            scores = compute_private_saliency(site, site.weights, scored, training, lots, factors=factors)
+            # All lots have one mean, inside the absolute value: the mean of absolute noise is no zero. Subjects are
+            # charged for it; what follows, such as the mask, is post-processing.
+            gradient = site.trainer.compute_private_gradient(site.weights, scored, training, lots)
+            scores = gradient.mul_(factors).abs_()
         else:
-            scores = compute_saliency(
-                site, site.weights, batch_size=training.batch_size, batches=lots, t=request.round, factors=factors
-            )
+            gradients = site.trainer.compute_gradients(site.weights, training.batch_size, lots, request.round)
+            scores = compute_saliency(gradients, factors)
         if self.config.score_share < 1:
             scored = self._select_live(scores.abs(), self._num_sent_scores, scored, site.weights)
         return Update(Patch.from_vector(scores, scored), "scores", site.num_examples)

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import Field
 
 from ...core.errors import RejectedMessage
-from ...core.exchange import Request
+from ...core.exchange import Assignment, Patch, Request, UpdateSpec
 from ...core.mask import Mask
 from ...core.needs import Need, Needs
 from ...core.params import Layout
 from ...training import Site, TrainingConfig
 from ...wire.capabilities import Capabilities
-from ..method import Method, MethodConfig, SiteSettings, StateT
+from ..method import Method, MethodConfig, ModelState, SiteSettings, StateT
 from ..scores.ranks import Slots
 
 Rank = Annotated[int, Field(ge=1, le=4096)]
@@ -88,6 +88,19 @@ class RankedMethod(LoRAMethod[RankedConfigT, StateT]):
         }
         config = self.config.model_copy(update={"ranks": {**self.config.ranks, **ranks}})
         return type(self)(config, self.layout, self.seed)
+
+    def assign_ranks(self, kind: str, state: ModelState, ranks: Mapping[str, int]) -> dict[str, Assignment]:
+        """Return the first slots of the model for each site, given its rank; one object for each rank."""
+        assignments = {}
+        for rank in set(ranks.values()):
+            mask = self.select_first_ranks(rank)
+            request = Request(kind, state.round, Patch.from_vector(state.weights, mask), mask)
+            assignments[rank] = Assignment(request, self.expect(rank))
+        return {site: assignments[rank] for site, rank in ranks.items()}
+
+    def expect(self, rank: int) -> UpdateSpec:
+        """Return what a site of a rank has to return, by default the slots that it receives."""
+        return UpdateSpec(mask=self.select_first_ranks(rank))
 
     def select_first_ranks(self, rank: int) -> Mask:
         """Return the entries of a site of this rank: the first slots of every module, and the entries of no adapter."""
