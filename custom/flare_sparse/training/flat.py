@@ -47,9 +47,9 @@ class FlatModel:
         if hardware.is_compiled:
             _compile(self.module)
         self.after_load: Callable[[], None] = lambda: None
-        named, specs = dict(self.module.named_parameters()), [s for s in layout.tensors if s.role != "buffer"]
-        self.parameters = [named[spec.name] for spec in specs]
-        self._positions = [slice(offset, offset + s.size) for s, offset in zip(specs, layout.offsets, strict=False)]
+        named = dict(self.module.named_parameters())
+        self._named = {spec.name: named[spec.name] for spec in layout.tensors if spec.role != "buffer"}
+        self.parameters = list(self._named.values())
         self._buffers = dict(self.module.named_buffers())
         self._initial_integer_buffers = {
             name: b.clone() for name, b in self._buffers.items() if b is not None and not b.is_floating_point()
@@ -60,8 +60,7 @@ class FlatModel:
             for prefix, part in self.module.named_modules()
             if any(name in frozen for name, _ in part.named_buffers(prefix, recurse=False))
         ]
-        self._names = [spec.name for spec in specs]
-        self._versions: list[int] = []
+        self._loaded: list[tuple[int, int]] = []
         self._live: LiveEntries | None = None
 
     @torch.no_grad()
@@ -75,12 +74,13 @@ class FlatModel:
         if source.data_ptr() % _ALIGNMENT or not source.is_contiguous():
             source = source.clone(memory_format=torch.contiguous_format)
         self.flat = source[:size].to(self.device)
-        for parameter, positions in zip(self.parameters, self._positions, strict=True):
-            parameter.data = self.flat[positions].view(parameter.shape)
-        self._versions = [parameter._version for parameter in self.parameters]
-        for spec, start in zip(self.layout.tensors, self.layout.offsets, strict=False):
-            if spec.role == "buffer":
-                self._buffers[spec.name].copy_(vector[start : start + spec.size].view(spec.shape))
+        pieces = self.flat.split([parameter.numel() for parameter in self.parameters])
+        for parameter, piece in zip(self.parameters, pieces, strict=True):
+            parameter.data = piece.view(parameter.shape)
+        self._loaded = [(parameter._version, parameter.data_ptr()) for parameter in self.parameters]
+        for name, value in self.layout.unflatten(source).items():
+            if name not in self._named:
+                self._buffers[name].copy_(value)
         # Integer buffers (num_batches_tracked) are not part of a vector. A counter left from an earlier round would
         # make the result depend on what this process has trained before, and a resumed run differ from the original.
         for name, initial in self._initial_integer_buffers.items():
@@ -94,10 +94,8 @@ class FlatModel:
         Raises:
             ConfigError: it has; a write through ``weight.data`` in place goes unnoticed.
         """
-        for name, parameter, positions, version in zip(
-            self._names, self.parameters, self._positions, self._versions, strict=True
-        ):
-            if parameter._version != version or parameter.data_ptr() != self.flat[positions].data_ptr():
+        for (name, parameter), loaded in zip(self._named.items(), self._loaded, strict=True):
+            if (parameter._version, parameter.data_ptr()) != loaded:
                 raise ConfigError(
                     f"the network writes its parameter {name!r} in a pass; compute the changed weight in forward() "
                     "and leave the parameter as it is (docs/own-task.md)"
@@ -129,11 +127,6 @@ class FlatModel:
         """Copy the float buffers of the layout into a vector on their device."""
         buffers = [self._buffers[s.name].reshape(-1) for s in self.layout.tensors if s.role == "buffer"]
         return torch.cat(buffers) if buffers else torch.zeros(0, device=self.device)
-
-    @torch.no_grad()
-    def to_vector(self) -> Tensor:
-        """Copy parameters and float buffers into a vector ``(P,)`` on their device."""
-        return torch.cat([self.flat, self.collect_buffers()])
 
     def compute_live_gradient(self, losses: Iterable[Tensor], live: LiveEntries, out: Tensor | None) -> Tensor:
         """Return the gradient ``(live.count,)`` of a sum of losses, for the trainable parameters only.
