@@ -27,7 +27,7 @@ def main() -> None:
 
         app()
     except (MemoryError, ImportError, OSError, RuntimeError) as error:
-        from .core.memory import is_out_of_memory
+        from .core.errors import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise

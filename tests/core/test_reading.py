@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from flare_sparse.core.reading import MinibatchReader, StackedExamples, stack_examples
+from flare_sparse.core.reading import MinibatchReader, stack_examples
 
 
 class Doubled(TensorDataset):
@@ -44,20 +44,21 @@ def test_minibatches_are_those_of_the_dataset_itself(dataset: Any) -> None:
 def test_rows_of_tensors_are_not_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda *_: pytest.fail("an example was read alone"))
     rows: Dataset[Any] = build_rows()
-    assert [len(batch[0]) for batch in DataLoader(MinibatchReader(rows), batch_size=4)] == [4, 3]
+    loader = DataLoader(MinibatchReader(rows), batch_size=4, collate_fn=stack_examples)
+    assert [len(batch[0]) for batch in loader] == [4, 3]
 
 
-def test_stacked_examples_are_a_sequence_of_rows() -> None:
-    numbers, rows = torch.arange(4), torch.randn(4, 2)
-    examples = StackedExamples([numbers, rows])
+def test_examples_of_a_minibatch_are_rows_for_a_collate_of_the_users_own() -> None:
+    numbers, rows = torch.arange(6), torch.randn(6, 2)
+    examples = MinibatchReader(TensorDataset(numbers, rows)).__getitems__([0, 1, 2, 5])
     assert len(examples) == 4
-    assert [int(number) for number, _ in examples] == [0, 1, 2, 3]
+    assert [int(number) for number, _ in examples] == [0, 1, 2, 5]
     number, row = examples[-1]
-    assert number == 3
-    assert torch.equal(row, rows[3])
-    assert [int(number) for number, _ in examples[1:3]] == [1, 2]
+    assert number == 5
+    assert torch.equal(row, rows[5])
 
 
 def test_tensors_of_a_minibatch_are_not_stacked_again() -> None:
     columns = [torch.arange(4), torch.randn(4, 2)]
-    assert all(one is other for one, other in zip(stack_examples(StackedExamples(columns)), columns, strict=True))
+    stacked = stack_examples(TensorDataset(*columns))
+    assert all(one is other for one, other in zip(stacked, columns, strict=True))

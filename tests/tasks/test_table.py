@@ -98,7 +98,9 @@ def test_labels_that_yaml_reads_as_numbers_are_quoted(tmp_path: Path) -> None:
     text = "\n".join(["1e2,y,z", *(f"{label},a,1" for label in labels[:3])])
     task = build(kind="classes", target="y", features=["1e2"], classes=["a", "b", "c"], categories={}, id=None)
     assert parse_yaml(format_labels(labels)) == labels
-    with pytest.raises(DataError, match=r"set task\.categories: \{'1e2': \['0x1f', '1:30', '1e3'\]\} with") as caught:
+    with pytest.raises(
+        DataError, match=r"set task\.categories: \{\"1e2\": \[\"0x1f\", \"1:30\", \"1e3\"\]\} with"
+    ) as caught:
         task.load(write(tmp_path, text), seed=1)
     assert "column '1e2' contains text" in str(caught.value)
 
@@ -174,11 +176,10 @@ def test_labels_are_merged_and_codes_are_missing_values(tmp_path: Path) -> None:
     assert described["grade"].labels == {"none": 1, "disease": 2}
 
 
-@pytest.mark.parametrize(("transform", "function"), [("log", np.log), ("log1p", np.log1p)])
-def test_transformed_target_is_predicted_in_its_own_unit(transform: str, function: Any) -> None:
-    task = build(kind="regression", target="months", target_scale=[2, 0.5], target_transform=transform, classes=[])
+def test_transformed_target_is_predicted_in_its_own_unit() -> None:
+    task = build(kind="regression", target="months", target_scale=[2, 0.5], target_transform="log1p", classes=[])
     targets = torch.tensor([[3.0], [40.0]])
-    exact = torch.from_numpy((function(targets.numpy()) - 2) / 0.5)
+    exact = torch.from_numpy((np.log1p(targets.numpy()) - 2) / 0.5)
     assert task.loss(torch.nn.Identity(), (exact, targets)).item() == pytest.approx(0, abs=1e-6)
     assert task.predict(torch.nn.Identity(), (exact, targets))[0].flatten().tolist() == pytest.approx([3, 40])
 
@@ -306,7 +307,7 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
         (
             {"features": ["age", "ward", "sex"], "categories": {}},
             ("", ""),
-            r"column 'ward' contains text such as 'A'.*\{ward: \[A, B, C\], sex: \[F, M\]\}",
+            r"column 'ward' contains text such as 'A'.*\{\"ward\": \[\"A\", \"B\", \"C\"\], \"sex\": \[\"F\", \"M\"\]\}",
         ),
         (
             {"features": ["aeg", "ward", "sex"], "categories": {"ward": ["A", "B"]}},
@@ -316,12 +317,12 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
         (
             {"classes": ["0", "1"]},
             ("", ""),
-            r"has the labels benign, malignant, but.*task.classes: \[benign, malignant\]",
+            r"has the labels benign, malignant, but.*task.classes: \[\"benign\", \"malignant\"\]",
         ),
         (
             {"target": "sex", "classes": ["0", "1"]},
             ("F", "no"),
-            r"has the labels M, no, but.*task.classes: \[M, 'no'\]",
+            r"has the labels M, no, but.*task.classes: \[\"M\", \"no\"\]",
         ),
         (
             {"target": "ward", "classes": ["0", "1"], "features": ["age"], "categories": {}},
@@ -332,7 +333,7 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
         (
             {"kind": "survival", "target": "months", "event": "visit"},
             ("", ""),
-            "column 'visit' has 2; expected 1 for an",
+            r"column 'visit' is 2 \(row \d\); expected 1 for an",
         ),
         (
             {"features": ["ward"]},
@@ -344,7 +345,11 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
             (re.compile(r"(\d),([01])$", re.MULTILINE), r"2019030\1,\2"),
             "contains dates such as 20190303",
         ),
-        ({"kind": "regression", "target": "died", "target_transform": "log"}, ("", ""), "died' is 0 .row 2.*log1p"),
+        (
+            {"kind": "regression", "target": "months", "target_transform": "log1p"},
+            (",5,1", ",-1,1"),
+            "is -1 .row 1.*log1p",
+        ),
         (
             SURVIVAL,
             (",5,1", ",-5,1"),
@@ -385,7 +390,7 @@ def test_defect_of_a_table_is_named_with_its_remedy(
         ({"missing_codes": {"sex": ["F", 9]}}, "'F' of column 'sex' is one of its labels, too"),
         ({"missing_codes": {"agge": 0}}, "no column 'agge'. Did you mean 'age'"),
         ({"features": ["ag*"], "categories": {}}, "columns are not known here; set task.header"),
-        ({"target_transform": "log"}, "target_transform is for kind regression"),
+        ({"target_transform": "log1p"}, "target_transform is for kind regression"),
         ({"class_weights": [1, 4, 2]}, "class_weights has 3 numbers for 2 classes; give one for each"),
         ({"kind": "regression", "target": "months", "class_weights": [1, 4]}, "class_weights are for kinds binary and"),
         ({"event": "died"}, "event is for kind survival"),

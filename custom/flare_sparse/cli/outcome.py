@@ -17,8 +17,7 @@ import psutil
 import typer
 
 from ..api.deployment import Env
-from ..core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError, OutOfMemory
-from ..core.memory import is_out_of_memory
+from ..core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError, OutOfMemory, is_out_of_memory
 from ..flare.watchdog import end_processes
 from ..results.runs.folder import CHECKPOINTS, LEAST_FREE, RunFolder, describe_disk, measure_free
 from .console import err

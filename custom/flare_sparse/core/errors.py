@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import linecache
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +13,14 @@ from difflib import get_close_matches
 from pathlib import Path
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_NO_MEMORY = (
+    os.strerror(errno.ENOMEM),
+    "can't allocate memory",
+    "failed to map segment",
+    "out of memory",
+    "MemoryError",
+)
+"""How the libraries report a lack of memory."""
 
 
 class FlareSparseError(Exception):
@@ -165,6 +175,16 @@ class RejectedMessage(WireError):
 
 class MissingBase(WireError):
     """The message is a patch over a base that the receiver does not hold; the receiver asks for the full model."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception or one of its causes says that a process got no more memory."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError) or any(text in str(cause) for text in _NO_MEMORY):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def get_failure_code(error: Exception) -> str:

@@ -1,41 +1,14 @@
 """Reading of examples a minibatch at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-class StackedExamples(Sequence[tuple[Tensor, ...]]):
-    """The examples of a minibatch as rows of tensors, ready for training.
-
-    Args:
-        columns: tensors of the same length, ``(B, ...)`` each.
-    """
-
-    def __init__(self, columns: list[Tensor]):
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[Tensor, ...]]: ...
-
-    def __getitem__(self, index: int | slice) -> tuple[Tensor, ...] | Sequence[tuple[Tensor, ...]]:
-        rows = [column[index] for column in self.columns]
-        return StackedExamples(rows) if isinstance(index, slice) else tuple(rows)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        return zip(*(column.unbind() for column in self.columns), strict=True)
 
 
 class MinibatchReader(Dataset[Any]):
@@ -56,12 +29,15 @@ class MinibatchReader(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Return the examples of a minibatch; loaders call this method instead of reading them one by one."""
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Return the examples of a minibatch; loaders call this method instead of reading them one by one.
+
+        Rows of tensors are a ``TensorDataset`` again, whose tensors need not be stacked.
+        """
         dataset = self._dataset
         # A subclass may change what it returns.
         if type(dataset) is TensorDataset and len(indices) > 0:
-            return StackedExamples([rows[list(indices)] for rows in dataset.tensors])
+            return TensorDataset(*(rows[list(indices)] for rows in dataset.tensors))
         read_all = getattr(dataset, "__getitems__", None)
         return list(read_all(indices)) if read_all else [dataset[index] for index in indices]
 
@@ -87,6 +63,6 @@ def move_batch(batch: Any, device: torch.device, *, channels_last: bool = False)
     return type(batch)(map(move, batch)) if isinstance(batch, (list, tuple)) else batch
 
 
-def stack_examples(examples: Sequence[Any]) -> Any:
+def stack_examples(examples: Any) -> Any:
     """Return the minibatch of some examples: each of their tensors stacked, as torch's ``default_collate`` does."""
-    return examples.columns if isinstance(examples, StackedExamples) else default_collate(list(examples))
+    return list(examples.tensors) if isinstance(examples, TensorDataset) else default_collate(list(examples))

@@ -1,7 +1,7 @@
 """What the generic table task predicts: a number, one of two classes, one of several, or the time of an event."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -17,13 +17,6 @@ from .data.features import Labels, format_labels, name_labels, number_labels, re
 from .data.tables import Table
 from .task import Kind, Metric
 
-_TRANSFORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "none": (lambda values: values, lambda values: values),
-    "log": (torch.log, torch.exp),
-    "log1p": (torch.log1p, torch.expm1),
-}
-"""Transforms of a target and their inverses."""
-
 
 class NumberOutcome:
     """A number, which the network sees as ``(transformed value - center) / spread``."""
@@ -31,25 +24,18 @@ class NumberOutcome:
     kind: Kind = "regression"
     outputs = 1
 
-    def __init__(self, target: str, unit: str, center: float, spread: float, transform: str = "none"):
-        self._target, self._center, self._spread, self._transform = target, center, spread, transform
+    def __init__(self, target: str, unit: str, center: float, spread: float, *, is_logarithm: bool = False):
+        self._target, self._center, self._spread, self._is_logarithm = target, center, spread, is_logarithm
         self.metric = Metric("mae", unit, "min")
 
     def read(self, table: Table) -> np.ndarray:
         """Return the numbers in the target's column.
 
         Raises:
-            DataError: the logarithm of a number is undefined.
+            DataError: the logarithm of 1 and a number is undefined.
         """
-        values = table.get_numbers(self._target)
-        lowest = {"log": 0.0, "log1p": -1.0}.get(self._transform, -np.inf)
-        if len(rows := np.flatnonzero(values <= lowest)):
-            other = ", or set task.target_transform: log1p, the logarithm of 1 + x" if self._transform == "log" else ""
-            raise DataError(
-                f"{table.source}: column {self._target!r} is {values[rows[0]]:g} (row {rows[0] + 1}); "
-                f"task.target_transform: {self._transform} needs numbers above {lowest:g}. Correct the data{other}"
-            )
-        return np.where(np.isfinite(values), values, np.nan)[:, None]
+        expected = "numbers above -1 for task.target_transform: log1p" if self._is_logarithm else ""
+        return table.require_numbers(self._target, lambda x: x > (-1 if expected else -np.inf), expected)[:, None]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the smooth L1 error of the standardised value."""
@@ -57,11 +43,12 @@ class NumberOutcome:
 
     def standardise(self, targets: Tensor) -> Tensor:
         """Return targets in the network's units."""
-        return (_TRANSFORMS[self._transform][0](targets) - self._center) / self._spread
+        return ((torch.log1p(targets) if self._is_logarithm else targets) - self._center) / self._spread
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return the values in the target's own unit."""
-        return _TRANSFORMS[self._transform][1](outputs * self._spread + self._center)
+        values = outputs * self._spread + self._center
+        return torch.expm1(values) if self._is_logarithm else values
 
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         """Return mean absolute, root mean squared and mean signed error, and R2 if the targets vary."""
@@ -164,16 +151,11 @@ class SurvivalOutcome:
         Raises:
             DataError: a time is negative, or 0 with a Weibull loss, or an event neither 0 nor 1.
         """
-        times, events = table.get_numbers(self._time), table.get_numbers(self._event)
-        is_wrong = times <= 0 if self._loss == "weibull" else times < 0
-        if bool(is_wrong.any()):
-            row, expected = int(np.flatnonzero(is_wrong)[0]), "above 0" if self._loss == "weibull" else "0 or more"
-            raise DataError(
-                f"{table.source}: column {self._time!r} is {times[row]:g} (row {row + 1}); expected {expected}"
-            )
-        known = events[np.isfinite(events)]
-        if len(wrong := known[~np.isin(known, (0, 1))]):
-            raise DataError(f"{table.source}: column {self._event!r} has {wrong[0]:g}; expected 1 for an event, else 0")
+        if self._loss == "weibull":
+            times = table.require_numbers(self._time, lambda x: x > 0, "above 0")
+        else:
+            times = table.require_numbers(self._time, lambda x: x >= 0, "0 or more")
+        events = table.require_numbers(self._event, lambda x: np.isin(x, (0, 1)), "1 for an event, else 0")
         return np.stack([times, events], axis=1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -172,9 +172,9 @@ class TableConfig(TaskConfig):
     """scaling combat: features whose effects on the others are kept, such as sex"""
     target_scale: tuple[float, Annotated[float, Field(gt=0)]] = (0.0, 1.0)
     """regression: value for the network's output 0, and the change per unit of the output"""
-    target_transform: Literal["none", "log", "log1p"] = "none"
-    """regression: what the network learns: the target, its logarithm, or that of 1 + target; target_scale is that of
-    the logarithm, and metrics are in the target's own unit"""
+    target_transform: Literal["none", "log1p"] = "none"
+    """regression: what the network learns: the target, or the logarithm of 1 + target; target_scale is that of the
+    logarithm, and metrics are in the target's own unit"""
     target_scaling: Literal["none", "site"] = "none"
     """regression: site: the network predicts differences from the mean of the site's own training targets, in units of
     their standard deviation; both stay at the site, with method.personal: site"""
@@ -332,8 +332,8 @@ class TableConfig(TaskConfig):
         """Return a warning if the network's output is far from these targets ``(n, t)`` of a regression, else ""."""
         if self.kind != "regression" or self.target_scaling == "site" or not len(targets):
             return ""
-        if self.target_transform != "none":
-            targets = np.log(targets) if self.target_transform == "log" else np.log1p(targets)
+        if self.target_transform == "log1p":
+            targets = np.log1p(targets)
         (center, spread), mean, deviation = self.target_scale, float(targets.mean()), float(targets.std())
         if max(abs(mean - center), deviation) <= MOST_SPREADS * spread:
             return ""
@@ -365,7 +365,8 @@ class TableConfig(TaskConfig):
     def build_outcome(self) -> NumberOutcome | ClassOutcome | SurvivalOutcome:
         """Return the outcome of the configured kind."""
         if self.kind == "regression":
-            return NumberOutcome(self.target, self.unit, *self.target_scale, self.target_transform)
+            is_logarithm = self.target_transform == "log1p"
+            return NumberOutcome(self.target, self.unit, *self.target_scale, is_logarithm=is_logarithm)
         if self.kind == "survival":
             assert self.event is not None, "checked above"
             return SurvivalOutcome(self.target, self.event, self.loss, self.times)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,10 @@ def write_new_file(path: Path, data: bytes) -> None:
         OSError: the file exists already, or could not be written.
     """
     # Readable by the owner only: checkpoints hold models and residuals of private data.
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        remaining = memoryview(data)
-        # A write may be short, for example when the disk is nearly full.
-        while remaining:
-            remaining = remaining[os.write(file, remaining) :]
-        os.fsync(file)
-    finally:
-        os.close(file)
+    with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_to_disk(path: Path) -> None:

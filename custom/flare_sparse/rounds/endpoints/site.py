@@ -17,10 +17,10 @@ from ...core.errors import (
     TaskFailed,
     abbreviate,
     describe_exception,
+    is_out_of_memory,
 )
 from ...core.exchange import EVALUATE, Patch, Request, RequestId, SiteEvent, Update
 from ...core.mask import Mask
-from ...core.memory import is_out_of_memory
 from ...core.seeds import make_generator
 from ...methods.method import Method, get_site_limits, is_evaluated
 from ...tasks.task import EPSILON

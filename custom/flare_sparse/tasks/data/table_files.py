@@ -5,7 +5,7 @@ import gzip
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from io import StringIO
 from pathlib import Path
@@ -33,17 +33,7 @@ def read_columns(path: Path, columns: Collection[str] = ()) -> Columns:
     Raises:
         DataError: the file is missing, of another format, or malformed.
     """
-    reader = _find_reader(path)
-    if not path.is_file():
-        neighbours = [file.name for file in path.parent.glob("*")]
-        raise DataError(f"{path}: there is no such file.{suggest(path.name, neighbours)}")
-    try:
-        values = _read_parquet(path, columns) if reader is _read_parquet else reader(path)
-    except DataError:
-        raise
-    # Whatever a damaged file makes the readers raise, from zlib.error to MemoryError for a damaged shape.
-    except Exception as error:
-        raise DataError(f"{path}: cannot be read as a table: {error}") from error
+    values = _read(path, columns)
     if len({len(column) for column in values.values()}) > 1:
         raise DataError(f"{path}: columns differ in length; expected one value per subject in each")
     if not any(len(column) for column in values.values()):
@@ -52,36 +42,39 @@ def read_columns(path: Path, columns: Collection[str] = ()) -> Columns:
 
 
 def read_header(path: Path) -> list[str]:
-    """Return the names of a table's columns, in order; of Parquet and npz, no row is read.
+    """Return the names of a table's columns, in order; it may have no rows, and no row of a Parquet file is read.
 
     Raises:
         DataError: the file is missing, of another format, or malformed.
     """
-    reader = _find_reader(path)
-    try:
-        if reader is _read_npz:
-            return list(_read_npz(path))
-        if reader is _read_parquet:
-            return list(_import_parquet(path).read_schema(path).names)
-        if reader is _read_csv:
-            return [clean_name(name) for name in next(_split_lines(_read_text(path)), [])]
-        return list(reader(path))
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{path}: the names of its columns cannot be read: {error}") from error
+    return list(_read(path, (), header_only=True))
 
 
-def _find_reader(path: Path) -> Callable[[Path], Columns]:
+def _read(path: Path, columns: Collection[str], *, header_only: bool = False) -> Mapping[str, Any]:
     reader = next((read for suffix, read in _READERS.items() if path.name.lower().endswith(suffix)), None)
     if reader is None:
         raise DataError(f"{path}: expected a file that ends with one of {', '.join(_READERS)}")
-    return reader
+    if not path.is_file():
+        neighbours = [file.name for file in path.parent.glob("*")]
+        raise DataError(f"{path}: there is no such file.{suggest(path.name, neighbours)}")
+    try:
+        if reader is _read_parquet:
+            return _read_parquet(path, columns, header_only=header_only)
+        return reader(path)
+    except DataError:
+        raise
+    # Whatever a damaged file makes the readers raise, from zlib.error to MemoryError for a damaged shape.
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read as a table: {error}") from error
 
 
 def _read_csv(path: Path) -> Columns:
     """Read fields separated by the mark that divides the first two lines alike: ``,``, ``;``, a tab or ``|``."""
-    return _build_columns(list(_split_lines(_read_text(path))))
+    text = _read_text(path)
+    if text[:4].lower() == "sep=":
+        raise ValueError("the first line, sep=, is meant for Excel alone; remove it")
+    # strict: a quote without its partner would take the lines up to the next one into its field.
+    return _build_columns(list(csv.reader(StringIO(text, newline=""), delimiter=_find_delimiter(text), strict=True)))
 
 
 def _read_text(path: Path) -> str:
@@ -94,13 +87,6 @@ def _read_text(path: Path) -> str:
             f"line {line} is not in UTF-8 ({error.reason}: byte {content[error.start]:#x}); save the file as UTF-8, in "
             "a spreadsheet as 'CSV UTF-8'"
         ) from error
-
-
-def _split_lines(text: str) -> Iterator[list[str]]:
-    if text[:4].lower() == "sep=":
-        raise ValueError("the first line, sep=, is meant for Excel alone; remove it")
-    # strict: a quote without its partner would take the lines up to the next one into its field.
-    return csv.reader(StringIO(text, newline=""), delimiter=_find_delimiter(text), strict=True)
 
 
 def _find_delimiter(text: str) -> str:
@@ -166,14 +152,15 @@ def _format_cell(value: object) -> str:
     return "" if value is None else clean_name(str(value))
 
 
-def _read_parquet(path: Path, columns: Collection[str] = ()) -> Columns:
-    parquet = _import_parquet(path)
-    from pyarrow import types
+def _read_parquet(path: Path, columns: Collection[str] = (), *, header_only: bool = False) -> Columns:
+    with require_extra(f"{path}, unless you convert it to CSV,", "parquet", DataError):
+        from pyarrow import parquet, types
 
-    known = parquet.read_schema(path).names
+    schema = parquet.read_schema(path)
+    known = schema.names
     # An error about a missing column names those that the table has.
     wanted = sorted(columns, key=known.index) if columns and set(columns) <= set(known) else None
-    table = parquet.read_table(path, columns=wanted)
+    table = schema.empty_table() if header_only else parquet.read_table(path, columns=wanted)
     values = []
     for name, column in zip(table.column_names, table.columns, strict=True):
         # Whole numbers with missing ones would become float64, in which long identifiers are not exact.
@@ -182,12 +169,6 @@ def _read_parquet(path: Path, columns: Collection[str] = ()) -> Columns:
         else:
             values.append((name, _to_column(column.to_pylist())))
     return _collect(values)
-
-
-def _import_parquet(path: Path) -> Any:
-    with require_extra(f"{path}, unless you convert it to CSV,", "parquet", DataError):
-        from pyarrow import parquet
-    return parquet
 
 
 def _read_excel(path: Path) -> Columns:

@@ -7,7 +7,7 @@ npz) keep them, since they have no characters.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -60,11 +60,6 @@ class Spelling:
 
 
 PLAIN = Spelling()
-
-
-def is_number(text: str) -> bool:
-    """Return whether a text is a number or marks a missing value."""
-    return text.lower() in MISSING or find_number(text) is not None
 
 
 def read_cell(text: str, spelling: Spelling = PLAIN) -> float | None:
@@ -192,6 +187,19 @@ class Table:
                 raise DataError(f"{self.source}: {self._describe_cells(name, wrong)}")
             self._numbers[name] = values
         return self._numbers[name]
+
+    def require_numbers(self, name: str, are_right: Callable[[np.ndarray], np.ndarray], expected: str) -> np.ndarray:
+        """Return a column of numbers, as :meth:`get_numbers`, of which those that are not missing are as expected.
+
+        Raises:
+            DataError: likewise, or a number is another.
+        """
+        values = self.get_numbers(name)
+        if len(rows := np.flatnonzero(np.isfinite(values) & ~are_right(values))):
+            raise DataError(
+                f"{self.source}: column {name!r} is {values[rows[0]]:g} (row {rows[0] + 1}); expected {expected}"
+            )
+        return values
 
     def is_text(self, name: str) -> bool:
         """Return whether most cells of a column that are not missing are no numbers, nor numbers with one unit."""
