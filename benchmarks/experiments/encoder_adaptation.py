@@ -63,9 +63,7 @@ def pretrain(data: Path, file: Path, steps: int) -> None:
     The loss is the mean squared error of the masked voxels of a brain, z-scored over the volume.
     """
     generator, network = torch.Generator().manual_seed(0), build_network()
-    preparation = Preparation(
-        channels=1, spacing=None, window=None, normalization="volume", values={}, other_labels="background"
-    )
+    preparation = Preparation(classes={"brain": 1})
     volumes = [preparation.read_image(case.images)[0] for case in find_cases(data).values()]
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -19,29 +19,11 @@ from ..core.errors import DataError, require_extra
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .data.augmentation import Augmentation
 from .data.bids import CaseFiles, index_cases
-from .data.cases import (
-    CaseSettings,
-    Derivative,
-    Pairs,
-    Suffixes,
-    describe_left_out,
-    find_cases,
-    find_images,
-    load_cases,
-    select_cases,
-)
+from .data.cases import FileSettings, describe_left_out, find_images, load_cases, select_cases
 from .data.nifti import read_nifti
-from .data.segmentation import (
-    Item,
-    Normalization,
-    Preparation,
-    read_item,
-    sample_patch,
-    take_central_patch,
-    write_labels,
-)
+from .data.segmentation import Item, Preparation, read_item, sample_patch, take_central_patch, write_labels
 from .models import ModelConfig, require_input
-from .models.shapes import Count, Volume
+from .models.shapes import Volume
 from .task import Cohort, Examples, Metric, Picture, SiteData
 
 
@@ -89,34 +71,11 @@ def measure_case(predicted: Tensor, labels: Tensor, classes: int, spacing: Seque
     return torch.tensor([value for kind in kinds for value in [sum(kind) / classes, *kind]], dtype=torch.float64)
 
 
-_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
-_MAX_LABEL = 65_535
-Label = Annotated[int, Field(ge=1, le=_MAX_LABEL)]
-Spacing = Annotated[float, Field(ge=0.1, le=20)]
-
-
-class SegmentationConfig(CaseSettings, AdaptedTaskConfig):
+class SegmentationConfig(Preparation, FileSettings, AdaptedTaskConfig):
     """Files, classes, preprocessing, patches and network; the same at every site."""
 
     model: Annotated[ModelConfig, require_input("patch")] = ModelConfig(name="basic_unet")
     """network and its settings"""
-    classes: dict[Annotated[str, Field(pattern=_NAME)], Label | tuple[Label, ...]] = Field(min_length=1, max_length=254)
-    """values of the label maps by name of the class, {tumour: 1, oedema: [2, 4]}; 0 is background"""
-    other_labels: Literal["refuse", "background"] = "refuse"
-    """values of the label maps that are not in classes: refuse the case, or background"""
-    suffixes: Suffixes = ("T1w",)
-    derivative: Derivative = "*"
-    pairs: Pairs | None = None
-    """patterns of the files where the data is neither BIDS nor a Decathlon folder, {images:
-    ['imagesTr/{case}_0000.nii.gz'], labels: 'labelsTr/{case}.nii.gz'}"""
-    channels: Count = 1
-    """channels of an image: of all its files together"""
-    spacing: tuple[Spacing, Spacing, Spacing] | None = None
-    """size of the network's voxels in mm; images are resampled to it; null: as they are"""
-    window: tuple[float, float] | None = None
-    """clip intensities to this range first, such as [-160, 240] Hounsfield units; null: no"""
-    normalization: Normalization = "volume"
-    """z-score of each image's channels over the volume, or over voxels that are not 0; or none"""
     patch: Volume = (64, 64, 64)
     """voxels of a training patch and of the sliding window, per axis"""
     foreground: float = Field(0.67, ge=0, le=1)
@@ -127,31 +86,6 @@ class SegmentationConfig(CaseSettings, AdaptedTaskConfig):
     """compute the 95 % Hausdorff distance, which takes longer than Dice"""
     augmentation: Augmentation = Field(default_factory=Augmentation)
     """random changes of the training patches; none by default"""
-
-    @field_validator("window")
-    @classmethod
-    def _check_window(cls, window: tuple[float, float] | None) -> tuple[float, float] | None:
-        if window is not None and window[0] >= window[1]:
-            raise ValueError(f"window is {list(window)}; expected [low, high]")
-        return window
-
-    @model_validator(mode="after")
-    def _check_labels(self) -> Self:
-        labels = [label for labels in self.labels for label in labels]
-        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"classes: label {repeated[0]} belongs to two classes; each label belongs to one")
-        return self
-
-    @property
-    def labels(self) -> list[tuple[int, ...]]:
-        """Values of the label maps of each class."""
-        return [(value,) if isinstance(value, int) else value for value in self.classes.values()]
-
-    @property
-    def preparation(self) -> Preparation:
-        """How files become inputs and targets."""
-        values = {label: number for number, labels in enumerate(self.labels, start=1) for label in labels}
-        return Preparation(self.channels, self.spacing, self.window, self.normalization, values, self.other_labels)
 
 
 class Segmentation(AdaptableTask):
@@ -179,7 +113,7 @@ class Segmentation(AdaptableTask):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every case; the cases of a subject are in the same part of the split."""
-        cases, read = self._find_cases(data.path), partial(read_item, preparation=self.config.preparation)
+        cases, read = self._find_cases(data.path), partial(read_item, preparation=self.config)
         # Without resampling both grids are the same.
         evaluated = None if self.config.spacing is None else partial(read, on_grid=False)
         warnings = describe_left_out(cases, data.path)
@@ -189,8 +123,7 @@ class Segmentation(AdaptableTask):
         if self.config.hd95:
             with require_extra("task.hd95, unless you set it to false,", "segmentation"):
                 import scipy  # noqa: F401
-        config = self.config
-        return find_cases(path, config.suffixes, config.derivative, config.pairs)
+        return self.config.find_cases(path)
 
     def collate(self, examples: Sequence[Item]) -> tuple[Any, Any, Tensor]:
         """Return a minibatch; images and labels of different shapes stay lists."""
@@ -267,14 +200,14 @@ class Segmentation(AdaptableTask):
     @torch.no_grad()
     def write_predictions(self, model: nn.Module, data: SiteData, out: Path) -> Iterator[Path]:
         """Write a label map ``CASE_dseg.nii.gz`` for each image, with its grid and the first label of each class."""
-        config, preparation = self.config, self.config.preparation
+        config = self.config
         values = torch.tensor([0, *(labels[0] for labels in config.labels)])
         device = next(model.parameters()).device
         cases = find_images(data.path, config.suffixes, config.derivative, config.pairs)
         for name, case in select_cases(data, cases).items():
             if case.problem:
                 raise DataError(f"{data.path}: {name}: {case.problem}")
-            image, canonical = preparation.read_image(case.images)
+            image, canonical = config.read_image(case.images)
             classes = self.segment(model, image.to(device), canonical.shape[:3]).cpu()
             file = out / f"{name}_dseg.nii.gz"
             write_labels(file, values[classes.long()], read_nifti(case.images[0], None, canonical=False))

@@ -128,7 +128,7 @@ def test_mutated_tables_are_read_as_they_are_or_refused_in_words(tmp_path: Path,
 
 
 PATTERNS = Pairs(images=("imagesTr/{case}_0000.nii.gz",), labels="labelsTr/{case}.nii.gz")
-PREPARATION = Preparation(1, None, None, "none", {1: 1}, "refuse")
+PREPARATION = Preparation(normalization="none", classes={"whole": 1})
 NAMES = ("case1", "Pat 2", "Zo\u00eb3", "_case4", "case,5", "case+6", "case(7)", "c.8", "9")
 
 

@@ -16,7 +16,7 @@ from flare_sparse.tasks.data.cases import CaseFiles
 from flare_sparse.tasks.data.segmentation import Preparation, read_item
 
 PLAIN: dict[str, Any] = {
-    "channels": 1, "spacing": None, "window": None, "normalization": "none", "values": {1: 1, 5: 2},
+    "channels": 1, "spacing": None, "window": None, "normalization": "none", "classes": {"front": 1, "back": 5},
     "other_labels": "refuse",
 }  # fmt: skip
 
@@ -104,8 +104,8 @@ def test_channels_are_files_or_the_fourth_axis(tmp_path: Path, files: CaseFiles,
 
 def test_other_labels_are_refused_or_background(files: CaseFiles) -> None:
     with pytest.raises(DataError, match=r"l.nii.gz: label 5 is none of task.classes.*other_labels: background"):
-        read(files, values={1: 1})
-    assert int(read(files, values={1: 1}, other_labels="background")[1].sum()) == 1
+        read(files, classes={"front": 1})
+    assert int(read(files, classes={"front": 1}, other_labels="background")[1].sum()) == 1
 
 
 @pytest.mark.parametrize(

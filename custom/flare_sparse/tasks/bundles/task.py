@@ -15,16 +15,7 @@ from torch.utils.data import Dataset
 from ...core.errors import ConfigError, DataError
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
 from ..data.bids import CaseFiles, index_cases
-from ..data.cases import (
-    CaseSettings,
-    Derivative,
-    Pairs,
-    Suffixes,
-    describe_left_out,
-    find_cases,
-    find_classes,
-    load_cases,
-)
+from ..data.cases import FileSettings, describe_left_out, find_classes, load_cases
 from ..task import Cohort, Examples, Metric, SiteData
 from .components import DTYPES, build_all, iterate_components
 from .declaration import KEYS, read_declaration
@@ -36,7 +27,7 @@ SOURCE = "task.declaration"
 _SCORE_SEED = 0
 
 
-class BundleConfig(CaseSettings, AdaptedTaskConfig):
+class BundleConfig(FileSettings, AdaptedTaskConfig):
     """The parts of a bundle, and the files of a site's cases; ``task: {bundle: DIR}`` resolves a bundle to them."""
 
     declaration: dict[str, Any]
@@ -46,10 +37,6 @@ class BundleConfig(CaseSettings, AdaptedTaskConfig):
     """classes of the bundle's own code, which travels with deployment.packaging: byoc alone"""
     folder: Path | None = Field(None, strict=True, exclude=True)
     """folder of the bundle's own code at the lead; no file can set it, and no job carries it"""
-    suffixes: Suffixes = ("T1w",)
-    derivative: Derivative = "*"
-    pairs: Pairs | None = None
-    """patterns of the files where the data is neither BIDS nor a Decathlon folder"""
 
     def list_folders(self) -> list[Path]:
         """Return the folder of the bundle's own code as a list of one; empty where the lead's is not at hand."""
@@ -121,10 +108,7 @@ class BundleTask(AdaptableTask):
         return index_cases(self._find_cases(path))
 
     def _find_cases(self, path: Path) -> dict[str, CaseFiles]:
-        config = self.config
-        if self._segments:
-            return find_cases(path, config.suffixes, config.derivative, config.pairs)
-        return find_classes(path, config.suffixes)
+        return self.config.find_cases(path) if self._segments else find_classes(path, self.config.suffixes)
 
     @cached_property
     def _target(self) -> LabelMaps:

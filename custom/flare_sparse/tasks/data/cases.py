@@ -36,10 +36,6 @@ class CaseSettings(TaskConfig):
     """skip and count unusable cases; false: refuse to train if there are any"""
 
 
-Suffixes = Annotated[
-    tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9]+$")], ...],
-    Field(min_length=1, description="BIDS suffix of the image of each channel, such as [T1w, FLAIR]"),
-]
 Derivative = Annotated[DerivativeName, Field(description="folder of the label maps in derivatives/; *: any")]
 
 DECATHLON = "dataset.json"
@@ -85,6 +81,21 @@ class Pairs(Settings):
             if CASE not in pattern:
                 raise ValueError(f"{pattern!r}: expected {CASE} where the identifier of a case stands")
         return value
+
+
+class FileSettings(CaseSettings):
+    """Which files of a site's data are images and label maps."""
+
+    suffixes: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9]+$")], ...] = Field(("T1w",), min_length=1)
+    """BIDS suffix of the image of each channel, such as [T1w, FLAIR]"""
+    derivative: Derivative = "*"
+    pairs: Pairs | None = None
+    """patterns of the files where the data is neither BIDS nor a Decathlon folder, {images:
+    ['imagesTr/{case}_0000.nii.gz'], labels: 'labelsTr/{case}.nii.gz'}"""
+
+    def find_cases(self, path: Path) -> dict[str, CaseFiles]:
+        """Return the cases of a data set, as :func:`find_cases` does."""
+        return find_cases(path, self.suffixes, self.derivative, self.pairs)
 
 
 def find_cases(

@@ -1,18 +1,20 @@
 """Cases of a segmentation as a network reads them: volumes of any shape, orientation and spacing, and their patches."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import nibabel as nib
 import numpy as np
 import torch
 from nibabel.affines import voxel_sizes
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 from torch.nn import functional
 
 from ...core.errors import DataError
+from ...core.settings import Settings
+from ..models.shapes import Count
 from .bids import CaseFiles
 from .nifti import check_voxels, format_shape, read_nifti, read_values, round_labels
 
@@ -23,25 +25,45 @@ AFFINE_TOLERANCE_MM = 0.1
 """Largest distance in mm of a label map's voxel from the image's, for images that were registered to each other."""
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """How images and label maps are turned into a network's inputs and targets.
+_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
+Label = Annotated[int, Field(ge=1, le=65_535)]
+Spacing = Annotated[float, Field(ge=0.1, le=20)]
 
-    Attributes:
-        channels: channels of an image.
-        spacing: size of the network's voxels in mm; None: those of each image.
-        window: intensities below the first and above the second value are clipped; None: no clipping.
-        normalization: ``volume``: z-score of each channel; ``nonzero``: of its voxels that are not 0; ``none``.
-        values: class of each value of a label map.
-        other_labels: what a value that is not in ``values`` is: an error, or background.
-    """
 
-    channels: int
-    spacing: tuple[float, float, float] | None
-    window: tuple[float, float] | None
-    normalization: Normalization
-    values: Mapping[int, int]
-    other_labels: Literal["refuse", "background"]
+class Preparation(Settings):
+    """How images and label maps become a network's inputs and targets."""
+
+    channels: Count = 1
+    """channels of an image: of all its files together"""
+    spacing: tuple[Spacing, Spacing, Spacing] | None = None
+    """size of the network's voxels in mm; images are resampled to it; null: as they are"""
+    window: tuple[float, float] | None = None
+    """clip intensities to this range first, such as [-160, 240] Hounsfield units; null: no"""
+    normalization: Normalization = "volume"
+    """z-score of each image's channels over the volume, or over voxels that are not 0; or none"""
+    classes: dict[Annotated[str, Field(pattern=_NAME)], Label | tuple[Label, ...]] = Field(min_length=1, max_length=254)
+    """values of the label maps by name of the class, {tumour: 1, oedema: [2, 4]}; 0 is background"""
+    other_labels: Literal["refuse", "background"] = "refuse"
+    """values of the label maps that are not in classes: refuse the case, or background"""
+
+    @field_validator("window")
+    @classmethod
+    def _check_window(cls, window: tuple[float, float] | None) -> tuple[float, float] | None:
+        if window is not None and window[0] >= window[1]:
+            raise ValueError(f"window is {list(window)}; expected [low, high]")
+        return window
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> Self:
+        labels = [label for labels in self.labels for label in labels]
+        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"classes: label {repeated[0]} belongs to two classes; each label belongs to one")
+        return self
+
+    @property
+    def labels(self) -> list[tuple[int, ...]]:
+        """Values of the label maps of each class."""
+        return [(value,) if isinstance(value, int) else value for value in self.classes.values()]
 
     def read_image(self, files: Sequence[Path]) -> tuple[Tensor, Any]:
         """Read the image of a case.
@@ -71,15 +93,16 @@ class Preparation:
         Raises:
             DataError: the file is damaged, lies elsewhere than the image, or has a value that is no class.
         """
-        labels = read_nifti(file, None)
-        check_grid(file, labels, image_file, image)
-        if len(labels.shape) > 3 and labels.shape[3] != 1:
-            raise DataError(f"{file.name}: {format_shape(labels.shape)} voxels; expected one label for each voxel")
-        whole = round_labels(file, read_values(file, labels).reshape(labels.shape[:3]))
+        found = read_nifti(file, None)
+        check_grid(file, found, image_file, image)
+        if len(found.shape) > 3 and found.shape[3] != 1:
+            raise DataError(f"{file.name}: {format_shape(found.shape)} voxels; expected one label for each voxel")
+        whole = round_labels(file, read_values(file, found).reshape(found.shape[:3]))
         classes = np.zeros(whole.shape, dtype=np.uint8)
+        values = {label: number for number, labels in enumerate(self.labels, start=1) for label in labels}
         for value in np.unique(whole).astype(int).tolist():
-            if value in self.values:
-                classes[whole == value] = self.values[value]
+            if value in values:
+                classes[whole == value] = values[value]
             elif value and self.other_labels == "refuse":
                 raise DataError(
                     f"{file.name}: label {value} is none of task.classes; add it there, or set task.other_labels: "
