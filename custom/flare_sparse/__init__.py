@@ -5,39 +5,25 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .api.run import Run
-    from .api.start import run
-    from .api.sweep import sweep
-    from .config.study import Study
-    from .core.errors import FlareSparseError
-    from .core.exchange import Patch, Request, Update
-    from .core.mask import Mask
-    from .core.observer import Observer
-    from .core.params import Layout
-    from .results.runs.folder import RunFolder
-    from .results.runs.load import load_model
-    from .tasks.task import Examples, Metric, SiteData, Task, TaskConfig
-
-__all__ = [
-    "Examples",
-    "FlareSparseError",
-    "Layout",
-    "Mask",
-    "Metric",
-    "Observer",
-    "Patch",
-    "Request",
-    "Run",
-    "RunFolder",
-    "SiteData",
-    "Study",
-    "Task",
-    "TaskConfig",
-    "Update",
-    "load_model",
-    "run",
-    "sweep",
-]
+    # "as": what is imported here under its own name may be imported from here.
+    from .api.run import Run as Run
+    from .api.start import run as run
+    from .api.sweep import sweep as sweep
+    from .config.study import Study as Study
+    from .core.errors import FlareSparseError as FlareSparseError
+    from .core.exchange import Patch as Patch
+    from .core.exchange import Request as Request
+    from .core.exchange import Update as Update
+    from .core.mask import Mask as Mask
+    from .core.observer import Observer as Observer
+    from .core.params import Layout as Layout
+    from .results.runs.folder import RunFolder as RunFolder
+    from .results.runs.load import load_model as load_model
+    from .tasks.task import Examples as Examples
+    from .tasks.task import Metric as Metric
+    from .tasks.task import SiteData as SiteData
+    from .tasks.task import Task as Task
+    from .tasks.task import TaskConfig as TaskConfig
 
 _MODULES = {
     "api.run": ["Run"],
@@ -53,7 +39,8 @@ _MODULES = {
     "results.runs.load": ["load_model"],
     "tasks.task": ["Examples", "Metric", "SiteData", "Task", "TaskConfig"],
 }
-_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+_PLACES = dict(sorted((name, module) for module, names in _MODULES.items() for name in names))
+__all__ = list(_PLACES)
 
 
 def __getattr__(name: str) -> "Any":

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from flare_sparse.config.assemble import assemble, count_model_entries, open_site
-from flare_sparse.config.checks import find_example_warnings
 from flare_sparse.config.loading import load_config, parse_job
 from flare_sparse.config.schema import RunConfig, build_task
 from flare_sparse.config.study import prepare_site_data
@@ -58,7 +57,7 @@ def test_warning_of_the_task_about_a_sites_examples_is_found(
     data = prepare_site_data(config, assembly.task, tmp_path)["site-1"]
     load = assembly.task.load
     monkeypatch.setattr(assembly.task, "load", lambda *of: replace(load(*of), warnings=("doses are in mg",)))
-    found = list(find_example_warnings("site-1", open_site(assembly, data).trainer.examples))
+    found = list(open_site(assembly, data).trainer.examples.find_warnings("site-1"))
     assert ("WARN", "data of site-1", "doses are in mg") in [(one.severity, one.place, one.text) for one in found]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config.assemble import Assembly, open_site, open_site_privacy, plan_sampling
-from ..config.checks import find_example_warnings, find_problems
+from ..config.checks import find_problems
 from ..config.loading import build_method
 from ..config.policy.check import find_policy_conflicts
 from ..config.policy.policy import find_policy_file, read_policy
@@ -181,7 +181,7 @@ def _check_examples(task: Task, assembly: Assembly | None, opened: list[OpenedSi
             found.append(Finding.from_error(f"data of {one.data.site}", one.site))
         elif one.examples is not None:
             problems = find_problems(assembly, one.examples, one.data) if assembly else ()
-            found += problems or find_example_warnings(one.data.site, one.examples)
+            found += problems or one.examples.find_warnings(one.data.site)
     described = {one.data.site: attempt("", partial(task.describe_columns, one.data)).result for one in opened}
     yield from describe_columns({site: columns for site, columns in described.items() if columns})
     yield from merge_findings(found)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.assemble import Assembly, check_kernels, open_script_budget, open_script_trainer, open_site
-from ..config.checks import find_example_warnings
 from ..config.study import Study
 from ..config.user_classes import find_script
 from ..core.errors import ConfigError, format_site_error
@@ -59,7 +58,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT) -> Run:
         if isinstance(opened, Site) and not scripts:
             # Their number alone: the record is published with the model, and the names are those of subjects.
             notes[name] = [text.partition(":")[0] for text in opened.trainer.examples.warnings]
-            for finding in find_example_warnings(name, opened.trainer.examples):
+            for finding in opened.trainer.examples.find_warnings(name):
                 observer.warn(str(finding))
     ledger = Ledger()
     record = RecordWriter(folder.path, config, assembly, ledger)

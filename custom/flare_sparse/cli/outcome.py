@@ -6,7 +6,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,55 +26,39 @@ PATIENCE_S = 30.0
 """Seconds after Ctrl-C in which another Ctrl-C does not disturb the end of the run's processes."""
 
 
-@dataclass(frozen=True)
-class RunCommand:
-    """The command that the user typed, so that it can be printed with another start.
+@dataclass
+class RunProgress:
+    """The command that the user typed, and the rounds as far as it has seen them.
 
     Attributes:
         config: configuration file.
-        out: result folder as the user typed it, or the default.
-        options: every other option and its value as given; None: not given.
-        overrides: values of ``--set``.
-        replaces: whether the user has asked to replace the run of the folder.
-    """
-
-    config: Path
-    out: Path
-    options: Mapping[str, str | Path | None]
-    overrides: tuple[str, ...] = ()
-    replaces: bool = False
-
-    def format(self, start: str = "") -> str:
-        """Return the command with a value of ``--start``, quoted for a shell."""
-        words = ["flare-sparse", "run", str(self.config)]
-        for name, value in self.options.items():
-            if name == "env" and value == "sim":
-                continue
-            if value is not None:
-                words += [f"--{name}", str(value)]
-        for override in self.overrides:
-            words += ["--set", override]
-        return shlex.join([*words, "--out", str(self.out), *(["--start", start] if start else [])])
-
-
-@dataclass
-class RunProgress:
-    """Rounds of a run as far as the command has seen them.
-
-    Attributes:
-        command: the user's command.
         env: environment of the run.
+        kit: startup kit; None: not given.
+        overrides: values of ``--set``.
+        out: result folder as the user typed it, or the default.
+        replaces: whether the user has asked to replace the run of the folder.
         committed: last committed round; None: none was seen.
     """
 
-    command: RunCommand
+    config: Path
     env: Env
+    kit: Path | None
+    overrides: Sequence[str]
+    out: Path
+    replaces: bool
     committed: int | None = None
+
+    def format_command(self, start: str = "") -> str:
+        """Return the command with a value of ``--start``, quoted for a shell."""
+        options = [("--env", "" if self.env == "sim" else self.env), ("--kit", self.kit or "")]
+        options += [*(("--set", override) for override in self.overrides), ("--out", self.out), ("--start", start)]
+        given = (str(word) for name, value in options if value for word in (name, value))
+        return shlex.join(["flare-sparse", "run", str(self.config), *given])
 
     @property
     def has_commit(self) -> bool:
         """Whether there may be a committed round, which is safe."""
-        return self.env == "prod" or self.committed is not None or RunFolder(self.command.out).has_checkpoint
+        return self.env == "prod" or self.committed is not None or RunFolder(self.out).has_checkpoint
 
     def record(self, line: Mapping[str, Any]) -> None:
         """Note a round, a line of ``rounds.jsonl``."""
@@ -85,7 +69,7 @@ class RunProgress:
         cause = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.env == "prod":
             happened = f"stopped by {cause}; the job itself continues at the server"
-            return [happened, self._describe_safe(), f"follow it again: {self.command.format('last')}"]
+            return [happened, self._describe_safe(), f"follow it again: {self.format_command('last')}"]
         return [f"stopped by {cause}; the processes of the run are ended", *self.describe_next_steps(None)]
 
     def describe_next_steps(self, error: BaseException | None) -> list[str]:
@@ -96,17 +80,17 @@ class RunProgress:
         """
         remedy = str(getattr(error, "remedy", ""))
         # What was to be replaced is still there if the run ended before it had anything of its own.
-        keeps_older = self.command.replaces and self.env != "prod" and self.committed is None
+        keeps_older = self.replaces and self.env != "prod" and self.committed is None
         way = "to continue" if error is None else "to continue, once the cause is removed"
         start = ("new" if keeps_older else "last") if self.has_commit else ""
         return [
             *([f"remedy: {remedy}"] if remedy else []),
             self._describe_safe(),
-            f"{way}: {self.command.format(start)}",
+            f"{way}: {self.format_command(start)}",
         ]
 
     def _describe_safe(self) -> str:
-        where = "at the server" if self.env == "prod" else f"in {self.command.out / CHECKPOINTS}"
+        where = "at the server" if self.env == "prod" else f"in {self.out / CHECKPOINTS}"
         if self.committed is not None:
             return f"safe: round {self.committed} is committed {where}"
         if self.has_commit:
@@ -159,25 +143,20 @@ def watch_signals() -> Iterator[Interruption]:
 
 
 @contextmanager
-def explain_outcome(command: RunCommand, env: Env) -> Iterator[RunProgress]:
+def explain_outcome(progress: RunProgress) -> Iterator[None]:
     """Turn an interruption or an error of a run into what happened, what is safe and what to type.
 
     Args:
-        command: the user's command.
-        env: environment of the run.
-
-    Yields:
-        The progress of the run; the block records every round in it.
+        progress: progress of the run; the block records every round in it.
 
     Raises:
         typer.Exit: the run was interrupted: exit code 130 for Ctrl-C, 143 for SIGTERM.
         DiskFull, OutOfMemory: the run failed because its disk is full, or for lack of memory.
         FlareSparseError: the run's own error, with what is safe and what to type as notes.
     """
-    progress = RunProgress(command, env)
     with watch_signals() as interruption:
         try:
-            yield progress
+            yield
         # Any exception: a library whose import is interrupted may raise one of its own.
         except (KeyboardInterrupt, Exception) as error:
             if isinstance(error, KeyboardInterrupt) or interruption.number is not None:
@@ -186,7 +165,7 @@ def explain_outcome(command: RunCommand, env: Env) -> Iterator[RunProgress]:
                 for line in progress.describe_interruption(number):
                     err.print(line)
                 raise typer.Exit(128 + number) from None
-            failure = find_full_disk(error, command.out) or find_lack_of_memory(error) or error
+            failure = find_full_disk(error, progress.out) or find_lack_of_memory(error) or error
             if isinstance(failure, (ConfigError, CheckpointError)):
                 raise
             # An error before the first round, such as unreadable data, leaves nothing to continue.

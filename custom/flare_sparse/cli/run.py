@@ -80,30 +80,28 @@ def run(
     from ..config.study import Study
     from ..results.runs.folder import RunFolder
     from ..results.runs.results import RunResult
-    from .outcome import RunCommand, explain_outcome
+    from .outcome import RunProgress, explain_outcome
     from .summary import PARTIAL, show_result
 
     study = Study.load(config, set_ or ())
     check_start(env, study, start, kit)
     name = name_run(study, env)
     chosen = RunFolder.open(name, study, start, out)
-    typed = {"env": env, "kit": kit}
-    command = RunCommand(config, chosen.path, typed, tuple(set_ or ()), replaces=chosen.replaces)
+    progress = RunProgress(config, env, kit, set_ or (), chosen.path, chosen.replaces)
     # A killed simulation holds the lock until its processes notice that their command is gone.
     with chosen.claim(0.0 if env == "local" else PATIENCE_S):
-        folder = chosen.prepare(keeps_state=env != "prod", advise=command.format)
+        folder = chosen.prepare(keeps_state=env != "prod", advise=progress.format_command)
         with open_screen(env) as console:
             if out is None and not JSON.get() and chosen.path.name != name and not chosen.resume:
                 console.print(f"runs/{name} holds a finished run; this one is written to {chosen.path}")
-            with explain_outcome(command, env) as progress:
-                screen = RunScreen(console, progress, as_json=JSON.get())
-                with show_training(console, folder.path, progress):
-                    finished = launch(env, study, folder, screen, kit)
+            with explain_outcome(progress), show_training(console, folder.path, progress):
+                launch(env, study, folder, RunScreen(console, progress), kit)
+            result = RunResult.read(folder.path)
             if JSON.get():
-                console.print(json.dumps({"folder": str(folder.path), **finished.summary}))
+                console.print(json.dumps({"folder": str(folder.path), **result.summary}))
             else:
-                show_result(console, RunResult.read(folder.path))
-    if RunResult.read(folder.path).idle_sites:
+                show_result(console, result)
+    if result.idle_sites:
         raise typer.Exit(PARTIAL)
 
 
@@ -136,20 +134,21 @@ class RunScreen(Screen):
     Args:
         console: receives the lines.
         progress: notes the rounds.
-        as_json: print the line of each round as it stands in ``rounds.jsonl``, and nothing else.
+
+    With --json it prints the line of each round as it stands in ``rounds.jsonl``, and nothing else.
     """
 
-    def __init__(self, console: Console, progress: RunProgress, *, as_json: bool = False):
+    def __init__(self, console: Console, progress: RunProgress):
         super().__init__(console)
-        self._progress, self._as_json = progress, as_json
+        self._progress = progress
 
     def say(self, text: str) -> None:
-        if not self._as_json:
+        if not JSON.get():
             super().say(text)
 
     def see_round(self, line: dict[str, Any]) -> None:
         self._progress.record(line)
-        if self._as_json:
+        if JSON.get():
             self._console.print(json.dumps(line))
         else:
             super().see_round(line)

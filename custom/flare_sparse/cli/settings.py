@@ -75,12 +75,10 @@ def _load(name: str) -> tuple[str, type[Any]]:
 
 def _print_plugins(section: str) -> None:
     """Print the methods or tasks of other distributions, which are not imported for it, and how to use one's own."""
-    from ..config.loading import get_class_path, get_owner, list_plugins
+    from ..config.loading import list_plugins
 
-    plugins = list_plugins(section)
-    if plugins:
-        rows = [(plugin.name, get_class_path(plugin), get_owner(plugin)) for plugin in plugins]
-        console.print(_build_table(("name", "class", "distribution"), rows, f"installed {section}s"))
+    if plugins := list_plugins(section):
+        console.print(_build_table(("name", "class", "distribution"), plugins, f"installed {section}s"))
     page = {"method": "docs/new-method.md", "task": "docs/own-task.md"}[section]
     console.print(f"\nA {section} of your own is one class: {page}")
 

@@ -26,26 +26,11 @@ def find_problems(assembly: Assembly, examples: Examples, data: SiteData) -> Ite
         examples: the site's examples.
         data: their location.
     """
-    yield from find_example_warnings(data.site, examples)
+    yield from examples.find_warnings(data.site)
     task, network = assembly.task, assembly.build_network(assembly.complete(assembly.weights))
     yield from _find_unusable_values(task, network, examples, data)
     if examples.n_test:
         yield from attempt("", partial(_find_broadcast_shapes, task, network, examples.test, data.site)).result or []
-
-
-def find_example_warnings(site: str, examples: Examples) -> Iterator[Finding]:
-    """Yield what a run survives, but may spoil its result, of a site's examples."""
-    place = f"data of {site}"
-    for text in examples.warnings:
-        yield Finding("WARN", place, text)
-    if not examples.n_train:
-        yield Finding("WARN", place, "no training examples: this site only evaluates and has no weight in any round")
-    if not examples.n_test:
-        yield Finding(
-            "WARN",
-            place,
-            "no test examples: this site appears in no mean over sites, and its row of the results is empty",
-        )
 
 
 def _find_unusable_values(task: Task, network: nn.Module, examples: Examples, data: SiteData) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ Methods and tasks of other distributions, which name them as entry points ``flar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,19 +36,20 @@ BUILT_IN: Mapping[str, Mapping[str, type[Any]]] = {"method": METHODS, "task": TA
 """The package's own entries, by section of a configuration."""
 
 
-def list_plugins(section: str) -> list[EntryPoint]:
-    """Return the installed plugins of a section, ``"method"`` or ``"task"``, by name; none is imported."""
-    return sorted(entry_points(group=f"flare_sparse.{section}s"), key=lambda plugin: (plugin.name, plugin.value))
+def list_plugins(section: str) -> list[tuple[str, str, str]]:
+    """Return name, class and distribution of the installed plugins of a section; none is imported.
 
-
-def get_class_path(plugin: EntryPoint) -> str:
-    """Return the class that a plugin names, ``module.Class``."""
-    return plugin.value.replace(":", ".").replace(" ", "")
-
-
-def get_owner(plugin: EntryPoint) -> str:
-    """Return name and version of a plugin's distribution."""
-    return f"{plugin.dist.name} {plugin.dist.version}" if plugin.dist else "an unknown distribution"
+    Args:
+        section: ``"method"`` or ``"task"``.
+    """
+    return sorted(
+        (
+            plugin.name,
+            plugin.value.replace(":", ".").replace(" ", ""),
+            f"{plugin.dist.name} {plugin.dist.version}" if plugin.dist else "an unknown distribution",
+        )
+        for plugin in entry_points(group=f"flare_sparse.{section}s")
+    )
 
 
 def find_plugin(section: str, name: str) -> str | None:
@@ -57,7 +58,7 @@ def find_plugin(section: str, name: str) -> str | None:
     Raises:
         ConfigError: the package, or another distribution, has the same name.
     """
-    found = [(get_class_path(plugin), get_owner(plugin)) for plugin in list_plugins(section) if plugin.name == name]
+    found = [(path, owner) for plugin, path, owner in list_plugins(section) if plugin == name]
     owners = [f"{owner} ({path})" for path, owner in dict.fromkeys(found)]
     if found and name in BUILT_IN[section]:
         owners.insert(0, "flare-sparse itself")
@@ -86,7 +87,7 @@ def load_entry(section: str, name: str, folder: Path) -> type[Any]:
     path = plugin or name
     if "." in path:
         return import_class(section, path, folder)
-    names = sorted({*BUILT_IN[section], *(plugin.name for plugin in list_plugins(section))})
+    names = sorted({*BUILT_IN[section], *(plugin for plugin, *_ in list_plugins(section))})
     raise ConfigError(
         f"there is no {section} {name!r}; expected one of {', '.join(names)}, or module.Class for a {section} of your "
         f"own.{suggest(name, names)}"

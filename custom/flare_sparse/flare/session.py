@@ -26,7 +26,6 @@ from ..config.assemble import (
     open_script_trainer,
     open_site,
 )
-from ..config.checks import find_example_warnings
 from ..config.choice import Choice
 from ..config.loading import parse_job
 from ..config.people import ReleaseGate
@@ -273,7 +272,7 @@ class SiteSession(FLComponent):
             check_kernels(assembly.method)
             account = None if assembly.privacy is None else PrivacyAccount(*describe_account(fl_ctx))
             site = open_site(assembly, find_site_data(name, local), account, open_gate(fl_ctx))
-            for finding in find_example_warnings(name, site.trainer.examples):
+            for finding in site.trainer.examples.find_warnings(name):
                 _LOG.warning("%s", finding)
             return site
         # A script may know itself where its data lies, so a site need not say it.

@@ -20,6 +20,7 @@ from ..cohorts.conditions import Term
 from ..cohorts.split import Split, SplitConfig
 from ..cohorts.subgroups import ERROR, LONGEST_CELL, label_values, parse_subgroup, split_metric
 from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed, list_first
+from ..core.findings import Finding
 from ..core.names import list_beginnings
 from ..core.needs import Needs
 from ..core.params import separate_tensors
@@ -275,6 +276,17 @@ class Examples:
     def n_validation(self) -> int:
         """Number of validation examples."""
         return 0 if self.validation is None else len(self.validation)  # type: ignore[arg-type]
+
+    def find_warnings(self, site: str) -> Iterator[Finding]:
+        """Yield what a run survives, but may spoil its result, of the examples of a site."""
+        texts = [*self.warnings]
+        if not self.n_train:
+            texts.append("no training examples: this site only evaluates and has no weight in any round")
+        if not self.n_test:
+            texts.append(
+                "no test examples: this site appears in no mean over sites, and its row of the results is empty"
+            )
+        yield from (Finding("WARN", f"data of {site}", text) for text in texts)
 
 
 @dataclass(frozen=True)
