@@ -18,7 +18,7 @@ from flare_sparse.privacy.secure_aggregation.messages import bound_reply_bytes
 from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
 from flare_sparse.privacy.secure_aggregation.stage import SumExchange, SumRules
 from flare_sparse.rounds.federation import rounds
-from flare_sparse.rounds.federation.roster import AttemptResult
+from flare_sparse.rounds.federation.rounds import AttemptResult
 from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.steps import Step
 

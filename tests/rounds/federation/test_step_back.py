@@ -19,8 +19,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.events import SERVER
 from flare_sparse.rounds.endpoints.server import Attempt
-from flare_sparse.rounds.federation.learning import reject_outliers
-from flare_sparse.rounds.federation.roster import AttemptResult
+from flare_sparse.rounds.federation.rounds import AttemptResult, reject_outliers
 from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.wire.stage import Reply
 

@@ -223,13 +223,12 @@ class Federation:
             RoundFailed: a site asked is in none of the fields, or in two.
         """
         mask = method.model(state).mask
-        record = replace(
-            result.record,
+        record = result.record(
             evaluated_round=previous.committed,
             evaluation=evaluation,
             sparsity=1 - mask.count / max(mask.size, 1),
             committed_at=time.time(),
-            events=self._events.take(result.record.round),
+            events=self._events.take(result.last.attempt.round),
             figures=dict(method.measure(state)) if result.learned else {},
         )
         # A site that is counted twice or not at all is a defect of this package, and a record must not hide it.

@@ -156,14 +156,14 @@ class RoundRecord:
     capped: dict[str, int]
     clipped: dict[str, float]
     attempts: int
-    evaluated_round: int = 0
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation({}, {}))
+    evaluated_round: int
+    evaluation: Evaluation
     bytes_down: int
     bytes_up: int
     dense_bytes: int
-    sparsity: float = 0.0
+    sparsity: float
     seconds: float
-    committed_at: float = 0.0
+    committed_at: float
     events: list[Event] = field(default_factory=list)
     spent_epsilon: dict[str, float] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
