@@ -22,7 +22,7 @@ FEATURES = {
         3,
     ),
     # Not torch's quantised modules and tensors.
-    "few-bit values": (r'\bsends_differences\b|(?<!"\.)\bquantized\b', 4),
+    "few-bit values": (r'\bsends_differences\b|(?<!"\.)\bquantized\b', 3),
     "transition of the link": (r"ServerLink|SiteLink", 1),
 }
 """By feature: the names and words by which code mentions it, and the rooms that do."""

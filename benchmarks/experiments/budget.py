@@ -66,7 +66,6 @@ from flare_sparse.training import LocalTask, build_site
 from flare_sparse.wire.envelope import HEADER_BYTES
 from flare_sparse.wire.formats import FORMATS
 from flare_sparse.wire.number_format import CodedValues, Coding, NumberFormat, add_residual, take_reference
-from flare_sparse.wire.quantized import find_exact_values
 
 SHARES = (30, 100, 300)
 CHOSEN_AT = 100
@@ -268,7 +267,7 @@ class ErrorBounded(NumberFormat):
 
     def seal(self, patch: Patch, coding: Coding, out: np.ndarray | None = None) -> CodedValues:
         is_exact, reference = (
-            find_exact_values(patch.mask, coding.layout), take_reference(patch.mask, coding.base_vector)
+            patch.mask.find_buffers(coding.layout), take_reference(patch.mask, coding.base_vector)
         )  # fmt: skip
         new_residual, target = add_residual(patch, coding.residual)
         exact = patch.values[is_exact].numpy()
@@ -283,7 +282,7 @@ class ErrorBounded(NumberFormat):
         return CodedValues(section, patch.mask.put(target, new_residual), reference)
 
     def open(self, section: np.ndarray, mask: Mask, layout: Layout, base_vector: torch.Tensor | None) -> torch.Tensor:
-        is_exact, values = find_exact_values(mask, layout), take_reference(mask, base_vector)
+        is_exact, values = mask.find_buffers(layout), take_reference(mask, base_vector)
         end = 8 + 4 * int(is_exact.sum())
         count = len(is_exact) - int(is_exact.sum())
         if count:

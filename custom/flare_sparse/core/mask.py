@@ -89,6 +89,12 @@ class Mask:
         """Select the maskable entries of ``preset``, a key of ``params.MASKABLE``."""
         return cls.from_tensors(layout, lambda spec: spec.role in MASKABLE[preset])
 
+    def find_buffers(self, layout: Layout) -> Tensor:
+        """Return which of the selected entries are those of buffers, bool ``(k,)``."""
+        if all(tensor.role != "buffer" for tensor in layout.tensors):
+            return torch.zeros(self.count, dtype=torch.bool)
+        return self.take(layout.select(lambda tensor: tensor.role == "buffer"))
+
     @property
     def size(self) -> int:
         """P."""

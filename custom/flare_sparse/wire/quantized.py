@@ -73,7 +73,7 @@ class Quantized(NumberFormat):
         if coding.generator is None:
             raise ValueError("generator: values are rounded at random; give one that every attempt seeds alike")
         values = patch.values.detach()
-        is_exact = find_exact_values(patch.mask, coding.layout).to(values.device)
+        is_exact = patch.mask.find_buffers(coding.layout).to(values.device)
         reference = take_reference(patch.mask, coding.base_vector, values.device)
         # Error feedback, as in the plain formats; buffers have no residual, because they are not rounded.
         new_residual, with_residual = add_residual(patch, coding.residual)
@@ -85,19 +85,12 @@ class Quantized(NumberFormat):
 
     def open(self, section: np.ndarray, mask: Mask, layout: Layout, base_vector: Tensor | None) -> Tensor:
         reference = take_reference(mask, base_vector)
-        values = read_quantized(section, reference, find_exact_values(mask, layout), self.bits)
+        values = read_quantized(section, reference, mask.find_buffers(layout), self.bits)
         require_finite(values, "values")
         return values
 
     def can_hold(self, values: Tensor) -> bool:
         return bool((values.abs() <= LARGEST).all())
-
-
-def find_exact_values(mask: Mask, layout: Layout) -> Tensor:
-    """Return which values of ``mask`` are those of buffers, bool ``(k,)``."""
-    if all(tensor.role != "buffer" for tensor in layout.tensors):
-        return torch.zeros(mask.count, dtype=torch.bool)
-    return mask.take(layout.select(lambda tensor: tensor.role == "buffer"))
 
 
 def write_quantized(

@@ -22,7 +22,6 @@ from ...core.mask import Mask
 from ...core.params import Layout
 from ...wire.ledger import Ledger
 from ...wire.plan import Plan
-from ...wire.quantized import find_exact_values
 from ...wire.stage import (
     Admit,
     Opened,
@@ -111,7 +110,7 @@ def build_ring(content: Content, mask: Mask, layout: Layout, rules: SumRules) ->
 
     Scores and buffers take 64 bits: saliencies differ by orders of magnitude, and a running variance has no bound.
     """
-    is_wide = np.ones(mask.count, dtype=bool) if content == "scores" else find_exact_values(mask, layout).numpy()
+    is_wide = np.ones(mask.count, dtype=bool) if content == "scores" else mask.find_buffers(layout).numpy()
     return RingFormat(is_wide, Ring(32, rules.bound))
 
 
