@@ -184,8 +184,6 @@ def log(
 
 def _show_run(run: RunSummary) -> None:
     """Print what was asked of the site in a run."""
-    from ..results.runs.received import neutralize
-
     record = run.record
     kinds = Counter(request.kind for request in record.requests)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
@@ -196,7 +194,6 @@ def _show_run(run: RunSummary) -> None:
         f"  requests: {counts}; last round {run.last_round}; {answers} answers with retries",
         f"  starts of the job: {record.start}; models whose metrics left: {record.evaluations}",
         f"  questions that count for life: {len(record.questions)}; sums: {len(record.sums)}",
-        *(f"  unchecked results of task {neutralize(task)}: {count}" for task, count in record.foreign.items()),
     ]
     if run.rounds_with_many_models:
         lines.append(f"  more than one model in: {', '.join(run.rounds_with_many_models)}")

@@ -41,7 +41,6 @@ from ..privacy.release import RELEASE_FOLDER, Rule
 from ..results.runs.model_files import save_site_model
 from ..rounds.endpoints.events import SERVER
 from ..rounds.endpoints.plans import InitialModel
-from ..rounds.endpoints.request_checks import ChangeLimit
 from ..rounds.endpoints.request_log import RequestLog
 from ..rounds.endpoints.server import ServerEndpoint
 from ..rounds.endpoints.site import SiteEndpoint
@@ -236,8 +235,6 @@ class SiteSession(FLComponent):
                 days = KEPT_DAYS if policy.checkpoint_days is None else policy.checkpoint_days
                 delete_old(root, name, days=days, and_finished=True)
             requests = _open_request_log(fl_ctx, job, assembly)
-            factor = read_site_policy(fl_ctx).max_model_change
-            changes = None if factor is None else ChangeLimit(factor, assembly.layout)
             self._endpoint = SiteEndpoint(
                 site,
                 assembly.method,
@@ -246,7 +243,6 @@ class SiteSession(FLComponent):
                 store,
                 _build_stage(fl_ctx, job, assembly, requests),
                 requests,
-                changes,
                 initial,
             )
         return self._endpoint
@@ -304,11 +300,13 @@ class SiteSession(FLComponent):
 
 def _open_request_log(fl_ctx: FLContext, job: JobConfig, assembly: Assembly) -> RequestLog:
     """Open the site's record of answered requests, which lies in the startup kit and not in a folder of the job."""
+    policy = read_site_policy(fl_ctx)
     return RequestLog(
         assembly.run_id,
         assembly.method.count_requests,
         attempts=job.federation.retries + 1,
-        max_starts=read_site_policy(fl_ctx).max_starts,
+        max_starts=policy.max_starts,
+        max_model_change=policy.max_model_change,
         file=find_record(fl_ctx, job.name, assembly.run_id),
     )
 

@@ -38,7 +38,6 @@ from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
-from flare_sparse.rounds.endpoints.request_checks import ChangeLimit
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
@@ -94,8 +93,9 @@ class Victim:
             settings = {"rounds": rounds, "training": {**training, "batch_size": 16}, "saliency_batches": None}
         self.method = METHODS[method](METHODS[method].Config.model_validate(settings), self.layout, 1)
         self.server = ServerEndpoint(self.layout, RUN, "float32", Ledger())
-        max_starts = read_policy(folder / "local" / "flare_sparse_policy.yaml").max_starts
-        requests = RequestLog(RUN, self.method.count_requests, attempts=3, max_starts=max_starts)
+        terms = read_policy(folder / "local" / "flare_sparse_policy.yaml")
+        limits = {name: getattr(terms, name) for name in ("max_starts", "max_model_change")}
+        requests = RequestLog(RUN, self.method.count_requests, attempts=3, **limits)
         session = SiteSession()
         session.build_initial_weights = lambda fl_ctx: self.weights  # type: ignore[method-assign]
         privacy = None
@@ -105,11 +105,7 @@ class Victim:
             account.secret = bytes(32)
             privacy = SitePrivacy(SiteMechanism(config, plan, account, RUN, "job"))
         site = build_site(LocalTask.open("site-1", task, examples, self.layout, 1), privacy=privacy)
-        factor = read_policy(folder / "local" / "flare_sparse_policy.yaml").max_model_change
-        changes = None if factor is None else ChangeLimit(factor, self.layout)
-        self.endpoint = session._endpoint = SiteEndpoint(
-            site, self.method, RUN, "float32", requests=requests, changes=changes
-        )
+        self.endpoint = session._endpoint = SiteEndpoint(site, self.method, RUN, "float32", requests=requests)
         workspace = SimpleNamespace(
             get_site_config_dir=lambda: str(folder / "local"), get_run_dir=lambda job: str(folder / "run")
         )

@@ -31,7 +31,6 @@ from ...core.errors import FlareSparseError, PolicyRefusal
 from ...core.exchange import Patch, Request, RequestId, Update
 from ...core.mask import Mask
 from ...privacy.dp.mechanism import LEAST_NOISE
-from ...rounds.endpoints.request_log import RequestLog
 from ...rounds.endpoints.site import SiteEndpoint
 from ...tasks.data.source import read_withdrawn
 from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES, get_count_name
@@ -41,7 +40,7 @@ from .. import payload
 from ..egress import install_recorder, iterate_buffers
 from ..questions import ADMITTED
 from ..running import hold_data
-from ..session import find_record, get_site_session, read_job, read_site_policy
+from ..session import get_site_session, read_job, read_site_policy
 from ..workspace import find_job_file, get_workspace, write_site_error
 
 APPROVED = "flare_sparse.approved"
@@ -181,7 +180,6 @@ class SiteLastGate(FLComponent):
                 f"{len(gone)} subjects have withdrawn, and a job of another package reads the data by itself; "
                 "remove them from the data, and then from the site's list"
             )
-        _count_foreign(fl_ctx)
         return None
 
     def _rebuild_approved(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
@@ -240,12 +238,6 @@ def _approve_description(shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         )
     fl_ctx.set_prop(APPROVED, copy.deepcopy(shareable), private=True, sticky=False)
     return shareable
-
-
-def _count_foreign(fl_ctx: FLContext) -> None:
-    """Record a result that leaves unchecked; without its line in the record of requests it does not leave."""
-    job, name = fl_ctx.get_job_id(), str(fl_ctx.get_prop(FLContextKey.TASK_NAME) or "result")
-    RequestLog("foreign", lambda kind, t: 0, attempts=1, file=find_record(fl_ctx, job, "foreign")).count_foreign(name)
 
 
 def _discard_withheld(fl_ctx: FLContext) -> None:

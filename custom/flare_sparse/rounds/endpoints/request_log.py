@@ -51,7 +51,6 @@ class RunRecord(BaseModel):
         requests: requests in the order of their first answer.
         questions: Unix time of the first answer to each question of the job's choice: metrics of a model, by kind,
             round and digest; statistics and fingerprints, by their kind and digest.
-        foreign: number of results of another package's tasks that left unchecked, by the name of the task.
         sums: sums of padded values that the site has helped to reveal.
     """
 
@@ -60,7 +59,6 @@ class RunRecord(BaseModel):
     run: str
     requests: list[AnsweredRequest] = Field(default_factory=list)
     questions: dict[str, float] = Field(default_factory=dict)
-    foreign: dict[str, int] = Field(default_factory=dict)
     sums: list[RevealedSum] = Field(default_factory=list)
 
     @property
@@ -86,6 +84,8 @@ class RequestLog:
         count_requests: how many different requests of a kind the method sends in a round.
         attempts: how often the server may send one request, retries included.
         max_starts: limit on the starts of the job; None: no limit.
+        max_model_change: limit on the distance of a model from the last one, see
+            :class:`~flare_sparse.rounds.endpoints.request_checks.ChangeLimit`; None: no limit.
         file: the record; None: the record is kept in memory only.
     """
 
@@ -96,9 +96,11 @@ class RequestLog:
         *,
         attempts: int,
         max_starts: int | None = None,
+        max_model_change: float | None = None,
         file: Path | None = None,
     ):
         self.run, self.attempts, self.max_starts, self.file = run, attempts, max_starts, file
+        self.max_model_change = max_model_change
         self._count_requests = count_requests
         self._record = RunRecord(run=run)
 
@@ -162,15 +164,6 @@ class RequestLog:
                 )
             record.questions[key] = time.time()
 
-    def count_foreign(self, task: str) -> None:
-        """Record a result of another package's task, which leaves unchecked.
-
-        Raises:
-            RequestRefused: the record cannot be read or written.
-        """
-        with self._open() as record:
-            record.foreign[task] = record.foreign.get(task, 0) + 1
-
     def admit_sum(self, new: RevealedSum, find_violation: Callable[[Iterable[RevealedSum], RevealedSum], str]) -> None:
         """Check a sum before this site takes part in it and, once its survivors are known, record it.
 
@@ -230,7 +223,8 @@ class RequestLog:
     def _list_records(self, record: RunRecord) -> list[RunRecord]:
         """Return the records of all runs of this site, given that of this run."""
         others = [] if self.file is None else [file for file in self.file.parent.glob("*.json") if file != self.file]
-        return [record, *(_read_unchanged(file, *_identify(file)) for file in others)]
+        states = [(file, file.stat()) for file in others]
+        return [record, *(_read_unchanged(file, found.st_ino, found.st_mtime_ns) for file, found in states)]
 
     @contextmanager
     def _open(self) -> Iterator[RunRecord]:
@@ -251,19 +245,12 @@ class RequestLog:
             raise RequestRefused(f"{self.file}: the record of answered requests cannot be written: {error}") from error
 
 
-def _identify(file: Path) -> tuple[int, int, int]:
-    """Return what changes whenever a record is replaced by a new file.
-
-    Raises:
-        OSError: the file is gone.
-    """
-    found = file.stat()
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
 @lru_cache(maxsize=4096)
-def _read_unchanged(file: Path, _inode: int, _modified: int, _size: int) -> RunRecord:
-    """Read the record of another run, which is compared with every sum of this one, once for all of them."""
+def _read_unchanged(file: Path, _inode: int, _modified: int) -> RunRecord:
+    """Read the record of another run, which is compared with every sum of this one, once for all of them.
+
+    The numbers of its file change whenever a record is replaced by a new one.
+    """
     return read_record(file)
 
 

@@ -115,8 +115,7 @@ class SiteEndpoint:
         store: receives a checkpoint before each update is sent. None: after a crash the site needs the full model, and
             the tensors that the method keeps at the site are lost.
         stage: what the values of updates pass on their way; None: each update carries its values.
-        requests: record of the answered requests; None: requests are checked but not counted.
-        changes: refuses models that are too far from the last one; None: they may be anywhere.
+        requests: record of the answered requests, and limits on them; None: requests are checked but not counted.
         initial: the model of the job's seed, which the first request then need not carry; None: it does.
 
     Attributes:
@@ -134,12 +133,13 @@ class SiteEndpoint:
         store: Store | None = None,
         stage: SiteStage | None = None,
         requests: RequestLog | None = None,
-        changes: ChangeLimit | None = None,
         initial: InitialModel | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
         self.stage = stage or SiteStage()
-        self.requests, self.changes, self.initial = requests, changes, initial
+        self.requests, self.initial = requests, initial
+        factor = requests.max_model_change if requests else None
+        self._changes = None if factor is None else ChangeLimit(factor, site.layout)
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._link: SiteLink[SiteMemory] = SiteLink()
@@ -204,8 +204,8 @@ class SiteEndpoint:
         """Raises:
         RequestRefused: the model is too far from the last one, or the job provides for no more such requests.
         """
-        if self.changes is not None:
-            self.changes.admit(request, self.site.weights, live)
+        if self._changes is not None:
+            self._changes.admit(request, self.site.weights, live)
         if self.requests is not None:
             self.requests.admit(request, self.compute_model_digest(), is_regrown=is_regrown)
 
@@ -249,8 +249,8 @@ class SiteEndpoint:
         reported = {event.event for event in self.events}
         new = [SiteEvent(code, self._current.header.sequence) for code in notices if code not in reported]
         self.events = (*self.events, *new)
-        if self.changes is not None:
-            self.changes.measure(update, self.site.weights)
+        if self._changes is not None:
+            self._changes.measure(update, self.site.weights)
         accounting = self.site.trainer.mechanism
         if accounting is None:
             return update
