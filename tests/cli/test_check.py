@@ -242,7 +242,7 @@ def test_loss_without_a_gradient_is_warned_about(heart: Path) -> None:
         ("float((predictions - targets)", "float(torch.nan * (predictions - targets)",
          "'mae' is nan; expected a finite"),
         ("float((predictions - targets).abs().mean())", "(predictions - targets).abs().mean()",
-         "'mae' is Tensor; expected a plain number, such as float(value)"),
+         "'mae' is Tensor; expected a finite number, such as float(value)"),
         ('{"mae": float((predictions - targets).abs().mean())}', "float((predictions - targets).abs().mean())",
          "Heart.metrics() returned float; expected a dict"),
     ],

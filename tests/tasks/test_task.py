@@ -56,11 +56,14 @@ def test_unusable_metric_is_refused_where_it_is_written(arguments: tuple[Any, ..
     [
         ({"mse": 1.0, "f1": float("nan")}, "Reporting.metrics(): 'f1' is nan; expected a finite number"),
         ({"mse": float("-inf")}, "'mse' is -inf; expected a finite number"),
-        ({"mse": torch.tensor(1.0)}, "'mse' is Tensor; expected a plain number, such as float(value)"),
-        ({"mse": "1"}, "'mse' is str; expected a plain number"),
-        ({"mse": None}, "'mse' is NoneType; expected a plain number"),
+        ({"mse": torch.tensor(1.0)}, "'mse' is Tensor; expected a finite number, such as float(value)"),
+        ({"mse": "1"}, "'mse' is '1'; expected a finite number"),
+        ({"mse": None}, "'mse' is None; expected a finite number"),
         ({1: 1.0}, "the name 1 is int; expected text"),
-        ({"mse": 1.0, "validation_mse": 1.0}, "the name 'validation_mse' starts with 'validation_', which is reserved"),
+        (
+            {"mse": 1.0, "validation_mse": 1.0},
+            "the name 'validation_mse' is str; expected text that does not start with 'validation_', which is reserved",
+        ),
         ({"mae": 1.0}, "has no 'mse', by which rounds and models are compared; it has mae"),
         ({}, "it has nothing"),
         (1.0, "returned float; expected a dict"),

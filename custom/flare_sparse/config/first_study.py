@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import ConfigError, DataError, list_first
+from ..core.errors import ConfigError, DataError, format_shape, list_first
 from ..tasks.data import bids
 from ..tasks.data.bids import CaseFiles
 from ..tasks.data.cases import find_cases
-from ..tasks.data.nifti import format_shape, read_nifti
+from ..tasks.data.nifti import read_nifti
 from ..tasks.data.phantom import write_phantoms
 from ..tasks.data.tables import Spelling, Table, read_table
 from ..tasks.nnunet.fingerprint import fingerprint_folders

@@ -254,6 +254,11 @@ def require_extra(user: str, extra: str, kind: type[FlareSparseError] = ConfigEr
         raise kind(f"{user} needs {error.name or 'a package'}: pip install 'flare-sparse[{extra}]'") from error
 
 
+def format_shape(sizes: Iterable[float]) -> str:
+    """Return sizes per axis as text, such as ``52x64x52``."""
+    return "x".join(f"{size:g}" for size in sizes)
+
+
 def list_first(names: Iterable[str], most: int = 12) -> str:
     """Return the first names as text, with the number of the others.
 

@@ -12,14 +12,14 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..core.errors import DataError, list_first
+from ..core.errors import DataError, format_shape, list_first
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .classes import compute_binary_metrics
 from .data import bids
 from .data.augmentation import Augmentation
 from .data.bids import CaseFiles
 from .data.cases import CaseSettings, load_cases
-from .data.nifti import check_voxels, format_shape, read_nifti, read_values
+from .data.nifti import check_voxels, read_nifti, read_values
 from .models import ModelConfig, require_input
 from .models.shapes import Volume
 from .task import Cohort, Examples, Metric, SiteData

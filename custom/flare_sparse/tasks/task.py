@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..cohorts.conditions import Term
 from ..cohorts.split import Split, SplitConfig
 from ..cohorts.subgroups import ERROR, LONGEST_CELL, label_values, parse_subgroup, split_metric
-from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed, list_first
+from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed, abbreviate, list_first
 from ..core.findings import Finding
 from ..core.names import list_beginnings
 from ..core.needs import Needs
@@ -590,20 +590,15 @@ class Task(ABC):
         if not isinstance(metrics, Mapping):
             raise MetricsError(f"{source} returned {type(metrics).__name__}; expected a dict of names and numbers")
         for name, value in metrics.items():
-            if not isinstance(name, str):
-                raise MetricsError(f"{source}: the name {name!r} is {type(name).__name__}; expected text")
-            if name.startswith(VALIDATION):
+            if not isinstance(name, str) or name.startswith(VALIDATION):
                 raise MetricsError(
-                    f"{source}: the name {name!r} starts with {VALIDATION!r}, which is reserved; rename it"
+                    f"{source}: the name {name!r} is {type(name).__name__}; expected text that does not start with "
+                    f"{VALIDATION!r}, which is reserved"
                 )
-            if not isinstance(value, numbers.Real):
+            if not isinstance(value, numbers.Real) or not math.isfinite(value):
                 raise MetricsError(
-                    f"{source}: {name!r} is {type(value).__name__}; expected a plain number, such as float(value)"
-                )
-            if not math.isfinite(value):
-                raise MetricsError(
-                    f"{source}: {name!r} is {float(value)}; expected a finite number. Omit a metric that is undefined "
-                    "for these examples, and look for NaN in predictions and targets"
+                    f"{source}: {name!r} is {abbreviate(value)}; expected a finite number, such as float(value). Omit "
+                    "a metric that is undefined for these examples, and look for NaN in predictions and targets"
                 )
         if self.metric.name not in metrics and not self.metric.may_be_undefined:
             raise MetricsError(

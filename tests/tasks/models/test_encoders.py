@@ -87,8 +87,8 @@ def test_sparse_kernels_compute_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("resnet3d", {"volume": (16, 16, 16)}, "input 16x16x16 is too small.* the smallest that works is 16x16x17"),
-        ("vit3d", {"volume": (26, 32, 7)}, "input 26x32x7 is too small.* the smallest that works is 26x32x8"),
+        ("resnet3d", {"volume": (16, 16, 16)}, "input 16x16x16 does not fit.* the smallest that works is 16x16x17"),
+        ("vit3d", {"volume": (26, 32, 7)}, "input 26x32x7 does not fit.* the smallest that works is 26x32x8"),
         ("vit3d", {"width": 50}, "width 50 is no multiple of heads, 4"),
         ("resnet3d", {"depth": 20}, "depth: Input should be 10, 18, 34 or 50, found 20"),
     ],

@@ -71,7 +71,7 @@ def test_image_cnn_has_the_computed_number_of_parameters() -> None:
 
 
 def test_image_cnn_names_the_smallest_image() -> None:
-    with pytest.raises(ConfigError, match=r"input 3x28 is too small.* the smallest that works is 4x28"):
+    with pytest.raises(ConfigError, match=r"input 3x28 does not fit.* the smallest that works is 4x28"):
         build_model("image_cnn", image=(1, 3, 28))
 
 

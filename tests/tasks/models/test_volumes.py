@@ -59,7 +59,7 @@ def test_brain_age_cnn_size_does_not_depend_on_the_volume() -> None:
 
 
 def test_brain_age_cnn_names_the_smallest_volume_for_its_normalisation() -> None:
-    with pytest.raises(ConfigError, match=r"input 26x32x26 is too small.* 0x1x0; the smallest that works is 32x32x64"):
+    with pytest.raises(ConfigError, match=r"input 26x32x26 does not fit.* 0x1x0; the smallest that works is 32x32x64"):
         build_model("brain_age_cnn", volume=(26, 32, 26))
 
 
@@ -89,7 +89,7 @@ def test_brain_age_cnn_3mm_distinguishes_positions() -> None:
 
 
 def test_brain_age_cnn_3mm_names_the_smallest_volume() -> None:
-    with pytest.raises(ConfigError, match=r"input 7x8x8 is too small.* the smallest that works is 8x8x16"):
+    with pytest.raises(ConfigError, match=r"input 7x8x8 does not fit.* the smallest that works is 8x8x16"):
         build_model("brain_age_cnn_3mm", volume=(7, 8, 8))
     assert build_model("brain_age_cnn_3mm", volume=(8, 8, 16))(torch.randn(1, 1, 8, 8, 16)).shape == (1, 1)
 
@@ -122,7 +122,7 @@ def test_alexnet3d_has_the_papers_feature_maps() -> None:
 
 
 def test_alexnet3d_names_the_smallest_volume_and_it_works() -> None:
-    with pytest.raises(ConfigError, match=r"input 52x64x80 is too small.* the smallest that works is 69x69x80"):
+    with pytest.raises(ConfigError, match=r"input 52x64x80 does not fit.* the smallest that works is 69x69x80"):
         build_model("alexnet3d", volume=(52, 64, 80))
     network = build_model("alexnet3d", volume=(69, 69, 80))
     assert maskable(network) == 2_568_064 - 128 * 64

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import DataError, MetricsError, describe_exception
+from ...core.errors import DataError, MetricsError, describe_exception, format_shape
 from ...core.ranking import compute_auc
 from ..data.bids import CaseFiles
 from ..data.cases import CLASS, PHOTOGRAPHS
-from ..data.nifti import format_shape
 from ..data.segmentation import AFFINE_TOLERANCE_MM, check_volumes, measure_distance
 from .components import LOWER_IS_BETTER, Component, build_all
 from .declaration import BINARY_LOSS, Declaration

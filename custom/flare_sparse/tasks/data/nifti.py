@@ -16,7 +16,7 @@ import numpy as np
 from nibabel.affines import voxel_sizes
 from nibabel.openers import ImageOpener
 
-from ...core.errors import DataError
+from ...core.errors import DataError, format_shape
 
 MAX_HEADER_BYTES = 2**20
 """Most bytes before the voxels (header and extensions), and most bytes after them."""
@@ -196,8 +196,3 @@ def _decompress(file: Path, length: int) -> bytes:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
     return b"".join(parts)
-
-
-def format_shape(numbers: Sequence[float]) -> str:
-    """Format sizes per axis, such as ``52x64x52``."""
-    return "x".join(f"{number:g}" for number in numbers)

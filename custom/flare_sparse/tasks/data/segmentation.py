@@ -12,11 +12,11 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from ...core.errors import DataError
+from ...core.errors import DataError, format_shape
 from ...core.settings import Settings
 from ..models.shapes import Count
 from .bids import CaseFiles
-from .nifti import check_voxels, format_shape, read_nifti, read_values, round_labels
+from .nifti import check_voxels, read_nifti, read_values, round_labels
 
 Normalization = Literal["volume", "nonzero", "none"]
 Item = tuple[Tensor, Tensor, Tensor]

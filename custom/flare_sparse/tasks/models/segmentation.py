@@ -10,8 +10,8 @@ from typing import Annotated
 from pydantic import Field
 from torch import nn
 
-from ...core.errors import ConfigError
-from .shapes import Count, Share, Volume
+from ...core.errors import ConfigError, format_shape
+from .shapes import Count, Share, Volume, compute_feature_map_shape
 
 Levels = Annotated[tuple[Count, ...], Field(min_length=3, max_length=8)]
 SixLevels = Annotated[tuple[Count, ...], Field(min_length=6, max_length=6)]
@@ -141,16 +141,12 @@ def _check_patch(name: str, patch: Sequence[int], halvings: int, *, divisible: b
     Raises:
         ConfigError: it cannot.
     """
-    shape, factor = "x".join(map(str, patch)), 2**halvings
     if prod(patch) > MAX_PATCH_VOXELS:
         raise ConfigError(
-            f"model {name!r}: patch {shape} has more than {MAX_PATCH_VOXELS} voxels; choose a smaller one"
+            f"model {name!r}: patch {format_shape(patch)} has more than {MAX_PATCH_VOXELS} voxels; choose a smaller one"
         )
-    last = [side // factor for side in patch]
+    factor = 2**halvings
     # Instance normalisation of a single voxel is undefined.
-    if prod(last) < 2 or (divisible and any(side % factor for side in patch)):
-        fit = [max(-(-side // factor), 1) * factor for side in patch]
-        if prod(fit) == factor ** len(fit):
-            fit[-1] *= 2
-        sides = f"multiples of {factor}" if divisible else f"at least {factor} voxels per side, and {2 * factor} of one"
-        raise ConfigError(f"model {name!r}: patch {shape}; expected {sides}, such as {fit}: set task.patch")
+    compute_feature_map_shape(
+        name, patch, lambda side: 0 if divisible and side % factor else side // factor, at_least=2
+    )

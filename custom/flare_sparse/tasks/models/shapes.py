@@ -9,13 +9,14 @@ They are built from torch alone: importing MONAI takes seconds and 300 MB in eac
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import count
 from math import prod
 from typing import Annotated
 
 from pydantic import Field
 from torch import nn
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, format_shape
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Features = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -53,35 +54,19 @@ def compute_feature_map_shape(
         at_least: fewest elements that the map must have; 2 if an instance normalisation reads it.
 
     Raises:
-        ConfigError: the input is too small; the message names the smallest input of at least its size that works.
+        ConfigError: the input does not fit; the message names the smallest input of at least its size that works.
     """
     last = tuple(compute_size(size) for size in shape)
     if min(last) >= 1 and prod(last) >= at_least:
         return last
-    smallest = _find_smallest_input(shape, compute_size, at_least)
+    smallest = [next(size for size in count(start) if compute_size(size) >= 1) for start in shape]
+    if prod(map(compute_size, smallest)) < at_least:
+        smallest[-1] = next(size for size in count(smallest[-1]) if compute_size(size) >= at_least)
+    given, found, fit = (format_shape(sizes) for sizes in (shape, last, smallest))
     raise ConfigError(
-        f"model {name!r}: input {_format_shape(shape)} is too small, its last feature map would be "
-        f"{_format_shape(last)}; the smallest that works is {_format_shape(smallest)}. "
-        "Use larger images, or choose a smaller model."
+        f"model {name!r}: input {given} does not fit, its last feature map would be {found}; the smallest that works "
+        f"is {fit}. Use larger images or another task.patch, or choose a smaller model."
     )
-
-
-def _find_smallest_input(shape: Sequence[int], compute_size: SizeFunction, at_least: int) -> tuple[int, ...]:
-    """Enlarge an input, axis by axis, until it works; axes that are large enough keep their size."""
-    enlarged = [_enlarge(size, compute_size, 1) for size in shape]
-    if prod(compute_size(size) for size in enlarged) < at_least:
-        enlarged[-1] = _enlarge(enlarged[-1], compute_size, at_least)
-    return tuple(enlarged)
-
-
-def _enlarge(size: int, compute_size: SizeFunction, minimum: int) -> int:
-    while compute_size(size) < minimum:
-        size += 1
-    return size
-
-
-def _format_shape(shape: Sequence[int]) -> str:
-    return "x".join(str(size) for size in shape)
 
 
 def build_convolution_block(
