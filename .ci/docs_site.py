@@ -16,10 +16,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic import BaseModel
+from typer.main import get_command
 
 import flare_sparse
 from flare_sparse import client
-from flare_sparse.cli import COMMANDS, load_command
+from flare_sparse.cli import COMMANDS, app
 from flare_sparse.cli.settings import find_source, get_first_line, iterate_settings
 from flare_sparse.config.policy.policy import Policy
 from flare_sparse.config.schema import RunConfig
@@ -121,7 +122,7 @@ def format_commands() -> str:
     """Return the page of all commands: what ``--help`` says."""
     lines = ["# Command line", "", "Every command, as `flare-sparse COMMAND --help` shows it.", ""]
     for name in COMMANDS:
-        for path, command in list_commands(f"flare-sparse {name}", load_command(name)):
+        for path, command in list_commands(f"flare-sparse {name}", get_command(app).commands[name]):
             usage = " ".join(p.name.upper() for p in command.params if p.param_type_name == "argument")
             lines += [f"## {path.removeprefix('flare-sparse ')}", "", *format_help(command.help or "")]
             lines += [f"`{path} {usage} [OPTIONS]`".replace("  ", " "), ""]

@@ -25,7 +25,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import flare_sparse
-from flare_sparse.cli import COMMANDS, app, load_command
+from flare_sparse.cli import app
 from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.core.version import VERSION
 from flare_sparse.tasks.data.partition import PARTITIONS
@@ -130,7 +130,7 @@ def find_unknown_options(line: str) -> set[str]:
             break
         if any(name not in command.commands for name in names):
             return {line}
-        command = load_command(names[0]) if command is root else command.commands[names[0]]
+        command = command.commands[names[0]]
     known = {option for parameter in (*command.params, *root.params) for option in parameter.opts} | {"--help"}
     # What is in quotes is the value of an option, such as another program's command line.
     unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", " ".join(words))
@@ -172,7 +172,7 @@ def test_unknown_commands_and_options_are_found() -> None:
 
 
 def test_options_that_messages_name_exist() -> None:
-    tops: list[Any] = [get_command(app), *map(load_command, COMMANDS)]
+    tops: list[Any] = [get_command(app), *get_command(app).commands.values()]
     commands = [command for top in tops for command in (top, *getattr(top, "commands", {}).values())]
     known = {option for command in commands for parameter in command.params for option in parameter.opts}
     named = {

@@ -124,21 +124,6 @@ def test_sweep_needs_validation_examples_and_valid_settings(job: Path, tmp_path:
     assert names == {".lock"}, "all are checked before the first run"
 
 
-@pytest.mark.long
-def test_runs_side_by_side_have_the_same_bits(job: Path, tmp_path: Path) -> None:
-    for parallel, name in ((1, "one"), (2, "two")):
-        assert call(job, *GRID, "--parallel", parallel, "--out", tmp_path / name).exit_code == 0
-    one, two = (
-        {
-            path.parent.name: json.loads(path.read_text())["model_sha256"]
-            for path in (tmp_path / name).glob("*/summary.json")
-        }
-        for name in ("one", "two")
-    )
-    assert one == two
-    assert len(one) == 4
-
-
 @pytest.mark.slow
 def test_method_of_the_users_is_compared_with_a_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

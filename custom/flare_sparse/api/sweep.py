@@ -2,11 +2,7 @@
 
 import json
 import logging
-import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,7 +63,6 @@ def sweep(
     overrides: Overrides = (),
     *,
     seeds: int = 3,
-    parallel: int = 1,
     out: str | Path | None = None,
     observer: Observer = SILENT,
 ) -> Sweep:
@@ -82,7 +77,6 @@ def sweep(
             lacks is left out of its runs.
         overrides: settings of all runs.
         seeds: seeds per setting, from the configuration's on.
-        parallel: runs at a time, a process each.
         out: folder of the sweep; None: ``runs/NAME-sweep``.
         observer: hears of each run that ends.
 
@@ -112,8 +106,10 @@ def sweep(
         # All settings are checked before the first run starts.
         pending = [trial for trial in trials if not _is_finished(_load(file, shared, trial), folder / trial.folder)]
         observer.say(f"{len(trials)} runs, {len(trials) - len(pending)} of them finished; folder: {folder}")
-        start = partial(run_trial, file.resolve(), shared, folder=folder.resolve())
-        failures = _run_trials(start, pending, parallel, observer)
+        failures = {}
+        for trial in pending:
+            if reason := _run_trial(_load(file, shared, trial), trial, folder, observer):
+                failures[trial] = reason
         results = {
             trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8"))
             for trial in trials
@@ -156,35 +152,9 @@ def _join(values: Sequence[Any]) -> str:
     return ",".join(json.dumps(value, default=str) for value in values)
 
 
-def _run_trials(
-    start: Callable[[Trial], tuple[str, str | None]], pending: list[Trial], parallel: int, observer: Observer
-) -> dict[Trial, str]:
-    """Run trials, say a line for each as it ends, and return why the failed ones failed.
-
-    Raises:
-        ConfigError: a process ended without a result.
-    """
-    failures = {}
-    # A new interpreter for each worker: torch's threads do not survive a fork.
-    workers = ProcessPoolExecutor(parallel, multiprocessing.get_context("spawn")) if parallel > 1 else nullcontext()
-    with workers as pool:
-        ended = pool.map(start, pending) if pool else map(start, pending)
-        try:
-            for trial, (line, failure) in zip(pending, ended, strict=True):
-                observer.say(line)
-                if failure is not None:
-                    failures[trial] = failure
-        except BrokenProcessPool as error:
-            raise ConfigError(
-                "a process of the sweep ended without a result, as one does that takes more memory than the machine"
-                f" has; lower --parallel {parallel}. The same command continues the sweep"
-            ) from error
-    return failures
-
-
-def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -> tuple[str, str | None]:
-    """Run a trial, or resume it, and return a line of text about it, and why it failed; None if it did not."""
-    study, out = _load(file, overrides, trial), folder / trial.folder
+def _run_trial(study: Study, trial: Trial, folder: Path, observer: Observer) -> str | None:
+    """Run a trial, or resume it, say a line about it, and return why it failed; None if it did not."""
+    out = folder / trial.folder
     out.mkdir(parents=True, exist_ok=True)
     # Before the run, so that a later sweep with other settings notices a run that failed, too.
     (out / CONFIG).write_text(dump_config(study.config), encoding="utf-8")
@@ -192,7 +162,6 @@ def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -
         result = RunFolder(out, resume=RunFolder(out).has_checkpoint)
         with result.claim():
             summary = launch("local", study, result, SILENT).summary
-    # As text: some errors hold what cannot be sent to the process of the sweep.
     except FlareSparseError as error:
         reason = f"{error.code}: {error}"
     except (MemoryError, OSError, RuntimeError) as error:
@@ -203,8 +172,10 @@ def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -
         name = summary["metric"]["name"]
         value = summary["final"]["metrics"].get(f"{VALIDATION}{name}")
         shown = "-" if value is None else f"{value:.4g}"
-        return f"{trial.folder}: validation {name} {shown}, {summary['seconds']:.0f} s", None
-    return f"{trial.label} failed: {reason}", reason
+        observer.say(f"{trial.folder}: validation {name} {shown}, {summary['seconds']:.0f} s")
+        return None
+    observer.say(f"{trial.label} failed: {reason}")
+    return reason
 
 
 def _load(file: Path, overrides: list[str], trial: Trial) -> Study:

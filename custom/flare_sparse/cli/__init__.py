@@ -1,20 +1,17 @@
-"""The command line ``flare-sparse``: one module per command, imported when the command is called.
+"""The command line ``flare-sparse``: one module per command.
 
 Its function imports what takes seconds, such as torch, so that --help does not wait for it.
 """
 
-import ast
-from functools import cache
 from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperGroup
 
-from ..core.errors import ConfigError
-from .console import JSON, Commands, join_lines
+from ..core.errors import ConfigError, FlareSparseError
+from .console import JSON, join_lines, print_error
 from .console import out as console
 
 GROUPS = {
@@ -33,14 +30,11 @@ HAVE_JSON = (
 """Commands that print JSON with --json, which may stand anywhere on their line."""
 
 
-class _LazyCommands(Commands):
-    """Imports the module of the command that is called, and of no other: together they import torch and FLARE."""
+class _Commands(TyperGroup):
+    """Group of all commands; an error of this package ends a command with the error's text and exit code."""
 
-    def __init__(self, **attributes: Any):
-        super().__init__(**attributes)
-        self.commands = {
-            name: TyperCommand(name, rich_help_panel=group) for group, names in GROUPS.items() for name in names
-        }
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, sorted(args, key=lambda word: word != "--json"))
@@ -48,47 +42,27 @@ class _LazyCommands(Commands):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         if JSON.get() and args[0] not in HAVE_JSON and " ".join(args[:2]) not in HAVE_JSON:
             raise ConfigError(f"--json: it is for {', '.join(HAVE_JSON)}; leave it out")
-        if args[0] in COMMANDS:
-            self.commands[args[0]] = load_command(args[0])
         return super().resolve_command(ctx, args)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        for name, command in self.commands.items():
-            command.help = _read_help(name)
-        super().format_help(ctx, formatter)
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FlareSparseError as error:
+            print_error(error)
+            raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 
 
-@cache
-def load_command(name: str) -> Any:
-    """Import and return a command of ``COMMANDS``, for ``site`` the group of its commands."""
-    function = getattr(import_module(f".{name}", __package__), name)
-    if isinstance(function, typer.Typer):
-        group = function
-    else:
-        group = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-        group.command()(function)
-    for info in group.registered_commands:
-        info.help = join_lines(info.callback.__doc__ or "")
-    return typer.main.get_command(group)
-
-
-def _read_help(name: str) -> str:
-    """Return a command's help without importing its module: the docstring of its function, or ``HELP``."""
-    for node in ast.parse(Path(__file__).with_name(f"{name}.py").read_text("utf-8")).body:
-        match node:
-            case ast.FunctionDef(name=found) if found == name:
-                return join_lines(ast.get_docstring(node) or "")
-            case ast.Assign(targets=[ast.Name(id="HELP")], value=ast.Constant(value=str(text))):
-                return text
-    raise LookupError(f"cli/{name}.py has neither a function {name} nor HELP")
-
-
-app = typer.Typer(
-    cls=_LazyCommands,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+for _panel, _names in GROUPS.items():
+    for _name in _names:
+        # Not imported by name: that would hide the module behind its function.
+        _command = getattr(import_module(f".{_name}", __package__), _name)
+        if isinstance(_command, typer.Typer):
+            for _info in _command.registered_commands:
+                _info.help = join_lines(_info.callback.__doc__ or "")
+            app.add_typer(_command, name=_name, rich_help_panel=_panel)
+        else:
+            app.command(rich_help_panel=_panel, help=join_lines(_command.__doc__))(_command)
 
 
 def _show_version(requested: bool) -> None:

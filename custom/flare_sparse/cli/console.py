@@ -16,9 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
 
-from ..core.errors import ConfigError, FlareSparseError
+from ..core.errors import FlareSparseError
 from ..core.findings import Finding
 from ..results.runs.progress import Printer
 
@@ -121,14 +120,3 @@ def join_lines(text: str) -> str:
     """Join the lines of every paragraph of a docstring, except examples: the terminal wraps the help to its width."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(part if part.startswith(" ") else part.replace("\n", " ") for part in paragraphs)
-
-
-class Commands(TyperGroup):
-    """Group of all commands; an error of this package ends a command with the error's text and exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except FlareSparseError as error:
-            print_error(error)
-            raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error

@@ -26,7 +26,7 @@ HELP = """Prepare a site and keep it: data, policy, allowed classes; people, wit
 [dim]flare-sparse site log /opt/flare/site-1[/]
 """
 
-site = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP, add_completion=False)
+site = typer.Typer(no_args_is_help=True, help=HELP)
 
 Kit = Annotated[
     Path, typer.Argument(help="The site's startup kit: the folder that holds startup/ and local/", show_default=False)

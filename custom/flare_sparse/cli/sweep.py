@@ -29,7 +29,6 @@ def sweep(
         ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting, from the configuration's on")] = 3,
-    parallel: Annotated[int, typer.Option(min=1, help="Runs at a time, a process each")] = 1,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of the sweep; default: runs/NAME-sweep; the same folder continues a sweep"),
@@ -56,7 +55,7 @@ def sweep(
     from ..api import sweep as sweeps
 
     observer = Screen(err) if JSON.get() else Screen()
-    result = sweeps.sweep(config, grid, set_ or (), seeds=seeds, parallel=parallel, out=out, observer=observer)
+    result = sweeps.sweep(config, grid, set_ or (), seeds=seeds, out=out, observer=observer)
     if JSON.get():
         typer.echo((result.path / sweeps.RECORD).read_text(encoding="utf-8"))
         return
