@@ -407,7 +407,7 @@ def test_metrics_are_averaged_by_steps_unless_a_site_sends_none(tmp_path: Path) 
     [
         (lambda: MagnitudePruning(1.5), "MagnitudePruning: sparsity is 1.5"),
         (
-            lambda: MagnitudePruning(0.5, {"initial_sparsity": 0.9}),
+            lambda: MagnitudePruning(0.5, settings={"initial_sparsity": 0.9}),
             "the arguments do not fit together: .*initial_sparsity 0.9 is above",
         ),
         (lambda: OrderedMean(min_sites=0), "min_sites is 0, expected a number from 1"),

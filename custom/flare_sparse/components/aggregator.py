@@ -9,6 +9,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -42,50 +43,50 @@ from .uploads import check_settings
 StateT = TypeVar("StateT", bound=HasRound)
 
 
+@dataclass(eq=False, kw_only=True)
 class MethodAggregator(ModelAggregator, ABC, Generic[StateT]):
     """Aggregates updates as a method does; the network is that of the persistor.
 
     The mask of the next model, where the method has one, travels in its meta, where ``KeepMask`` and a script find it.
-    After each round the method's state lies in the job's folder, in ``NAME.safetensors``.
+    After each round the method's state lies in the job's folder, in ``NAME.safetensors``. The fields that a subclass
+    adds are settings of its method.
 
     Args:
         min_sites: quorum: fewest updates of a round.
         persistor_id: component that holds the network; without one, tensors are known by names and shapes alone.
         resume_from: file with the state of an earlier job, whose model the persistor loads; empty: a new run.
         settings: rarer settings of the method, by the names that a configuration has in ``method:``.
-        named: settings of the method that the subclass has as arguments.
 
     Attributes:
         rarer: names that ``settings`` may have; what has no effect at the server is not among them.
     """
 
+    min_sites: int = 1
+    persistor_id: str = "persistor"
+    resume_from: str = ""
+    settings: dict[str, Any] | None = None
+
     method_class: ClassVar[type[Method[Any, Any]]]
     rarer: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
-        self,
-        min_sites: int,
-        persistor_id: str,
-        resume_from: str,
-        settings: Mapping[str, Any] | None = None,
-        **named: Any,
-    ):
+    def __post_init__(self) -> None:
         super().__init__()
-        if type(min_sites) is not int or min_sites < 1:
-            raise ComponentError(self, f"min_sites is {min_sites!r}, expected a number from 1", "correct the job")
-        if unknown := sorted(set(settings or {}) - set(self.rarer)):
-            raise ComponentError(
-                self, f"settings has {list_first(unknown)}, expected of {list_first(self.rarer, 9)}", "correct the job"
-            )
-        self.min_sites, self.persistor_id, self.resume_from = min_sites, persistor_id, resume_from
-        self.settings = None if settings is None else dict(settings)
-        self._values = {**named, **(settings or {})}
+        if type(self.min_sites) is not int or self.min_sites < 1:
+            raise ComponentError(self, f"min_sites is {self.min_sites!r}, expected a number from 1", "correct the job")
+        if unknown := sorted(set(self.settings or {}) - set(self.rarer)):
+            expected = list_first(self.rarer, 9) or "none"
+            raise ComponentError(self, f"settings has {list_first(unknown)}, expected of {expected}", "correct the job")
         self.read_config(1)
         self._rounds: int | None = None
         self._method: Method[Any, StateT] | None = None
         self._state: StateT | None = None
         self._stored: bytes = b""
         self.reset_stats()
+
+    @property
+    def _always_serialize_args(self) -> set[str]:
+        # FLARE exports no argument that equals its default; who reviews the job must see these.
+        return {field.name for field in fields(self)} - {"persistor_id", "resume_from", "settings"}
 
     @property
     @abstractmethod
@@ -99,7 +100,7 @@ class MethodAggregator(ModelAggregator, ABC, Generic[StateT]):
             ComponentError: an argument is invalid.
         """
         config: type[MethodConfig] = self.method_class.Config
-        return check_settings(self, config, {**self._values, "rounds": rounds})
+        return check_settings(self, config, rounds=rounds, **(self.settings or {}))
 
     def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
         """Return the entries of an update that count, of those that are ``present``; by default the live ones."""
@@ -166,15 +167,13 @@ class MethodAggregator(ModelAggregator, ABC, Generic[StateT]):
             raise ComponentError(self, "the site has sent an update before", "count one update of each site")
         # Tensors that a filter of the site removed (ExcludeVars) are not present, and count as the method says.
         present = Mask(layout.select(lambda spec: spec.name in model.params))
-        start, params = to_vector(before, layout, self), dict(model.params)
-        missing = {spec.name: torch.zeros(spec.shape) for spec in layout.tensors if spec.name not in params}
-        mask = self.select_sent(model, present, site)
+        start, mask = to_vector(before, layout, self), self.select_sent(model, present, site)
         if not mask <= present:
-            names = ", ".join(list(missing)[:3])
+            names = ", ".join([spec.name for spec in layout.tensors if spec.name not in model.params][:3])
             raise ComponentError(
                 self, f"the update lacks {names}", "leave out ExcludeVars, or choose SelectiveSum, which counts owners"
             )
-        values = to_vector({**params, **missing}, layout, self)
+        values = to_vector(model.params, layout, self, fills=True)
         content = self.get_content(state)
         values = mask.take(_complete(values, start, content, is_difference=is_difference))
         if not bool(torch.isfinite(values).all()):

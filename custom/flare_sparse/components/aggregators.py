@@ -1,9 +1,8 @@
 """Aggregators of the methods, for the servers of any FLARE job: one class for each paper's server."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-import torch
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from torch import Tensor
 
@@ -24,41 +23,24 @@ from .arrays import MASK, ComponentError, read_mask, to_vector
 
 
 class OrderedMean(MethodAggregator[AveragedState]):
-    """The mean of the sites' models, weighted by their steps, with the same bits for every order of arrival.
+    """The mean of the sites' models, weighted by their steps, with the same bits for every order of arrival."""
 
-    Args:
-        min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
-    """
-
-    _always_serialize_args = ("min_sites",)
     method_class = FedAvg
     state_class = AveragedState
 
-    def __init__(self, min_sites: int = 1, persistor_id: str = "persistor", resume_from: str = ""):
-        super().__init__(min_sites, persistor_id, resume_from)
 
-
+@dataclass(eq=False)
 class RankMean(MethodAggregator[LoRAA2State]):
     """Adds ``sum_k w_k dB_k``; a slot that a site did not send counts with a delta of zero (docs/algorithms.md, 4.4).
 
     Args:
         schedule: as of ``RankUpload``, which the sites need.
-        min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
     """
 
-    _always_serialize_args = ("schedule", "min_sites")
+    schedule: Literal["alternate", "b_only"] = "alternate"
+
     method_class = LoRAA2
     state_class = LoRAA2State
-
-    def __init__(
-        self,
-        schedule: Literal["alternate", "b_only"] = "alternate",
-        min_sites: int = 1,
-        persistor_id: str = "persistor",
-        resume_from: str = "",
-    ):
-        self.schedule = schedule
-        super().__init__(min_sites, persistor_id, resume_from, schedule=schedule)
 
     def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
         method, state = self._method, self._state
@@ -73,35 +55,27 @@ class RankMean(MethodAggregator[LoRAA2State]):
         return sent
 
 
+@dataclass(eq=False)
 class FlexLoRAMean(MethodAggregator[ModelState]):
     """Averages products of adapters; slot ``i`` of the result is the ``i``-th singular direction (section 4.9).
 
     Args:
         rank: r_k of a site, of whose adapters the first r_k slots count.
         ranks: r_k of single sites, by name.
-        min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
     """
 
-    _always_serialize_args = ("rank", "ranks", "min_sites")
+    rank: int = 8
+    ranks: dict[str, int] = field(default_factory=dict)
+
     method_class = FlexLoRA
     state_class = ModelState
-
-    def __init__(
-        self,
-        rank: int = 8,
-        ranks: Mapping[str, int] | None = None,
-        min_sites: int = 1,
-        persistor_id: str = "persistor",
-        resume_from: str = "",
-    ):
-        self.rank, self.ranks = rank, dict(ranks or {})
-        super().__init__(min_sites, persistor_id, resume_from, rank=rank, ranks=self.ranks)
 
     def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
         assert isinstance(self._method, FlexLoRA), "init_state() comes first"
         return self._method.select_first_ranks(self._method.config.get_rank(site))
 
 
+@dataclass(eq=False)
 class SelectiveSum(MethodAggregator[SelectiveState]):
     """Adds the deltas that sites sent; running statistics are averaged (docs/algorithms.md, section 3.3).
 
@@ -111,22 +85,12 @@ class SelectiveSum(MethodAggregator[SelectiveState]):
     Args:
         aggregation: ``"sum"`` of all deltas (the papers); ``"mean"``: weighted by steps, what was not sent counts as
             zero; ``"count"``: weighted mean over the sites that sent an entry.
-        min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
     """
 
-    _always_serialize_args = ("aggregation", "min_sites")
+    aggregation: Aggregation = "sum"
+
     method_class = SCBF
     state_class = SelectiveState
-
-    def __init__(
-        self,
-        aggregation: Aggregation = "sum",
-        min_sites: int = 1,
-        persistor_id: str = "persistor",
-        resume_from: str = "",
-    ):
-        self.aggregation = aggregation
-        super().__init__(min_sites, persistor_id, resume_from, aggregation=aggregation)
 
     def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
         assert self._method is not None, "init_state() comes first"
@@ -136,10 +100,10 @@ class SelectiveSum(MethodAggregator[SelectiveState]):
             return read_mask(model.meta[MASK], layout, self) & present
         if model.params_type != ParamsType.DIFF:
             return present
-        missing = {spec.name: torch.zeros(spec.shape) for spec in layout.tensors if spec.name not in model.params}
-        return Mask(to_vector({**model.params, **missing}, layout, self) != 0)
+        return Mask(to_vector(model.params, layout, self, fills=True) != 0)
 
 
+@dataclass(eq=False)
 class MetaStep(MethodAggregator[MetaGaterState]):
     """Takes Algorithm 1's lines 10 to 13; gate groups that the Group Lasso makes zero close for good (section 6).
 
@@ -147,27 +111,17 @@ class MetaStep(MethodAggregator[MetaGaterState]):
         proximity: lambda, also the weight of the sites' proximal term (FedProx's mu).
         lasso: mu, weight of the Group Lasso on the gates.
         settings: of the step and its acceleration, by the names in :attr:`rarer`; see docs/algorithms.md, section 6.
-        min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
     """
 
-    _always_serialize_args = ("proximity", "lasso", "min_sites")
+    proximity: float = 0.2
+    lasso: float = 1e-4
+
     method_class = MetaGater
     state_class = MetaGaterState
     rarer = ("step", "momentum_cap", "closed_channels")
 
-    def __init__(
-        self,
-        proximity: float = 0.2,
-        lasso: float = 1e-4,
-        settings: Mapping[str, Any] | None = None,
-        min_sites: int = 1,
-        persistor_id: str = "persistor",
-        resume_from: str = "",
-    ):
-        self.proximity, self.lasso = proximity, lasso
-        super().__init__(min_sites, persistor_id, resume_from, settings, proximity=proximity, lasso=lasso)
 
-
+@dataclass(eq=False)
 class MagnitudePruning(MethodAggregator[FedSparsifyState]):
     """Averages the sites' models and switches the smallest entries off for good (docs/algorithms.md, section 2).
 
@@ -176,26 +130,16 @@ class MagnitudePruning(MethodAggregator[FedSparsifyState]):
     Args:
         sparsity: S_T, share of pruned entries after the last round of the controller.
         settings: of the schedule (Eq. 1) and of what is pruned, by the names in :attr:`rarer`; see section 2.5.
-        min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
     """
 
-    _always_serialize_args = ("sparsity", "min_sites")
+    sparsity: float = 0.9
+
     method_class = FedSparsify
     state_class = FedSparsifyState
     rarer = ("initial_sparsity", "first_round", "prune_every", "exponent", "prunable")
 
-    def __init__(
-        self,
-        sparsity: float = 0.9,
-        settings: Mapping[str, Any] | None = None,
-        min_sites: int = 1,
-        persistor_id: str = "persistor",
-        resume_from: str = "",
-    ):
-        self.sparsity = sparsity
-        super().__init__(min_sites, persistor_id, resume_from, settings, sparsity=sparsity)
 
-
+@dataclass(eq=False)
 class ScoredMask(MethodAggregator[NeuroSFLState]):
     """Turns the first round's scores into a mask, and averages inside it from the second on (section 5 of the docs).
 
@@ -206,25 +150,14 @@ class ScoredMask(MethodAggregator[NeuroSFLState]):
         sparsity: p, share of the maskable entries that is off.
         scores: ``"snip"``, ``"weighted_snip"`` (by the sites' numbers) or ``"shuffled_snip"``.
         settings: ``min_per_layer``, live entries that every maskable tensor keeps, and ``maskable``; see section 5.2.
-        min_sites, persistor_id, resume_from: see :class:`.aggregator.MethodAggregator`.
     """
 
-    _always_serialize_args = ("sparsity", "scores", "min_sites")
+    sparsity: float = 0.9
+    scores: Literal["snip", "weighted_snip", "shuffled_snip"] = "snip"
+
     method_class = NeuroSFL
     state_class = NeuroSFLState
     rarer = ("min_per_layer", "maskable")
-
-    def __init__(
-        self,
-        sparsity: float = 0.9,
-        scores: Literal["snip", "weighted_snip", "shuffled_snip"] = "snip",
-        settings: Mapping[str, Any] | None = None,
-        min_sites: int = 1,
-        persistor_id: str = "persistor",
-        resume_from: str = "",
-    ):
-        self.sparsity, self.scores = sparsity, scores
-        super().__init__(min_sites, persistor_id, resume_from, settings, sparsity=sparsity, scores=scores)
 
     def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
         assert self._state is not None, "init_state() comes first"

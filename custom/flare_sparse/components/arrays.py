@@ -86,23 +86,26 @@ def check_plain(dxo: DXO, component: object) -> None:
     )
 
 
-def to_vector(arrays: Arrays, layout: Layout, component: object) -> Tensor:
+def to_vector(arrays: Arrays, layout: Layout, component: object, *, fills: bool = False) -> Tensor:
     """Return named arrays as one float32 vector ``(P,)``; arrays that the layout does not have are left out.
+
+    With ``fills`` a missing tensor is one of zeros.
 
     Raises:
         ComponentError: a tensor is missing or has another shape: the arrays are of another network.
     """
-    if missing := [spec.name for spec in layout.tensors if spec.name not in arrays]:
+    tensors = {spec.name: torch.zeros(spec.shape) for spec in layout.tensors if spec.name not in arrays}
+    if tensors and not fills:
         raise ComponentError(
             component,
-            f"the message lacks {list_first(missing, 3)}; it has {list_first(map(str, arrays), 3)}",
+            f"the message lacks {list_first(tensors, 3)}; it has {list_first(map(str, arrays), 3)}",
             "name the network that the script trains, and leave out filters that remove tensors (ExcludeVars) before "
             "this one",
         )
-    tensors = {}
-    for spec in layout.tensors:
-        tensors[spec.name] = _read_array(arrays[spec.name], spec, component)
-    return layout.flatten(tensors)
+    read = {
+        spec.name: _read_array(arrays[spec.name], spec, component) for spec in layout.tensors if spec.name in arrays
+    }
+    return layout.flatten(tensors | read)
 
 
 def _read_array(array: Any, spec: TensorSpec, component: object) -> Tensor:

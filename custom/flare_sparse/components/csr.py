@@ -3,6 +3,7 @@
 The entry point of papers that report CSR (NeuroSFL, FedSparsify). The encodings of ``SparseExchange`` are smaller.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class ToCSR(ModelFilter):
         return DXO(DataKind.APP_DEFINED, data=data, meta={**dxo.meta, CSR_KIND: DataKind(dxo.data_kind).value})
 
 
+@dataclass(eq=False)
 class FromCSR(ModelFilter):
     """Undoes ``ToCSR``. Every table is checked before an array of the declared shape is allocated.
 
@@ -44,11 +46,9 @@ class FromCSR(ModelFilter):
         max_entries: largest number of entries of all tables of a message: few bytes may declare any shape.
     """
 
-    kinds = (DataKind.APP_DEFINED,)
+    max_entries: int = 2**28
 
-    def __init__(self, max_entries: int = 2**28):
-        super().__init__()
-        self.max_entries = max_entries
+    kinds = (DataKind.APP_DEFINED,)
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
         if not isinstance(dxo.meta, dict) or CSR_KIND not in dxo.meta:

@@ -6,6 +6,7 @@ and reason, and the round goes on without it. FLARE's controllers skip an empty 
 package count who is left against their quorum.
 """
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
@@ -60,6 +61,7 @@ def check_last(item: Filter, fl_ctx: FLContext) -> None:
             )
 
 
+@dataclass(eq=False)
 class ModelFilter(DXOFilter):
     """A filter of models and updates; messages without arrays pass.
 
@@ -71,7 +73,7 @@ class ModelFilter(DXOFilter):
     kinds: ClassVar[tuple[DataKind, ...]] = MODELS
     is_strict: ClassVar[bool] = False
 
-    def __init__(self) -> None:
+    def __post_init__(self) -> None:
         super().__init__(list(self.kinds), list(self.kinds))
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

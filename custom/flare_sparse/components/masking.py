@@ -6,7 +6,7 @@ The filters need the model that the site has received; FLARE hands them the resu
 import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -157,6 +157,7 @@ def _shape(received: Any, sent: Any) -> Any:
 TASK, ZEROS = "task", "zeros"
 
 
+@dataclass(eq=False)
 class KeepMask(ReceivingFilter):
     """Entries outside a mask keep the value that the site received, bit for bit; of a difference they are zero.
 
@@ -169,11 +170,10 @@ class KeepMask(ReceivingFilter):
 
     _always_serialize_args = ("source",)
 
-    def __init__(self, source: str = TASK):
-        super().__init__()
-        self.source = source
-        self._has_kept = False
-        self._has_masked = False
+    source: str = TASK
+
+    _has_kept: ClassVar[bool] = False
+    _has_masked: ClassVar[bool] = False
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         super().handle_event(event_type, fl_ctx)

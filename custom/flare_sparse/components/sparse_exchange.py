@@ -10,11 +10,11 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
 from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.event_type import EventType
 from nvflare.apis.filter import FilterChainType, FilterContextKey
@@ -50,6 +50,7 @@ _COUNTER = "num_batches_tracked"
 ValueT = TypeVar("ValueT")
 
 
+@dataclass(eq=False)
 class SparseExchange(ModelFilter):
     """Encodes and decodes the models and updates of a job.
 
@@ -68,22 +69,17 @@ class SparseExchange(ModelFilter):
     kinds = (*MODELS, DataKind.APP_DEFINED)
     is_strict = True
 
-    def __init__(
-        self,
-        keep: float = 1.0,
-        values: ValueType = "float32",
-        error_feedback: bool = True,
-        mask: list[str] | None = None,
-        content: Literal["model", "update"] | None = None,
-    ):
-        super().__init__()
-        # FLARE exports the arguments that are stored under their own names.
-        self.keep, self.values, self.error_feedback = keep, values, error_feedback
-        self.mask, self.content = mask, content
-        if content not in ("model", "update", None):
-            raise ComponentError(self, f"content is {content!r}, expected 'model' or 'update'", "correct the job")
-        settings = {"keep": keep, "values": values, "error_feedback": error_feedback, "mask": mask}
-        self._settings = check_settings(self, StreamSettings, settings)
+    keep: float = 1.0
+    values: ValueType = "float32"
+    error_feedback: bool = True
+    mask: list[str] | None = None
+    content: Literal["model", "update"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.content not in ("model", "update", None):
+            raise ComponentError(self, f"content is {self.content!r}, expected 'model' or 'update'", "correct the job")
+        self._settings = check_settings(self, StreamSettings)
         self._tasks: set[str] = set()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -165,10 +161,10 @@ class SparseExchange(ModelFilter):
             raise ComponentError(
                 self, f"the result has {unknown[0]!r}, which the received model has not", "send others"
             )
-        absent = {spec.name: torch.zeros(spec.shape) for spec in layout.tensors if spec.name not in floats}
-        vector = to_vector({**floats, **absent}, layout, self)
+        absent = [spec.name for spec in layout.tensors if spec.name not in floats]
+        vector = to_vector(floats, layout, self, fills=True)
         message = stream.encode(vector, self._settings, is_delta=is_delta, missing=absent)
-        return _wrap({"message": message, "missing": list(absent), "is_delta": is_delta, "others": others}, dxo)
+        return _wrap({"message": message, "missing": absent, "is_delta": is_delta, "others": others}, dxo)
 
     def _decode_update(
         self, dxo: DXO, packet: Any, stream: ServerStream | SiteStream, shareable: Shareable, fl_ctx: FLContext

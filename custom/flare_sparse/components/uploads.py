@@ -1,7 +1,7 @@
 """Filters that let a part of a site's delta leave: its most changed channels, or adapter ranks."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
@@ -55,14 +55,15 @@ class UploadFilter(ReceivingFilter):
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
-def check_settings(component: object, config: type[ConfigT], arguments: Mapping[str, Any]) -> ConfigT:
-    """Return the settings of a component.
+def check_settings(component: object, config: type[ConfigT], **others: Any) -> ConfigT:
+    """Return the settings that a component has as arguments of the same names, and others.
 
     Raises:
         ComponentError: an argument has a value that they refuse.
     """
+    own = {name: value for name, value in vars(component).items() if name in config.model_fields}
     try:
-        return config(**arguments)
+        return config(**own, **others)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "arguments"
@@ -70,6 +71,7 @@ def check_settings(component: object, config: type[ConfigT], arguments: Mapping[
         raise ComponentError(component, f"{found}: {first['msg']}", "correct the job's configuration") from error
 
 
+@dataclass(eq=False)
 class ChannelUpload(UploadFilter):
     """Lets the entries on a site's most changed channel paths leave (docs/algorithms.md, sections 3.4 to 3.7).
 
@@ -89,21 +91,17 @@ class ChannelUpload(UploadFilter):
     # FLARE exports no argument that equals its default; who reviews the job must see these.
     _always_serialize_args = ("rate", "budget", "selection", "biases")
 
-    def __init__(
-        self,
-        rate: float = 0.3,
-        budget: float | None = None,
-        selection: Selection = "positive",
-        biases: Biases = "selected",
-        model: nn.Module | None = None,
-        seed: int = 0,
-    ):
-        super().__init__()
-        self.rate, self.budget, self.selection, self.biases = rate, budget, selection, biases
-        self.model, self.seed = model, seed
-        settings = {"rate": rate, "budget": budget, "selection": selection, "biases": biases}
-        self._selector = ChannelSelector(check_settings(self, ChannelConfig, settings), seed)
-        self._layout = None if model is None else Layout.from_module(model)
+    rate: float = 0.3
+    budget: float | None = None
+    selection: Selection = "positive"
+    biases: Biases = "selected"
+    model: nn.Module | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._selector = ChannelSelector(check_settings(self, ChannelConfig), self.seed)
+        self._layout = None if self.model is None else Layout.from_module(self.model)
 
     def get_layout(self, arrays: Arrays) -> Layout:
         return guess_layout(arrays) if self._layout is None else self._layout
@@ -112,12 +110,14 @@ class ChannelUpload(UploadFilter):
         return self._selector.select(delta, layout, site, t)
 
 
+@dataclass(eq=False)
 class RankUpload(UploadFilter):
     """Lets one factor of the adapters leave in turn, B in odd rounds, in the slots with the highest scores.
 
-    The active factor is also the mask of the task, so that a script with ``masked`` of the client trains nothing
-    else. A slot's score is that of the entries which the site sends, ``||dB_i A_i||`` (docs/algorithms.md, section
-    4.3); a script that trains the slots of a trial alone, as the paper does, sends just these.
+    The active factor is also the mask of the task, so that a script that trains inside
+    :func:`flare_sparse.client.masked` trains nothing else. A slot's score is that of the entries which the site sends,
+    ``||dB_i A_i||`` (docs/algorithms.md, section 4.3); a script that trains the slots of a trial alone, as the paper
+    does, sends just these.
 
     Args:
         rank: r_k, number of slots by adapted module; not less than the adapters' rank: all slots.
@@ -131,15 +131,13 @@ class RankUpload(UploadFilter):
 
     _always_serialize_args = ("rank", "schedule", "heads")
 
-    def __init__(
-        self,
-        rank: int = 8,
-        schedule: Literal["alternate", "b_only"] = "alternate",
-        heads: Sequence[str] = (),
-    ):
-        super().__init__()
-        self.rank, self.schedule, self.heads = rank, schedule, list(heads)
-        self._config = check_settings(self, LoRAA2Config, {"rank": rank, "schedule": schedule})
+    rank: int = 8
+    schedule: Literal["alternate", "b_only"] = "alternate"
+    heads: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._config = check_settings(self, LoRAA2Config)
 
     def get_layout(self, arrays: Arrays) -> Layout:
         return guess_layout({n: a for n, a in arrays.items() if FACTOR_NAME.fullmatch(n) or self._is_head(n)})
