@@ -11,7 +11,7 @@ import torch
 from local_federation import LocalFederation, Upload
 from toy import Toy, ToyBench
 
-from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.checkpoint.store import STEPPED_BACK, Store
 from flare_sparse.core.errors import FlareSparseError, MetricsError, RoundFailed
 from flare_sparse.core.exchange import EVALUATE, Patch, Request
 from flare_sparse.core.mask import Mask
@@ -165,7 +165,7 @@ def test_own_training_that_diverges_blames_no_update(name: str, settings: dict[s
         federation.run()
     assert "harmful" not in str(caught.value)
     assert [record.round for record in federation.records] == [1, 2, 3]
-    assert Store(tmp_path / SERVER, {}).list_stepped_back() == []
+    assert Store(tmp_path / SERVER, {}).list_numbers(STEPPED_BACK) == []
 
 
 def test_site_without_validation_examples_takes_the_strongest_pull() -> None:

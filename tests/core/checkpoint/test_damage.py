@@ -12,7 +12,7 @@ import pytest
 import torch
 from damage import DAMAGES
 
-from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.checkpoint.store import DAMAGED, Store
 
 SEQUENCES = [damages for length in (1, 2, 3) for damages in product(DAMAGES, repeat=length)]
 
@@ -49,12 +49,12 @@ def test_run_saves_from_the_newest_intact_checkpoint_on(damages: tuple[str, ...]
     loaded = store.load(Content)
     assert loaded is not None
     assert loaded[0] == damaged[0] - 1
-    assert store.list_damaged() == damaged
+    assert store.list_numbers(DAMAGED) == damaged
     for number in range(damaged[0], 7):
         save(store, number)
         assert store.list_numbers() == [number - 1, number]
         assert store.load(Content)[0] == number  # type: ignore[index]
-    assert store.list_damaged() == damaged, "the evidence is kept"
+    assert store.list_numbers(DAMAGED) == damaged, "the evidence is kept"
 
 
 @pytest.mark.parametrize("damages", list(product(DAMAGES, repeat=2)), ids=" and ".join)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flare_sparse.core.checkpoint.store import MANIFEST, TENSORS, Store
+from flare_sparse.core.checkpoint.store import DAMAGED, MANIFEST, TENSORS, Store
 from flare_sparse.core.errors import CheckpointError
 from flare_sparse.core.mask import Mask
 
@@ -129,7 +129,7 @@ def test_manifest_of_deeply_nested_json_counts_as_damaged(store: Store) -> None:
         store.save(number, content(number))
     (store.folder / "00000002" / MANIFEST).write_text("[" * 100_000)
     assert find_newest_number(store) == 1
-    assert store.list_damaged() == [2]
+    assert store.list_numbers(DAMAGED) == [2]
 
 
 def test_also_kept_checkpoint_stays_until_it_is_no_longer_named(store: Store) -> None:

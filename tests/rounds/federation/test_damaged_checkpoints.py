@@ -12,7 +12,7 @@ import toy
 from damage import DAMAGES, copy_folder
 from local_federation import LocalFederation, Upload
 
-from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.checkpoint.store import DAMAGED, Store
 from flare_sparse.core.params import compute_digest
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.rounds.endpoints.events import SERVER, Event
@@ -94,7 +94,7 @@ def test_run_whose_server_checkpoints_are_damaged_starts_again_and_saves(
     assert compute_digest(outcome.weights) == digest
     assert [record.round for record in outcome.rounds][:5] == [1, 2, 3, 4, 5]
     assert store.list_numbers() == [4, 5]
-    assert store.list_damaged() == sorted(damaged)
+    assert store.list_numbers(DAMAGED) == sorted(damaged)
     first = outcome.rounds[0]
     assert [(event.round, event.site, event.event) for event in first.events] == [
         (1, SERVER, "checkpoint_damaged"),
@@ -154,7 +154,7 @@ def test_site_whose_checkpoints_are_damaged_contributes_and_saves(
     assert all(len(record.sites_contributed) == 3 for record in outcome.rounds[:5])
     assert len(store.list_numbers()) == 3
     assert min(store.list_numbers()) > max(damaged)
-    assert store.list_damaged() == sorted(damaged)
+    assert store.list_numbers(DAMAGED) == sorted(damaged)
 
 
 LOSSES = {"damaged": 1, "newest removed": 1, "all removed": 3}

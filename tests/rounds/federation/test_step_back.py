@@ -12,7 +12,7 @@ import torch
 import toy
 from local_federation import LocalFederation, Upload
 
-from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.checkpoint.store import STEPPED_BACK, Store
 from flare_sparse.core.errors import FlareSparseError, RoundFailed
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask
@@ -78,7 +78,7 @@ def test_run_steps_back_from_a_poisoned_commit_and_ends_as_without_it(
         (2, "site-2", "update_discarded"),
         (2, "site-3", "update_discarded"),
     ]
-    assert Store(tmp_path / "run" / SERVER, {}).list_stepped_back() == [2]
+    assert Store(tmp_path / "run" / SERVER, {}).list_numbers(STEPPED_BACK) == [2]
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_minority_that_claims_to_diverge_discards_no_commit(tmp_path: Path) -> N
     )
     with pytest.raises(RoundFailed, match="2 of 3 sites contributed"):
         federation.run()
-    assert Store(tmp_path / SERVER, {}).list_stepped_back() == []
+    assert Store(tmp_path / SERVER, {}).list_numbers(STEPPED_BACK) == []
 
 
 @pytest.mark.slow

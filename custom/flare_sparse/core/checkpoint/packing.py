@@ -197,48 +197,35 @@ def unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor]) -> Any:
     Raises:
         CheckpointError: the value is not of the declared type.
     """
-    return _unpack_checked(packed, kind, _Stored(tensors), "content")
-
-
-def _unpack_checked(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
-    try:
-        return _unpack(packed, kind, tensors, path)
-    except (TypeError, ValueError, KeyError, AttributeError, SelectionError) as error:
-        raise CheckpointError(f"{path}: expected {_get_name(kind)}: {error!r}") from error
+    return _unpack(packed, kind, _Stored(tensors), "content")
 
 
 def _unpack(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
-    origin = get_origin(kind)
+    try:
+        return _unpack_value(packed, kind, tensors, path)
+    except (TypeError, ValueError, KeyError, AttributeError, SelectionError) as error:
+        raise CheckpointError(f"{path}: expected {getattr(kind, '__name__', kind)}: {error!r}") from error
+
+
+def _unpack_value(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
+    origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _unpack_optional(packed, get_args(kind), tensors, path)
-    if origin in _COLLECTIONS:
-        return _unpack_collection(packed, origin, get_args(kind), tensors, path)
+        # X | None is the only union: with more types, the file would have to name one.
+        (inner,) = (part for part in parts if part is not types.NoneType)
+        return None if packed is None else _unpack_value(packed, inner, tensors, path)
+    build = _COLLECTIONS.get(origin)
+    if build is dict:
+        items = _check_type(dict, packed).items()
+        return {name: _unpack(part, parts[1], tensors, f"{path}.{name}") for name, part in items}
+    if build:
+        return build(
+            _unpack(part, parts[0], tensors, f"{path}.{i}") for i, part in enumerate(_check_type(list, packed))
+        )
     if dataclasses.is_dataclass(origin or kind):
         return _unpack_dataclass(packed, kind, tensors, path)
     if kind is Mask:
         return tensors.read_mask(packed)
     return tensors.read_tensor(packed) if kind is Tensor else _check_type(kind, packed)
-
-
-def _unpack_collection(packed: Any, origin: Any, parts: tuple[Any, ...], tensors: _Stored, path: str) -> Any:
-    """Unpack ``tuple[X, ...]``, ``list[X]`` or ``dict[str, X]``, or what a field declares as their abstract type."""
-    build = _COLLECTIONS[origin]
-    if build is dict:
-        return {
-            name: _unpack_checked(part, parts[1], tensors, f"{path}.{name}")
-            for name, part in _check_type(dict, packed).items()
-        }
-    return build(
-        _unpack_checked(part, parts[0], tensors, f"{path}.{i}") for i, part in enumerate(_check_type(list, packed))
-    )
-
-
-def _unpack_optional(packed: Any, parts: tuple[Any, ...], tensors: _Stored, path: str) -> Any:
-    """Unpack ``X | None``, the only union: with more types, the file would have to name one."""
-    if packed is None and type(None) in parts:
-        return None
-    (kind,) = (part for part in parts if part is not type(None))
-    return _unpack(packed, kind, tensors, path)
 
 
 def _unpack_dataclass(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
@@ -250,7 +237,7 @@ def _unpack_dataclass(packed: Any, kind: Any, tensors: _Stored, path: str) -> An
     if sorted(_check_type(dict, packed)) != names:
         raise CheckpointError(f"{path}: {cls.__name__} has {names}, found {sorted(packed)}")
     parts = {name: arguments.get(hints[name], hints[name]) for name in names}
-    return cls(**{name: _unpack_checked(packed[name], part, tensors, f"{path}.{name}") for name, part in parts.items()})
+    return cls(**{name: _unpack(packed[name], part, tensors, f"{path}.{name}") for name, part in parts.items()})
 
 
 def _check_type(kind: Any, packed: Any) -> Any:
@@ -264,7 +251,3 @@ def _check_type(kind: Any, packed: Any) -> Any:
     if type(packed) is not kind:
         raise TypeError(f"found {type(packed).__name__}")
     return packed
-
-
-def _get_name(kind: Any) -> str:
-    return getattr(kind, "__name__", str(kind))

@@ -141,7 +141,7 @@ class Store:
     def load(self, kind: Any, below: int | None = None) -> tuple[int, Any] | None:
         """Return number and content of the newest undamaged checkpoint; None if there is none.
 
-        Newer checkpoints that are damaged are set aside under another name, see :meth:`list_damaged`.
+        Newer checkpoints that are damaged are set aside under another name, ``damaged-NUMBER``.
 
         Args:
             kind: declared type of the content.
@@ -154,7 +154,7 @@ class Store:
         for number in reversed(self.list_numbers()):
             if below is not None and number >= below:
                 continue
-            manifest = self._read_manifest(self.folder / f"{number:08d}")
+            manifest = self._read_manifest(number)
             if manifest is None:
                 self._set_aside(number, DAMAGED)
                 # FLARE may stream a site's log to the server: the text names no path.
@@ -184,9 +184,9 @@ class Store:
         """
         number = self.find_newest(below)
         if number is not None:
-            folder = self.folder / f"{number:08d}"
-            manifest = {**(self._read_manifest(folder) or {}), "belongs": target.identity}
-            target._write(number, {TENSORS: (folder / TENSORS).read_bytes(), MANIFEST: _dump_manifest(manifest)})
+            data = (self.folder / f"{number:08d}" / TENSORS).read_bytes()
+            manifest = {**(self._read_manifest(number) or {}), "belongs": target.identity}
+            target._write(number, {TENSORS: data, MANIFEST: _dump_manifest(manifest)})
         return number
 
     def check(self) -> None:
@@ -195,33 +195,30 @@ class Store:
         Raises:
             CheckpointError: it belongs to another run, model or version; the text names the differences.
         """
-        for number in reversed(self.list_numbers()):
-            if (manifest := self._read_manifest(self.folder / f"{number:08d}")) is not None:
-                return self._check_identity(manifest)
-        return None
+        if manifest := next(filter(None, map(self._read_manifest, reversed(self.list_numbers()))), None):
+            self._check_identity(manifest)
 
     def delete(self, at_least: int = 0) -> None:
         """Delete the checkpoints with this number and above, also those that were set aside."""
         for prefix in ("", DAMAGED, STEPPED_BACK):
-            for number in self._list_numbers(prefix):
+            for number in self.list_numbers(prefix):
                 if number >= at_least:
                     shutil.rmtree(self.folder / f"{prefix}{number:08d}", ignore_errors=True)
 
-    def list_numbers(self) -> list[int]:
-        """Return the numbers of all checkpoints, ascending; damaged ones count until :meth:`load` sets them aside."""
-        return self._list_numbers("")
+    def list_numbers(self, prefix: str = "") -> list[int]:
+        """Return the numbers of all checkpoints, ascending; damaged ones count until :meth:`load` sets them aside.
 
-    def list_damaged(self) -> list[int]:
-        """Return the numbers of the damaged checkpoints that :meth:`load` has set aside, ascending."""
-        return self._list_numbers(DAMAGED)
-
-    def list_stepped_back(self) -> list[int]:
-        """Return the numbers of the checkpoints that :meth:`step_back` has set aside, ascending."""
-        return self._list_numbers(STEPPED_BACK)
+        Args:
+            prefix: beginning of the names of those that were set aside: ``DAMAGED`` or ``STEPPED_BACK``.
+        """
+        if not self.folder.is_dir():
+            return []
+        names = (path.name for path in self.folder.iterdir() if path.name.startswith(prefix))
+        return sorted(int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdigit())
 
     def list_intact(self) -> list[int]:
         """Return the numbers of the undamaged checkpoints, ascending; they may belong to another run."""
-        return [n for n in self.list_numbers() if self._read_manifest(self.folder / f"{n:08d}") is not None]
+        return [number for number in self.list_numbers() if self._read_manifest(number) is not None]
 
     def step_back(self) -> int:
         """Set the newest undamaged checkpoint aside, so that the run continues from the one before.
@@ -234,17 +231,11 @@ class Store:
         """
         for number in reversed(self.list_numbers()):
             # A damaged checkpoint is none that the run could have continued from: it does not count as a step.
-            is_intact = self._read_manifest(self.folder / f"{number:08d}") is not None
+            is_intact = self._read_manifest(number) is not None
             self._set_aside(number, STEPPED_BACK if is_intact else DAMAGED)
             if is_intact:
                 return number
         raise CheckpointError(f"{self.folder}: there is no checkpoint to step back from")
-
-    def _list_numbers(self, prefix: str) -> list[int]:
-        if not self.folder.is_dir():
-            return []
-        names = (path.name for path in self.folder.iterdir() if path.name.startswith(prefix))
-        return sorted(int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdigit())
 
     def _set_aside(self, number: int, prefix: str) -> None:
         """Rename a checkpoint to ``<prefix><number>``.
@@ -265,9 +256,10 @@ class Store:
                 f"{path}: cannot be renamed to {aside.name}: {error.strerror or error}. Remove it by hand"
             ) from error
 
-    def _read_manifest(self, folder: Path) -> dict[str, Any] | None:
+    def _read_manifest(self, number: int) -> dict[str, Any] | None:
         """Return the manifest if the checksums of both files match; None for a damaged checkpoint."""
         # A damaged checkpoint is not an error: the run continues from the previous one and repeats a round.
+        folder = self.folder / f"{number:08d}"
         try:
             manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
             sha256 = manifest.pop("sha256")

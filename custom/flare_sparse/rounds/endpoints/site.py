@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.checkpoint.store import Store
+from ...core.checkpoint.store import DAMAGED, Store
 from ...core.errors import (
     FlareSparseError,
     MissingBase,
@@ -429,7 +429,7 @@ class SiteEndpoint:
             answers[snapshot.name] = Answer(snapshot.after, snapshot.memory, number)
             found = self.store.load(SiteSnapshot, below=number)
         self._link = replace(self._link, answers=answers)
-        for number in self.store.list_damaged():
+        for number in self.store.list_numbers(DAMAGED):
             self._report(SiteEvent(CHECKPOINT_DAMAGED, number))
 
     def _record_answer(self, memory: SiteMemory) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.checkpoint.packing import check_state
-from ...core.checkpoint.store import Store
+from ...core.checkpoint.store import DAMAGED, STEPPED_BACK, Store
 from ...core.errors import RoundFailed
 from ...core.exchange import EVALUATE, Patch
 from ...methods.method import Method
@@ -241,8 +241,8 @@ class Federation:
         checkpoint = self._load_checkpoint(store, start)
         if checkpoint is not None:
             self._events.restore(event for record in checkpoint.records for event in record.events)
-        self._events.add_steps_back(store.list_stepped_back())
-        for detail in self._events.add_damaged_checkpoints(store.list_damaged(), is_empty=checkpoint is None):
+        self._events.add_steps_back(store.list_numbers(STEPPED_BACK))
+        for detail in self._events.add_damaged_checkpoints(store.list_numbers(DAMAGED), is_empty=checkpoint is None):
             _LOG.warning("%s: %s", SERVER, detail)
         if checkpoint is None:
             return start
