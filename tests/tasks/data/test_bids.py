@@ -98,8 +98,8 @@ def test_missing_image_is_explained(tmp_path: Path) -> None:
         ("subject\tage\nsub-01\t3\n", "no column 'participant_id'; found subject, age"),
         ("participant_id\tage\n../x\t3\n", "line 2: participant_id '../x'; expected sub- and letters or digits"),
         ("participant_id\nsub-01\nsub-01\n", "line 3: sub-01 occurs twice"),
-        ("participant_id\tage\nsub-01\t3\t4\n", "line 2: more fields than columns"),
-        ("participant_id\tage\tage \nsub-01\t3\t4\n", "2 columns 'age'; expected one"),
+        ("participant_id\tage\nsub-01\t3\t4\n", "line 2 has 3 fields, the first line 2"),
+        ("participant_id\tage\tage \nsub-01\t3\t4\n", "two columns 'age'; expected one"),
     ],
 )
 def test_malformed_table_is_refused_with_its_line(tmp_path: Path, table: str, message: str) -> None:
@@ -110,7 +110,7 @@ def test_malformed_table_is_refused_with_its_line(tmp_path: Path, table: str, me
 
 def test_table_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "participants.tsv").write_bytes(b"participant_id\nsub-\xff\n")
-    with pytest.raises(DataError, match="Expected UTF-8 text"):
+    with pytest.raises(DataError, match="line 2 is not in UTF-8"):
         read_subjects(tmp_path)
 
 

@@ -5,13 +5,10 @@ subject, such as the age at the session. A path names one BIDS folder, or a fold
 identifiers are ``FOLDER/sub-x``, and the natural site of a subject is its folder.
 """
 
-import csv
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
@@ -19,11 +16,12 @@ import numpy as np
 from pydantic import Field
 
 from ...core.errors import DataError, list_first, suggest
-from ...core.names import clean_name, decode_text, find_number
+from ...core.names import find_number
 from ..task import Cohort
+from .table_files import read_columns
+from .tables import MISSING
 
 TABLE, PARTICIPANT = "participants.tsv", "participant_id"
-MISSING = ("", "n/a", "na", "nan")
 NO_ROW = f"folders have no row in {TABLE}"
 DERIVATIVES = "derivatives"
 DerivativeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9*_-][A-Za-z0-9*_.-]*$")]
@@ -254,29 +252,17 @@ def read_rows(table: Path, column: str = PARTICIPANT, pattern: re.Pattern[str] =
     Labels become folder names below the data set, so ``../x`` must not pass: ids that are not plain BIDS labels are
     refused.
     """
-    try:
-        text = StringIO(decode_text(table.read_bytes()), newline="")
-        reader = csv.DictReader(text, delimiter="\t", quoting=csv.QUOTE_NONE, restval="")
-        lines, names = list(reader), [clean_name(name) for name in reader.fieldnames or ()]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{table}: cannot be read: {error}. Expected UTF-8 text, tab-separated columns") from error
-    if lines and column not in lines[0]:
-        raise DataError(f"{table}: no column {column!r}; found {', '.join(map(str, lines[0]))}")
-    # A dictionary of the line would keep the last one without a word.
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(
-            f"{table}: {Counter(names)[twice[0]]} columns {twice[0]!r}; expected one: remove or rename the others"
-        )
+    columns = read_columns(table, may_be_empty=True)
+    if column not in columns:
+        raise DataError(f"{table}: no column {column!r}; found {', '.join(columns)}")
     rows: dict[str, dict[str, str]] = {}
-    for number, line in enumerate(lines, start=2):
-        name = line[column]
+    for number, cells in enumerate(zip(*columns.values(), strict=True), start=2):
+        row = dict(zip(columns, map(str, cells), strict=True))
+        name = row[column]
         if not pattern.fullmatch(name):
             start = pattern.pattern.partition("-")[0]
             raise DataError(f"{table}, line {number}: {column} {name!r}; expected {start}- and letters or digits")
         if name in rows:
             raise DataError(f"{table}, line {number}: {name} occurs twice; remove one row")
-        if None in line:
-            raise DataError(f"{table}, line {number}: more fields than columns")
-        cells = {clean_name(column): clean_name(cell) for column, cell in line.items()}
-        rows[name] = {column: "" if cell == "n/a" else cell for column, cell in cells.items()}
+        rows[name] = {column: "" if cell == "n/a" else cell for column, cell in row.items()}
     return rows

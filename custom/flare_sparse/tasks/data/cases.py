@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 from torch.utils.data import Dataset
@@ -336,53 +336,50 @@ def find_bids_cases(folder: Path, suffixes: Sequence[str], derivative: str = "*"
     return cases
 
 
-Entry = TypeVar("Entry")
-
-
-def _read_index(folder: Path, read: Callable[[Any], Entry], expected: str) -> list[Entry] | None:
-    """Return the entries of the file that lists the cases of a folder; None: there is no list."""
+def _read_index(
+    folder: Path, read: Callable[[Any], tuple[str, CaseFiles]], expected: str
+) -> dict[str, CaseFiles] | None:
+    """Return the cases of the file that lists those of a folder; None: there is no list."""
     file = folder / DECATHLON
     if not file.is_file():
         return None
+    cases: dict[str, CaseFiles] = {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         # In BIDS it may be nnU-Net's, which has none.
         if isinstance(content, dict) and "training" not in content and any(folder.glob("sub-*/")):
             return None
-        return [read(entry) for entry in (content["training"] if isinstance(content, dict) else content)]
+        for entry in content["training"] if isinstance(content, dict) else content:
+            name, case = read(entry)
+            if name in cases:
+                raise DataError(f"{file}: {name} occurs twice; remove one entry")
+            cases[name] = case
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{file}: expected {expected}, found {error!r}") from error
+    return dict(sorted(cases.items()))
 
 
 def _read_decathlon(folder: Path) -> dict[str, CaseFiles] | None:
     """Return the training cases of a Decathlon folder; those for testing have no label maps."""
-    expected = '{"training": [{"image": FILE, "label": FILE}, ...]} (for the names of nnU-Net set task.pairs)'
-    pairs = _read_index(folder, lambda entry: (folder / str(entry["image"]), folder / str(entry["label"])), expected)
-    if pairs is None:
-        return None
-    cases = {}
-    for image, labels in pairs:
+
+    def read(entry: Any) -> tuple[str, CaseFiles]:
+        image, labels = (folder / str(entry[name]) for name in ("image", "label"))
         name = labels.name.removesuffix(".gz").removesuffix(".nii")
-        if name in cases:
-            raise DataError(f"{folder / DECATHLON}: {name} occurs twice; remove one entry")
-        cases[name] = CaseFiles((image,), labels, subject=name)
-    return dict(sorted(cases.items()))
+        return name, CaseFiles((image,), labels, subject=name)
+
+    expected = '{"training": [{"image": FILE, "label": FILE}, ...]} (for the names of nnU-Net set task.pairs)'
+    return _read_index(folder, read, expected)
 
 
 def _read_classes(folder: Path) -> dict[str, CaseFiles] | None:
     """Return the images of a list ``[{"image": ..., "label": ...}, ...]``, or of a Decathlon folder's."""
-    expected = f'[{{"image": FILE, "{CLASS}": NUMBER}}, ...], alone or as "training"'
-    found = _read_index(folder, lambda entry: (entry["image"], str(entry[CLASS]), entry.get("subject")), expected)
-    if found is None:
-        return None
-    cases = {}
-    for image, label, subject in found:
-        names = [str(name) for name in image] if isinstance(image, list) else [str(image)]
-        if names[0] in cases:
-            raise DataError(f"{folder / DECATHLON}: {names[0]} occurs twice; remove one entry")
+
+    def read(entry: Any) -> tuple[str, CaseFiles]:
+        names = [str(name) for name in (entry["image"] if isinstance(entry["image"], list) else [entry["image"]])]
         files = tuple(folder / name for name in names)
-        cases[names[0]] = CaseFiles(files, None, {CLASS: label}, str(subject or names[0]))
-    return dict(sorted(cases.items()))
+        return names[0], CaseFiles(files, None, {CLASS: str(entry[CLASS])}, str(entry.get("subject") or names[0]))
+
+    return _read_index(folder, read, f'[{{"image": FILE, "{CLASS}": NUMBER}}, ...], alone or as "training"')
 
 
 def _find_class_folders(folder: Path) -> dict[str, CaseFiles]:

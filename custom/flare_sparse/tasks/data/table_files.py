@@ -23,12 +23,13 @@ Columns = dict[str, np.ndarray]
 _TEXT = np.dtypes.StringDType()
 
 
-def read_columns(path: Path, columns: Collection[str] = ()) -> Columns:
+def read_columns(path: Path, columns: Collection[str] = (), *, may_be_empty: bool = False) -> Columns:
     """Read the columns of a table; the end of the file's name selects the format.
 
     Args:
         path: the file.
         columns: columns that are needed: of Parquet no others are read, if it has them all. Empty: all.
+        may_be_empty: whether it may have no rows.
 
     Raises:
         DataError: the file is missing, of another format, or malformed.
@@ -36,7 +37,7 @@ def read_columns(path: Path, columns: Collection[str] = ()) -> Columns:
     values = _read(path, columns)
     if len({len(column) for column in values.values()}) > 1:
         raise DataError(f"{path}: columns differ in length; expected one value per subject in each")
-    if not any(len(column) for column in values.values()):
+    if not may_be_empty and not any(len(column) for column in values.values()):
         raise DataError(f"{path}: the table has no rows; expected one row per subject below the names of the columns")
     return values
 
