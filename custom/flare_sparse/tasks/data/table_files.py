@@ -75,7 +75,8 @@ def _read_csv(path: Path) -> Columns:
     if text[:4].lower() == "sep=":
         raise ValueError("the first line, sep=, is meant for Excel alone; remove it")
     # strict: a quote without its partner would take the lines up to the next one into its field.
-    return _build_columns(list(csv.reader(StringIO(text, newline=""), delimiter=_find_delimiter(text), strict=True)))
+    delimiter = _find_delimiter(text, default="\t" if ".tsv" in path.name.lower() else ",")
+    return _build_columns(list(csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)))
 
 
 def _read_text(path: Path) -> str:
@@ -90,8 +91,8 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
-def _find_delimiter(text: str) -> str:
-    """Return the mark that divides the first two lines into the most fields, the same number of each."""
+def _find_delimiter(text: str, default: str) -> str:
+    """Return the mark that divides the first two lines into the most fields, the same number of each, or a default."""
     counts = {}
     for mark in DELIMITERS:
         try:
@@ -101,8 +102,8 @@ def _find_delimiter(text: str) -> str:
         except csv.Error:
             continue
         counts[mark] = min(map(len, lines), default=0) if len({len(line) for line in lines}) == 1 else 0
-    best = max(counts, key=counts.__getitem__, default=",")
-    return best if counts.get(best, 0) > 1 else ","
+    best = max(counts, key=counts.__getitem__, default=default)
+    return best if counts.get(best, 0) > 1 else default
 
 
 def _build_columns(lines: Sequence[Sequence[Any]]) -> Columns:
