@@ -8,7 +8,6 @@ import json
 import math
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +20,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from monai.losses import DiceCELoss
-from monai.metrics import compute_hausdorff_distance
 from PIL import Image
 from pydantic import ValidationError
 from torch import nn
@@ -284,13 +282,6 @@ def test_optimizer_and_batch_size_become_training_settings() -> None:
             read(change("optimizer", optimizer), "optimizer")
 
 
-def test_metrics_that_are_distances_are_minimised() -> None:
-    metric = {"hd": {"_target_": "HausdorffDistance", "percentile": 95, "reduction": "mean"}}
-    declared = declare(change("validate::key_metric", metric))
-    assert (declared.main_metric.name, declared.main_metric.mode) == ("hd", "min")
-    assert declared.metric.args == {"percentile": 95}
-
-
 def test_key_metric_may_be_a_reference_to_a_section() -> None:
     content = {**change("validate::key_metric", "@metrics"), "metrics": TRAIN["validate"]["key_metric"]}
     declared, expected = (declare(part) for part in (content, TRAIN))
@@ -358,62 +349,6 @@ def test_metric_is_the_mean_dice_over_classes_and_cases(task: BundleTask, brains
         dice.append(np.mean([2 * ((guess == c) & (label == c)).sum() / ((guess == c).sum() + (label == c).sum())
                              for c in (1, 2, 3)]))  # fmt: skip
     assert task.evaluate(Threshold(), test)["val_mean_dice"] == pytest.approx(float(np.mean(dice)), abs=1e-6)
-
-
-class Fixed(nn.Module):
-    """Returns the logits of a label map ``(d, h, w)``, whatever the image; a single channel for a map of 0 and 1."""
-
-    def __init__(self, labels: torch.Tensor, channels: int = 4):
-        super().__init__()
-        maps = nn.functional.one_hot(labels, 4).movedim(-1, 0) if channels > 1 else labels[None]
-        self.logits = maps[None].float() * 20 - 10
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.logits
-
-
-def build_map(**blocks: slice) -> torch.Tensor:
-    """Return a label map ``(16, 16, 16)`` with a cube of each class, such as ``c1=slice(0, 4)``."""
-    labels = torch.zeros(SITE_PATCH, dtype=torch.long)
-    for name, block in blocks.items():
-        labels[block, block, block] = int(name[1:])
-    return labels
-
-
-def measure_distance(model: nn.Module, truth: torch.Tensor, content: dict[str, Any], **options: Any) -> float:
-    content["validate"]["key_metric"] = {"d": {"_target_": "HausdorffDistance", **options}}
-    batch = [torch.zeros(1, *SITE_PATCH)], [truth[None].float()]
-    return float(build(content).measure(model, batch)[0])
-
-
-@pytest.mark.parametrize("target", ["HausdorffDistance", "SurfaceDistance"])
-def test_distance_of_a_missed_class_is_the_diagonal(target: str) -> None:
-    """Neither a model that predicts nothing nor one that adds a class has a better distance for it."""
-    diagonal, empty = math.sqrt(3) * 16, build_map()
-    truth = build_map(c1=slice(0, 4), c2=slice(8, 12))
-    content = copy.deepcopy(TRAIN)
-    assert measure_distance(Fixed(empty), truth, content, _target_=target) == pytest.approx(diagonal)
-    guess = build_map(c1=slice(0, 4), c3=slice(12, 16))
-    assert measure_distance(Fixed(guess), truth, content, _target_=target) == pytest.approx(2 * diagonal / 3)
-    assert measure_distance(Fixed(truth), truth, content, _target_=target) == 0
-    assert math.isnan(measure_distance(Fixed(empty), empty, content, _target_=target))
-
-
-def test_channels_that_have_a_distance_are_those_of_monai() -> None:
-    diagonal, empty, truth = math.sqrt(3) * 16, build_map(), build_map(c1=slice(0, 4))
-    maps = [(part == 0)[None, None].float() for part in (empty, truth)]
-    with warnings.catch_warnings():
-        # MONAI 1.6 passes an argument to itself that it has deprecated.
-        warnings.simplefilter("ignore", FutureWarning)
-        background = float(compute_hausdorff_distance(*maps, include_background=True))
-    distance = measure_distance(Fixed(empty), truth, copy.deepcopy(TRAIN), include_background=True)
-    assert distance == pytest.approx((background + diagonal) / 2)
-    # The only channel is no background.
-    content = change(
-        "validate::postprocessing::transforms", [{"_target_": "AsDiscreted", "keys": "pred", "threshold": 0}]
-    )
-    assert measure_distance(Fixed(empty, 1), truth, content) == pytest.approx(diagonal)
-    assert measure_distance(Fixed(truth, 1), truth, content) == 0
 
 
 def test_undefined_metric_is_left_out(task: BundleTask) -> None:

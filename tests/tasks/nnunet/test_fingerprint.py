@@ -147,7 +147,7 @@ def test_bids_cases_have_the_channels_as_suffixes(tmp_path: Path) -> None:
     assert [case.problem or case.label_problem for case in cases.values()] == [""] * 3
     (folder / "dataset.json").write_text(json.dumps({**DATASET, "channel_names": {"0": "FLAIR"}}))
     assert find_raw_cases(folder)["sub-0_ses-1"].problem == "0 images anat/*_FLAIR.nii.gz; expected one"
-    with pytest.raises(DataError, match=r"sub-0: 0 images anat/\*_FLAIR"):
+    with pytest.raises(DataError, match=r"sub-0_ses-0: 0 images anat/\*_FLAIR"):
         compute_fingerprint(folder, 10)
     shutil.rmtree(folder / "sub-0")
     shutil.rmtree(folder / "sub-1")

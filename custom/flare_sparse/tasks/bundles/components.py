@@ -63,13 +63,10 @@ CLASSES: dict[Kind, dict[str, str]] = {
     "metric": {
         "MeanDice": "monai.metrics.DiceMetric",
         "MeanIoUHandler": "monai.metrics.MeanIoU",
-        "HausdorffDistance": "monai.metrics.HausdorffDistanceMetric",
-        "SurfaceDistance": "monai.metrics.SurfaceDistanceMetric",
-        **_list_classes("monai.metrics", "DiceMetric MeanIoU HausdorffDistanceMetric SurfaceDistanceMetric"),
+        **_list_classes("monai.metrics", "DiceMetric MeanIoU"),
     },
 }
 """Import path of every class that a bundle may name, by kind and name."""
-LOWER_IS_BETTER = ("monai.metrics.HausdorffDistanceMetric", "monai.metrics.SurfaceDistanceMetric")
 OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Novograd": "novograd"}
 """Optimiser of the package for each that a bundle may name."""
 MAX_NUMBER = 1_000_000

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ...core.errors import ConfigError, abbreviate
 from ..task import METRIC_NAMES, Metric, is_metric_name
-from .components import CLASSES, LOWER_IS_BETTER, Component, Kind, Refusal, parse_component
+from .components import CLASSES, Component, Kind, Refusal, parse_component
 
 Purpose = Literal["segmentation", "classification"]
 """What a bundle is for: its labels are maps, or classes."""
@@ -53,8 +53,7 @@ class Declaration:
     @property
     def main_metric(self) -> Metric:
         """The metric that compares rounds; undefined for cases without any label."""
-        mode = "min" if self.metric.path in LOWER_IS_BETTER else "max"
-        return Metric(self.metric_name, "", mode, may_be_undefined=True)  # type: ignore[arg-type]
+        return Metric(self.metric_name, "", "max", may_be_undefined=True)
 
     @property
     def num_outputs(self) -> int | None:

@@ -5,7 +5,6 @@ The bundle's loss and its network determine which values a label map may have.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from ...core.ranking import compute_auc
 from ..data.bids import CaseFiles
 from ..data.cases import CLASS, PHOTOGRAPHS
 from ..data.segmentation import AFFINE_TOLERANCE_MM, check_volumes, measure_distance
-from .components import LOWER_IS_BETTER, Component, build_all
+from .components import Component, build_all
 from .declaration import BINARY_LOSS, Declaration
 
 Item = Mapping[str, Tensor]
@@ -167,18 +166,13 @@ class LabelMaps:
     def measure(self, model: nn.Module, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         """Return the key metric of a case ``(1,)``, its mean over classes, and the number of voxels with a label.
 
-        Classes for which MONAI leaves it undefined are left out of the mean; a case without any is NaN. A distance of a
-        class that is only present or only predicted is the diagonal of the volume, in voxels.
+        Classes for which MONAI leaves it undefined are left out of the mean; a case without any is NaN.
         """
-        metric = self._declaration.metric
         predicted, truth = self.predict(model, image, label)
         # MONAI warns of an argument that it passes to itself, and of every class that a case does not have.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            values = metric.build()(y_pred=[predicted], y=[truth]).double().flatten()
-        if metric.path in LOWER_IS_BETTER:
-            background = bool(metric.args.get("include_background", False))
-            values = _complete_distances(values, predicted, truth, background=background)
+            values = self._declaration.metric.build()(y_pred=[predicted], y=[truth]).double().flatten()
         size = strip_metadata(label).count_nonzero().reshape(1)
         return values[values.isfinite()].mean().reshape(1).cpu(), size.cpu()
 
@@ -264,22 +258,3 @@ def strip_metadata(volume: Tensor) -> Tensor:
 
 def _describe(file: str, value: Tensor) -> str:
     return f"{file}: label {float(value):g} after the transforms of the bundle"
-
-
-def _complete_distances(values: Tensor, predicted: Tensor, truth: Tensor, *, background: bool) -> Tensor:
-    """Return the distances ``(classes,)`` of a case: the diagonal for a class that only one of the two maps has.
-
-    Where neither has it, the distance is NaN.
-
-    Args:
-        values: MONAI's distances. A class that is missed is NaN there, so that a mean without it would reward a model
-            that predicts nothing.
-        predicted: predictions ``(channels, d, h, w)``.
-        truth: label maps, likewise.
-        background: whether the first channel has a distance; the only channel always has one.
-    """
-    start = 0 if background or len(truth) == 1 else 1
-    is_predicted, is_present = (part[start:].flatten(1).any(1) for part in (predicted, truth))
-    sides = truth.shape[1:]
-    completed = values.masked_fill(is_predicted ^ is_present, math.dist(sides, [0] * len(sides)))
-    return completed.masked_fill(~is_predicted & ~is_present, math.nan)

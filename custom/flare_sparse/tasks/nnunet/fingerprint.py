@@ -6,8 +6,7 @@ every site (as the relative-error sketch of Masson et al. 2019): each sample is 
 :data:`RELATIVE_ERROR`; whole numbers below 8,192, such as Hounsfield units, are exact.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import pairwise
@@ -20,6 +19,7 @@ from pydantic import Field, model_validator
 from ...core.errors import ConfigError, DataError
 from ...core.settings import Settings
 from ..data.bids import CaseFiles
+from ..data.screening import screen_subjects
 from .raw import Dataset, check_alignment, explain_reader_error, find_raw_cases, read_dataset
 
 FORMAT = 1
@@ -49,10 +49,11 @@ class Intensities(Settings):
     """samples in each bin"""
 
     @classmethod
-    def from_counts(cls, counts: Mapping[float, int]) -> Self:
-        """Build the histogram of samples by their rounded values."""
-        values = tuple(sorted(counts))
-        return cls(values=values, counts=tuple(counts[value] for value in values))
+    def join(cls, parts: Iterable[tuple[Any, Any]]) -> Self:
+        """Build the histogram of some: rounded values, and samples of each."""
+        values, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        bins, where = np.unique(values, return_inverse=True)
+        return cls(values=tuple(bins.tolist()), counts=tuple(np.bincount(where, counts).astype(int).tolist()))
 
     @model_validator(mode="after")
     def _check_statistics(self) -> Self:
@@ -160,32 +161,20 @@ def compute_fingerprint(
     Raises:
         DataError: the data is missing or unusable, or fewer subjects have foreground.
     """
-    dataset, cases = read_dataset(folder), list((find_raw_cases(folder) if selected is None else selected).values())
-    if not cases:
-        raise DataError(f"{folder}: no case is left")
-    images = [image for case in cases for image in case.images]
-    if not images:
-        raise DataError(f"{folder}: {cases[0].subject}: {cases[0].problem}")
-    reader = find_reader(dataset, images[0])
-    geometry, sizes = [], []
-    channels: list[Counter[float]] = [Counter() for _ in dataset.channel_names]
-    subjects = set()
-    for case in cases:
-        try:
-            shape, spacing, samples, _, size = _analyze_case(case, reader, samples_per_case)
-        except DataError as error:
-            if skip_bad_subjects:
-                continue
-            raise DataError(f"{case.subject}: {error}") from error
-        geometry.append((tuple(map(float, spacing)), tuple(map(float, shape))))
-        sizes.append(float(size))
-        if all(len(values) for values in samples):
-            subjects.add(case.subject)
-        for channel, values in zip(channels, samples, strict=True):
-            bins, counts = np.unique(round_intensities(np.asarray(values)), return_counts=True)
-            channel.update(dict(zip(bins.tolist(), counts.tolist(), strict=True)))
-    if not all(channels):
-        raise DataError("no label map has a voxel other than background")
+    dataset, cases = read_dataset(folder), find_raw_cases(folder) if selected is None else selected
+    example = next((image for case in cases.values() for image in case.images), None)
+    reader: Any = None if example is None else find_reader(dataset, example)
+
+    def analyze(name: str) -> tuple[tuple[Any, Any], float, list[Any]]:
+        shape, spacing, samples, _, size = _analyze_case(cases[name], reader, samples_per_case)
+        bins = [np.unique(round_intensities(np.asarray(values)), return_counts=True) for values in samples]
+        return (tuple(map(float, spacing)), tuple(map(float, shape))), float(size), bins
+
+    found, _ = screen_subjects(cases, analyze, skip_bad_subjects=skip_bad_subjects, source=folder)
+    geometry, sizes, bins = zip(*found.values(), strict=True)
+    subjects = {cases[name].subject for name, own in zip(found, bins, strict=True) if all(len(part[0]) for part in own)}
+    if not subjects:
+        raise DataError(f"{folder}: no label map has a voxel other than background")
     if len(subjects) < least:
         raise DataError(f"{folder}: {len(subjects)} subjects have foreground, the minimum is {least}")
     return Fingerprint(
@@ -194,7 +183,7 @@ def compute_fingerprint(
         samples_per_case=samples_per_case,
         geometry=tuple(sorted(geometry)),
         relative_sizes=tuple(sorted(sizes)),
-        intensities=tuple(map(Intensities.from_counts, channels)),
+        intensities=tuple(map(Intensities.join, zip(*bins, strict=True))),
     )
 
 
@@ -233,7 +222,10 @@ def merge_fingerprints(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
         update={
             "geometry": tuple(sorted(case for part in fingerprints for case in part.geometry)),
             "relative_sizes": tuple(sorted(size for part in fingerprints for size in part.relative_sizes)),
-            "intensities": tuple(map(_merge_intensities, *(part.intensities for part in fingerprints))),
+            "intensities": tuple(
+                Intensities.join((part.values, part.counts) for part in parts)
+                for parts in zip(*(part.intensities for part in fingerprints), strict=True)
+            ),
         }
     )
 
@@ -278,10 +270,3 @@ def _analyze_case(case: CaseFiles, reader: Any, samples_per_case: int) -> Any:
     except Exception as error:
         text = explain_reader_error(error)
         raise DataError(f"{case.images[0].name}: nnU-Net cannot analyse the case: {text}") from error
-
-
-def _merge_intensities(*parts: Intensities) -> Intensities:
-    counts: Counter[float] = Counter()
-    for part in parts:
-        counts.update(dict(zip(part.values, part.counts, strict=True)))
-    return Intensities.from_counts(counts)

@@ -167,7 +167,7 @@ class Pipeline:
         """
         from nnunetv2.training.dataloading.data_loader import nnUNetDataLoader
 
-        transforms, size = self._training_transforms if augments else self._plain_transforms
+        transforms, size = self._transforms[augments]
         loader = nnUNetDataLoader(
             _Cases(cases),
             len(cases),
@@ -208,40 +208,26 @@ class Pipeline:
         return tuple(self._trainer.configure_rotation_dummyDA_mirroring_and_inital_patch_size()[3])
 
     @cached_property
-    def _training_transforms(self) -> tuple[Any, Any]:
-        """nnU-Net's augmentation, and the size of the patches before it."""
-        trainer = self._trainer
+    def _transforms(self) -> dict[bool, tuple[Any, Any]]:
+        """Transforms of patches and the patches' size before them: with nnU-Net's augmentation, and without."""
+        trainer, labels, patch = self._trainer, self.labels, self.configuration.patch_size
         rotation, is_2d, size, axes = trainer.configure_rotation_dummyDA_mirroring_and_inital_patch_size()
-        transforms = trainer.get_training_transforms(
-            self.configuration.patch_size,
-            rotation,
-            trainer._get_deep_supervision_scales(),
-            axes,
-            is_2d,
-            use_mask_for_norm=self.configuration.use_mask_for_norm,
-            **self._label_arguments,
-        )
-        for transform in transforms.transforms:
-            inner = getattr(transform, "transform", transform)
-            # nnU-Net times two ways to blur and takes the faster one: their last bits differ.
-            if hasattr(inner, "benchmark"):
-                inner.benchmark = False
-        return transforms, size
-
-    @cached_property
-    def _plain_transforms(self) -> tuple[Any, Any]:
-        scales = self._trainer._get_deep_supervision_scales()
-        transforms = self._trainer.get_validation_transforms(scales, **self._label_arguments)
-        return transforms, self.configuration.patch_size
-
-    @property
-    def _label_arguments(self) -> dict[str, Any]:
-        labels = self.labels
-        return {
+        scales = trainer._get_deep_supervision_scales()
+        arguments = {
             "foreground_labels": labels.foreground_labels,
             "regions": labels.foreground_regions if labels.has_regions else None,
             "ignore_label": labels.ignore_label,
         }
+        mask = self.configuration.use_mask_for_norm
+        augmenting = trainer.get_training_transforms(
+            patch, rotation, scales, axes, is_2d, use_mask_for_norm=mask, **arguments
+        )
+        for transform in augmenting.transforms:
+            inner = getattr(transform, "transform", transform)
+            # nnU-Net times two ways to blur and takes the faster one: their last bits differ.
+            if hasattr(inner, "benchmark"):
+                inner.benchmark = False
+        return {True: (augmenting, size), False: (trainer.get_validation_transforms(scales, **arguments), patch)}
 
     def compute_logits(self, network: nn.Module, image: np.ndarray) -> Tensor:
         """Return the logits ``(heads, d, h, w)`` of a prepared image: mirrored sliding windows with a Gaussian."""

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -171,20 +172,15 @@ class Nnunet(Task):
 
     def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return Dice of each class or region ``(B, n)`` on the images' own grids, and its voxels ``(B, n)``."""
-        ignored = self._pipeline.labels.ignore_label
+        ignored, regions = self._pipeline.labels.ignore_label, self._pipeline.regions.values()
         rows, sizes = [], []
         for case in batch:
-            predicted, truth = (torch.from_numpy(part.astype("int16")) for part in (
-                self._pipeline.segment(model, case), case.truth
-            ))  # fmt: skip
-            counted = torch.ones_like(truth, dtype=torch.bool) if ignored is None else truth != ignored
-            pairs = [
-                tuple(torch.isin(part, torch.tensor(region, dtype=part.dtype)) & counted for part in (predicted, truth))
-                for region in self._pipeline.regions.values()
-            ]
-            rows.append(torch.stack([_compute_dice(*pair) for pair in pairs]))
-            sizes.append(torch.stack([present.sum() for _, present in pairs]))
-        return torch.stack(rows), torch.stack(sizes)
+            maps = np.stack([self._pipeline.segment(model, case), case.truth])
+            counted = np.ones_like(case.truth, bool) if ignored is None else case.truth != ignored
+            pairs = [np.isin(maps, region) & counted for region in regions]
+            rows.append([_compute_dice(pair) for pair in pairs])
+            sizes.append([int(pair[1].sum()) for pair in pairs])
+        return torch.tensor(rows, dtype=torch.float64), torch.tensor(sizes)
 
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         """Return Dice by class or region, means over cases, and the mean over classes."""
@@ -245,7 +241,7 @@ class Nnunet(Task):
             (folder / f"{name}.json").write_text(content, encoding="utf-8")
 
 
-def _compute_dice(predicted: Tensor, truth: Tensor) -> Tensor:
-    """Return the Dice of two masks, float64; 1 where both are empty."""
-    sizes = predicted.sum() + truth.sum()
-    return torch.tensor(1.0, dtype=torch.float64) if not sizes else 2.0 * (predicted & truth).sum().double() / sizes
+def _compute_dice(pair: np.ndarray) -> float:
+    """Return the Dice of two masks ``(2, d, h, w)``; 1 where both are empty."""
+    total = int(pair.sum())
+    return 2.0 * int(pair.all(axis=0).sum()) / total if total else 1.0
