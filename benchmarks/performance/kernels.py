@@ -36,7 +36,6 @@ from flare_sparse.compute.kernels.cost import is_sparse_faster
 from flare_sparse.compute.kernels.network import Decide, use_sparse_kernels
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.tasks.models.brain_age import alexnet3d, brain_age_cnn, brain_age_cnn_3mm
-from flare_sparse.tasks.models.resnet import resnet
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "results" / "kernels.csv"
 SPARSITIES = (0.8, 0.9, 0.95, 0.98, 0.99)
@@ -63,7 +62,6 @@ NETWORKS = (
     Bench("brain_age_cnn_3mm 26x32x26", brain_age_cnn_3mm, (8, 1, 26, 32, 26)),
     Bench("alexnet3d 121x145x121", alexnet3d, (2, 1, 121, 145, 121)),
     Bench("3D U-Net 40x56x40", build_unet, (2, 1, 48, 64, 48)),
-    Bench("resnet32 32x32", partial(resnet, depth=32), (32, 3, 32, 32)),
 )
 QUICK = ("brain_age_cnn 91x109x91", "brain_age_cnn_3mm 26x32x26")
 LAYERS = (

@@ -27,11 +27,8 @@ def use_kernels(network: nn.Module) -> Any:
     ("network", "shape"),
     [
         (nn.Sequential(nn.Conv3d(2, 4, 3), nn.InstanceNorm3d(4), nn.MaxPool3d(2), nn.ReLU()), (2, 6, 7, 8)),
-        (nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU()), (2, 6, 7)),
         (nn.Sequential(nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4).eval(), nn.ReLU()), (0, 2, 6, 7, 8)),
         (nn.Sequential(nn.Conv3d(2, 4, 3), nn.MaxPool3d(2), nn.ReLU()), (0, 2, 6, 7, 8)),
-        (nn.Sequential(nn.Linear(3, 2)), (0, 3)),
-        (nn.Sequential(nn.Linear(3, 2)), (2, 0, 3)),
     ],
 )
 def test_inputs_without_a_batch_and_without_examples_are_computed_by_torch(
@@ -44,15 +41,6 @@ def test_inputs_without_a_batch_and_without_examples_are_computed_by_torch(
         assert not blocks[0].is_sparse
 
 
-def test_linear_layer_takes_a_single_example() -> None:
-    network = nn.Sequential(nn.Linear(3, 2))
-    inputs = torch.randn(3)
-    expected = network(inputs)
-    with use_kernels(network) as blocks:
-        torch.testing.assert_close(network(inputs), expected)
-        assert blocks[0].is_sparse
-
-
 @pytest.mark.parametrize(
     ("network", "shape", "message"),
     [
@@ -61,7 +49,6 @@ def test_linear_layer_takes_a_single_example() -> None:
         (nn.Sequential(nn.Conv3d(1, 2, 3), nn.MaxPool3d(4)), (1, 1, 5, 5, 5), "[Oo]utput size is too small"),
         (nn.Sequential(nn.Conv3d(1, 2, 3), nn.ReLU()), (1, 1, 2, 5, 5), "Kernel size can't be greater"),
         (nn.Sequential(nn.Conv3d(1, 2, 3), nn.ReLU()), (1, 3, 5, 5, 5), "to have 1 channels, but got 3"),
-        (nn.Sequential(nn.Linear(3, 2)), (3, 2), "shapes cannot be multiplied"),
         (nn.Sequential(nn.Conv3d(1, 2, 3), nn.MaxPool2d(2)), (1, 1, 5, 5, 5), r"3D or 4D"),
         (nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(4)), (1, 1, 5, 5, 5), "should contain"),
     ],
@@ -155,11 +142,11 @@ def test_decision_is_made_once_for_inputs_of_a_size() -> None:
 
 def test_inputs_of_ever_new_sizes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_module, "_DECISIONS", 6)
-    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU())
+    network = nn.Sequential(nn.Conv3d(1, 2, (1, 3, 3)), nn.ReLU())
     reference = copy.deepcopy(network)
     with use_kernels(network) as blocks:
         for size in range(5, 20):
-            inputs = torch.randn(1, 1, size, 5)
+            inputs = torch.randn(1, 1, 1, size, 5)
             torch.testing.assert_close(network(inputs), reference(inputs), atol=1e-5, rtol=1e-5)
             assert len(blocks[0]._geometries) <= 6
             assert len(blocks[0]._layers) <= 4
@@ -235,7 +222,7 @@ def test_layers_with_hooks_are_not_joined(part: int) -> None:
 )
 @torch.no_grad()
 def test_a_feature_map_that_is_changed_before_the_next_layer_is_read_as_it_is(change: Any) -> None:
-    first, last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+    first, last = nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 1, 3, padding=1)
     network = nn.ModuleList([first, last])
 
     def compute(inputs: torch.Tensor) -> torch.Tensor:
@@ -244,7 +231,7 @@ def test_a_feature_map_that_is_changed_before_the_next_layer_is_read_as_it_is(ch
         output: torch.Tensor = last(features)
         return output
 
-    inputs = torch.randn(2, 1, 6, 6)
+    inputs = torch.randn(2, 1, 6, 6, 6)
     expected = compute(inputs)
     with use_kernels(network):
         for _ in range(2):

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flare_sparse.compute.kernels import threads as kernel_threads
-from flare_sparse.compute.kernels.arguments import Part
+from flare_sparse.compute.kernels.geometry import Part
 from flare_sparse.compute.kernels.threads import _LEAST_WORK, divide, limit_kernel_threads, run_parts
 from flare_sparse.config.loading import load_config
 from flare_sparse.core.seeds import limit_threads

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from . import loops
-from .arguments import Doubles, Floats, Integers, Norm, Part, Weights, Window
 from .cost import is_storing_faster
-from .geometry import Geometry, Triple
-from .plan import LiveWeights
+from .geometry import Doubles, Floats, Geometry, Integers, LiveWeights, Norm, Part, Triple, Weights, Window
 from .threads import run_parts
 
 _WORK_OF_A_VALUE = 32

@@ -1,4 +1,4 @@
-"""Convolutions and linear layers that the kernels compute, each with the layers that follow it directly."""
+"""Convolutions of volumes that the kernels compute, each with the layers that follow it directly."""
 
 import random
 from dataclasses import dataclass
@@ -8,28 +8,23 @@ import torch
 from torch import fx, nn
 
 from ..structure.graph import Untraceable, trace
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU)
+from .geometry import build_triple
 
 
 @dataclass
 class Chain:
-    """A convolution or linear layer and the layers that are computed together with it.
+    """A convolution and the layers that are computed together with it.
 
     Attributes:
-        name: name of the convolution or linear layer in the network.
-        layer: the convolution or linear layer.
+        name: name of the convolution in the network.
+        layer: the convolution.
         norm: normalisation of its output.
         pool: max-pooling whose windows do not overlap.
         activation: ReLU or leaky ReLU.
     """
 
     name: str
-    layer: nn.Module
+    layer: nn.Conv3d
     norm: nn.Module | None = None
     pool: nn.Module | None = None
     activation: nn.Module | None = None
@@ -41,15 +36,14 @@ class Chain:
 
 
 def find_chains(network: nn.Module) -> list[Chain]:
-    """Return the convolutions and linear layers that the kernels support, with the layers that follow each directly.
+    """Return the convolutions that the kernels support, with the layers that follow each directly.
 
     A network whose code cannot be traced, or draws random numbers, yields single layers. Layers are joined only if they
     follow each other in training and in evaluation.
     """
     modules = dict(network.named_modules())
     singles = [Chain(name, module) for name, module in modules.items() if is_supported(module)]
-    # Only convolutions are joined with others.
-    if is_supported(network) or not any(isinstance(chain.layer, _CONVOLUTIONS) for chain in singles):
+    if is_supported(network) or not singles:
         return singles
     try:
         traced = [_join_layers(graph, modules) for graph in _trace_modes(network)]
@@ -96,7 +90,7 @@ def _join_layers(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[str, Ch
         layer = modules[str(node.target)]
         if is_supported(layer):
             chain = Chain(str(node.target), layer)
-            if node in called_once and isinstance(layer, _CONVOLUTIONS):
+            if node in called_once:
                 _add_followers(chain, node, modules, called_once)
             chains[chain.name] = chain
     return chains
@@ -104,7 +98,6 @@ def _join_layers(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[str, Ch
 
 def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], called_once: set[fx.Node]) -> None:
     layer: Any = chain.layer
-    axes = len(layer.kernel_size)
     if _has_hooks(layer):
         return
     while len(node.users) == 1:
@@ -114,13 +107,9 @@ def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], c
         part = modules[str(node.target)]
         if _has_hooks(part):
             return
-        if (
-            chain.norm is None
-            and not (chain.pool or chain.activation)
-            and _is_supported_norm(part, axes, layer.out_channels)
-        ):
+        if not chain.followers and _is_supported_norm(part, layer.out_channels):
             chain.norm = part
-        elif chain.pool is None and _is_supported_pool(part, axes):
+        elif chain.pool is None and _is_supported_pool(part):
             chain.pool = part
         elif chain.activation is None and _is_supported_activation(part):
             chain.activation = part
@@ -128,29 +117,17 @@ def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], c
             return
 
 
-def is_supported(layer: nn.Module) -> bool:
-    """Return whether the kernels compute this layer: a linear one, or a convolution of one group padded with zeros."""
-    if type(layer) is nn.Linear:
-        return not _has_own_forward(layer)
-    convolution: Any = layer
-    return (
-        _computes_as(layer, _CONVOLUTIONS)
-        and convolution.groups == 1
-        and convolution.padding_mode == "zeros"
-        and not isinstance(convolution.padding, str)
-    )
+def is_supported(layer: Any) -> bool:
+    """Return whether the kernels compute this layer: a convolution of volumes, of one group, padded with zeros."""
+    is_plain = _computes_as(layer, nn.Conv3d) and layer.groups == 1 and layer.padding_mode == "zeros"
+    return is_plain and not isinstance(layer.padding, str)
 
 
-def _computes_as(part: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+def _computes_as(part: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Return whether a layer is of one of these kinds, without a forward pass of its own in its class or instance."""
-    return not _has_own_forward(part) and any(
+    return "forward" not in vars(part) and any(
         isinstance(part, kind) and type(part).forward is kind.forward for kind in kinds
     )
-
-
-def _has_own_forward(part: nn.Module) -> bool:
-    """Return whether the forward pass of this instance has been replaced."""
-    return "forward" in vars(part)
 
 
 def _has_hooks(part: Any) -> bool:
@@ -161,30 +138,21 @@ def _has_hooks(part: Any) -> bool:
 # torch raises an error where the axes or the channels of two layers do not agree; such layers are left to it.
 
 
-def _is_supported_norm(part: Any, axes: int, channels: int) -> bool:
-    if not _computes_as(part, (INSTANCE_NORMS[axes - 1], BATCH_NORMS[axes - 1])) or part.num_features != channels:
+def _is_supported_norm(part: Any, channels: int) -> bool:
+    if not _computes_as(part, nn.InstanceNorm3d, nn.BatchNorm3d) or part.num_features != channels:
         return False
-    if isinstance(part, INSTANCE_NORMS):
+    if isinstance(part, nn.InstanceNorm3d):
         return not part.track_running_stats
     # A momentum of None is a cumulative average, which needs the number of batches.
     return part.track_running_stats and part.momentum is not None
 
 
-def _is_supported_pool(part: Any, axes: int) -> bool:
-    if not _computes_as(part, (_POOLS[axes - 1],)):
+def _is_supported_pool(part: Any) -> bool:
+    if not _computes_as(part, nn.MaxPool3d) or part.ceil_mode or part.return_indices:
         return False
-    kernel, stride = build_tuple(part.kernel_size), build_tuple(part.stride)
-    plain = build_tuple(part.padding) in ((0,), (0, 0), (0, 0, 0)) and set(build_tuple(part.dilation)) == {1}
-    return kernel == stride and plain and not part.ceil_mode and not part.return_indices
+    sizes = [build_triple(size) for size in (part.kernel_size, part.stride, part.padding, part.dilation)]
+    return sizes == [sizes[0], sizes[0], (0, 0, 0), (1, 1, 1)]
 
 
 def _is_supported_activation(part: nn.Module) -> bool:
-    return _computes_as(part, _ACTIVATIONS) and getattr(part, "negative_slope", 0) >= 0
-
-
-def build_tuple(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (value,) * 3 if isinstance(value, int) else tuple(value)
-
-
-def count_axes(pool: nn.Module) -> int:
-    return next(axes for axes, kind in enumerate(_POOLS, start=1) if isinstance(pool, kind))
+    return _computes_as(part, nn.ReLU, nn.LeakyReLU) and getattr(part, "negative_slope", 0) >= 0

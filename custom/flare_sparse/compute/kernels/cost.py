@@ -1,9 +1,9 @@
 """When sparse kernels are faster than dense ones: a model of both times, the same on every machine.
 
 A timed trial would choose by the load of the machine, and the choice decides the last bits of a result. The constants
-are nanoseconds on one and on two cores of servers with AVX-512, fitted to the layers of five networks at densities from
-0.01 to 1; only their ratios matter. With one thread and with two, all layers together take 1 % longer than with the
-faster variant of each, and a sparse layer is at most 1.4 times slower than a dense one.
+are nanoseconds on one and on two cores of servers with AVX-512, fitted to the layers of five networks, one of them of
+images, at densities from 0.01 to 1; only their ratios matter. With one thread and with two, all layers together take
+1 % longer than with the faster variant of each, and a sparse layer is at most 1.4 times slower than a dense one.
 ``benchmarks/performance/fit_kernel_costs.py`` fits them anew and checks that.
 """
 
@@ -58,11 +58,9 @@ A layer that is left dense by mistake takes as long as without the kernels.
 """
 
 
-INFERENCE = Costs((20_300, 0.00922, 0.00819, 1.09, 1.21, 3.26), (136_000, 458, 0.0225, 0.0181, 1.98, 0.541, 0.842))
-TRAINING = Costs((91_000, 0.0262, 0.0252, 5.13, 2.49, 3.55), (347_000, 990, 0.0693, 0.0771, 6.18, 1.12, 1.62))
-TRAINING_THREADED = Costs(
-    (291_000, 0.0191, 0.0235, 4.85, 2.0, 6.34), (850_000, 1_280, 0.0667, 0.0695, 4.06, 1.35, 2.65)
-)
+INFERENCE = Costs((20_300, 0.00922, 1.09, 1.21, 3.26), (136_000, 458, 0.0225, 0.0181, 1.98, 0.541, 0.842))
+TRAINING = Costs((91_000, 0.0262, 5.13, 2.49, 3.55), (347_000, 990, 0.0693, 0.0771, 6.18, 1.12, 1.62))
+TRAINING_THREADED = Costs((291_000, 0.0191, 4.85, 2.0, 6.34), (850_000, 1_280, 0.0667, 0.0695, 4.06, 1.35, 2.65))
 
 
 _PRODUCTS_OF_A_STORED_VALUE = 64
@@ -99,19 +97,15 @@ def count_dense_operations(work: Work) -> tuple[int, ...]:
 
     Returns:
         starts: of the layers.
-        volume_products, image_products: multiplications and additions of a convolution of volumes, or of images or
-            signals.
-        values: of its output.
-        normalised: values of volumes that are normalised.
+        products: multiplications and additions.
+        values: of the convolution's output.
+        normalised: values that are normalised.
         pooled: values that are pooled.
     """
     geometry, starts = work.geometry, 1
-    is_volume = geometry.shape[0] > 1
     values = work.samples * geometry.outputs * prod(geometry.output_shape)
     products = values * geometry.inputs * prod(geometry.kernel)
-    volume_products, image_products = (products, 0) if is_volume else (0, products)
-    normalised, pooled = values * (work.is_normalised and is_volume), values * work.is_pooled
-    return starts, volume_products, image_products, values, normalised, pooled
+    return starts, products, values, values * work.is_normalised, values * work.is_pooled
 
 
 def count_sparse_operations(work: Work) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .arguments import Grid, Norm, Part, Weights, Window
+from .geometry import Grid, Norm, Part, Weights, Window
 
 CHUNK = 1024
 """Positions that are accumulated at a time: 4 kB of sums and of each input stay in the first-level cache."""
@@ -113,18 +113,6 @@ def correlate(gradient: Any, source: Any, weights: Weights, channel: int, count:
             k += 1
 
 
-@_inline
-def count_slab_planes(grid: Grid, window: Window) -> Any:
-    """Return the planes of a slab: a multiple of the pooling window, near ``SLAB`` positions."""
-    return window.depth * max(1, SLAB // (window.depth * grid.plane))
-
-
-@_inline
-def count_positions(grid: Grid, planes: int) -> Any:
-    """Return the number of contiguous positions that hold the outputs of some planes."""
-    return (planes - 1) * grid.plane + (grid.height - 1) * grid.row + grid.width
-
-
 @_compile
 def convolve(
     source: Any, weights: Weights, grid: Grid, window: Window, signs: Any, pivots: Any, moments: Any, output: Any,
@@ -147,48 +135,43 @@ def convolve(
         values: ``(samples, channels, positions)`` receives the convolution's output; without channels: not recorded.
         part: what is computed.
     """
-    for n in range(part.first_sample, part.last_sample):
-        convolve_sample(
-            source[n], weights, grid, window, signs, pivots[n], moments[n], output[n], positions[n], values[n],
-            part.first_channel, part.last_channel,
-        )  # fmt: skip
-
-
-@_inline
-def convolve_sample(
-    source: Any, weights: Weights, grid: Grid, window: Window, signs: Any, pivots: Any, moments: Any, output: Any,
-    positions: Any, values: Any, first: int, last: int,
-) -> None:  # fmt: skip
-    """Convolve one sample, for the channels ``first <= c < last``; arguments as of :func:`convolve`."""
     planes = count_slab_planes(grid, window)
     sums = np.empty(planes * grid.plane, np.float32)
     best, best_at = np.empty(grid.width, np.float32), np.empty(grid.width, np.int32)
-    for z in range(0, grid.depth, planes):
-        depth = min(planes, grid.depth - z)
-        for c in range(first, last):
-            # The output of a channel without live weights stays 0.
-            if weights.starts[c] == weights.starts[c + 1]:
-                continue
-            count = count_positions(grid, depth)
-            accumulate(sums, source[z * grid.plane :], weights, c, count)
-            if len(values):
-                values[c, z * grid.plane : z * grid.plane + count] = sums[:count]
-            if len(moments):
-                if z == 0:
-                    pivots[c] = average(sums, grid, depth)
-                add_moments(sums, grid, depth, pivots[c], moments[c])
-            recorded = positions[c] if len(positions) else best_at[:0]
-            for plane in range(depth // window.depth):
-                slab = sums[plane * window.depth * grid.plane :]
-                number = z // window.depth + plane
-                if window.depth * window.height * window.width == 1:
-                    copy_plane(slab, grid, output[c], number)
-                else:
-                    pool_plane(slab, grid, window, signs[c], output[c], number, recorded, best, best_at)
-                    # Positions count from the start of the slab.
-                    if plane and len(recorded):
-                        size = (grid.height // window.height) * (grid.width // window.width)
-                        recorded[number * size : (number + 1) * size] += plane * window.depth * grid.plane
+    for n in range(part.first_sample, part.last_sample):
+        for z in range(0, grid.depth, planes):
+            depth = min(planes, grid.depth - z)
+            count, slab = count_positions(grid, depth), source[n, z * grid.plane :]
+            for c in range(part.first_channel, part.last_channel):
+                # The output of a channel without live weights stays 0.
+                if weights.starts[c] == weights.starts[c + 1]:
+                    continue
+                accumulate(sums, slab, weights, c, count)
+                if values.shape[1]:
+                    values[n, c, z * grid.plane : z * grid.plane + count] = sums[:count]
+                if moments.shape[1]:
+                    if z == 0:
+                        pivots[n, c] = average(sums, grid, depth)
+                    add_moments(sums, grid, depth, pivots[n, c], moments[n, c])
+                recorded = positions[n, c] if positions.shape[1] else best_at[:0]
+                for plane in range(depth // window.depth):
+                    start, number = plane * window.depth * grid.plane, z // window.depth + plane
+                    if window.depth * window.height * window.width == 1:
+                        copy_plane(sums[start:], grid, output[n, c], number)
+                    else:
+                        pool_plane(sums, start, grid, window, signs[c], output[n, c], number, recorded, best, best_at)
+
+
+@_inline
+def count_slab_planes(grid: Grid, window: Window) -> Any:
+    """Return the planes of a slab: a multiple of the pooling window, near ``SLAB`` positions."""
+    return window.depth * max(1, SLAB // (window.depth * grid.plane))
+
+
+@_inline
+def count_positions(grid: Grid, planes: int) -> Any:
+    """Return the number of contiguous positions that hold the outputs of some planes."""
+    return (planes - 1) * grid.plane + (grid.height - 1) * grid.row + grid.width
 
 
 @_inline
@@ -235,15 +218,16 @@ def copy_plane(sums: Any, grid: Grid, output: Any, plane: int) -> None:
 
 @_inline
 def pool_plane(
-    sums: Any, grid: Grid, window: Window, sign: float, output: Any, plane: int, positions: Any, best: Any, best_at: Any
-) -> None:
-    """Write a plane of pooled values and record their positions; incomplete windows are left out."""
+    sums: Any, first: int, grid: Grid, window: Window, sign: float, output: Any, plane: int, positions: Any, best: Any,
+    best_at: Any,
+) -> None:  # fmt: skip
+    """Write a plane of pooled values and record their positions in the slab; incomplete windows are left out."""
     height, width = grid.height // window.height, grid.width // window.width
     for y in range(height):
         # First over planes and rows, where neighbouring windows are contiguous, then within the row.
         for dz in range(window.depth):
             for dy in range(window.height):
-                at = dz * grid.plane + (y * window.height + dy) * grid.row
+                at = first + dz * grid.plane + (y * window.height + dy) * grid.row
                 row = sums[at : at + grid.width]
                 if dz + dy == 0:
                     for i in range(grid.width):
@@ -351,30 +335,20 @@ def differentiate_activation(
         part: what is computed.
     """
     for n in range(part.first_sample, part.last_sample):
-        differentiate_activation_sample(
-            gradient[n], pooled[n], scales[n], shifts[n], slope, moments[n], part.first_channel, part.last_channel
-        )
-
-
-@_inline
-def differentiate_activation_sample(
-    gradient: Any, pooled: Any, scales: Any, shifts: Any, slope: float, moments: Any, first: int, last: int
-) -> None:
-    """As :func:`differentiate_activation`, for one sample and the channels ``first <= c < last``."""
-    for c in range(first, last):
-        scale, shift = scales[c], shifts[c]
-        total, product = np.float64(0), np.float64(0)
-        for start in range(0, gradient.shape[1], CHUNK):
-            g, v = gradient[c, start : start + CHUNK], pooled[c, start : start + CHUNK]
-            s, p = np.float32(0), np.float32(0)
-            for i in range(len(g)):
-                g[i] = g[i] if scale * v[i] + shift > 0 else slope * g[i]
-                s += g[i]
-                p += g[i] * v[i]
-            total += s
-            product += p
-        moments[c, 0] = total
-        moments[c, 1] = product
+        for c in range(part.first_channel, part.last_channel):
+            scale, shift = scales[n, c], shifts[n, c]
+            total, product = np.float64(0), np.float64(0)
+            for start in range(0, gradient.shape[2], CHUNK):
+                g, v = gradient[n, c, start : start + CHUNK], pooled[n, c, start : start + CHUNK]
+                s, p = np.float32(0), np.float32(0)
+                for i in range(len(g)):
+                    g[i] = g[i] if scale * v[i] + shift > 0 else slope * g[i]
+                    s += g[i]
+                    p += g[i] * v[i]
+                total += s
+                product += p
+            moments[n, c, 0] = total
+            moments[n, c, 1] = product
 
 
 @_compile
@@ -401,48 +375,36 @@ def differentiate_block(
         lead: index of the first position in ``output``.
         part: what is computed; all samples, because the order in which they are added must not depend on the threads.
     """
-    for n in range(part.first_sample, part.last_sample):
-        differentiate_block_sample(
-            source[n], weights, grid, window, gradient[n], positions[n], values[n],
-            Norm(norm.scales[n], norm.constants[n], norm.factors[n]), products, output[n], lead,
-            part.first_channel, part.last_channel,
-        )  # fmt: skip
-
-
-@_inline
-def differentiate_block_sample(
-    source: Any, weights: Weights, grid: Grid, window: Window, gradient: Any, positions: Any, values: Any, norm: Norm,
-    products: Any, output: Any, lead: int, first: int, last: int,
-) -> None:  # fmt: skip
-    """As :func:`differentiate_block`, for one sample and the channels ``first <= c < last``."""
     planes = count_slab_planes(grid, window)
     sums = np.zeros(planes * grid.plane, np.float32)
     size = (grid.height // window.height) * (grid.width // window.width)
-    for z in range(0, grid.depth, planes):
-        depth = min(planes, grid.depth - z)
-        count, slab = count_positions(grid, depth), source[z * grid.plane :]
-        pooled = slice(z // window.depth * size, (z // window.depth + depth // window.depth) * size)
-        for c in range(first, last):
-            if weights.starts[c] == weights.starts[c + 1]:
-                continue
-            # y, the convolution's output, is needed only if the factor is not 0: of a fixed map the gradient does not
-            # depend on it.
-            if norm.factors[c] != 0 and len(values):
-                sums[:count] = values[c, z * grid.plane : z * grid.plane + count]
-            elif norm.factors[c] != 0:
-                accumulate(sums, slab, weights, c, count)
-            # From here on ``sums`` is the gradient of y: what mean and variance add, then that of the pooled values.
-            transform_rows(sums, grid, depth, norm.constants[c], norm.factors[c])
-            g = gradient[c, pooled]
-            if len(positions):
-                at = positions[c, pooled]
-                for i in range(len(g)):
-                    sums[at[i]] += norm.scales[c] * g[i]
-            else:
-                add_rows(sums, grid, depth, norm.scales[c], g)
-            correlate(sums, slab, weights, c, count, products)
-            if len(output):
-                output[c, lead + z * grid.plane : lead + z * grid.plane + count] = sums[:count]
+    for n in range(part.first_sample, part.last_sample):
+        for z in range(0, grid.depth, planes):
+            depth = min(planes, grid.depth - z)
+            count, slab = count_positions(grid, depth), source[n, z * grid.plane :]
+            pooled = slice(z // window.depth * size, (z // window.depth + depth // window.depth) * size)
+            for c in range(part.first_channel, part.last_channel):
+                if weights.starts[c] == weights.starts[c + 1]:
+                    continue
+                scale, constant, factor = norm.scales[n, c], norm.constants[n, c], norm.factors[n, c]
+                # y, the convolution's output, is needed only if the factor is not 0: of a fixed map the gradient does
+                # not depend on it.
+                if factor != 0 and values.shape[1]:
+                    sums[:count] = values[n, c, z * grid.plane : z * grid.plane + count]
+                elif factor != 0:
+                    accumulate(sums, slab, weights, c, count)
+                # From here on ``sums`` is the gradient of y: what mean and variance add, then that of pooled values.
+                transform_rows(sums, grid, depth, constant, factor)
+                g = gradient[n, c, pooled]
+                if positions.shape[1]:
+                    at = positions[n, c, pooled]
+                    for i in range(len(g)):
+                        sums[at[i]] += scale * g[i]
+                else:
+                    add_rows(sums, grid, depth, scale, g)
+                correlate(sums, slab, weights, c, count, products)
+                if output.shape[1]:
+                    output[n, c, lead + z * grid.plane : lead + z * grid.plane + count] = sums[:count]
 
 
 @_inline

@@ -1,4 +1,4 @@
-"""Computation of a masked network with sparse kernels, in place of its own convolutions and linear layers."""
+"""Computation of a masked network with sparse kernels, in place of its own convolutions."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .block import BlockSpec, Layer, SparseBlock
-from .chains import BATCH_NORMS, INSTANCE_NORMS, Chain, build_tuple, count_axes, find_chains
+from .chains import Chain, find_chains
 from .cost import Work, is_sparse_faster
-from .geometry import Geometry, build_triple
-from .plan import LiveWeights
+from .geometry import Geometry, LiveWeights, build_triple
 
 Decide = Callable[[Work], bool]
 """Returns whether the kernels compute a block."""
@@ -64,8 +63,7 @@ class Block:
         if geometry is None:
             return self._compute_densely(inputs)
         self.is_sparse = True
-        is_linear = isinstance(self.chain.layer, nn.Linear)
-        return self._compute_linear(inputs, geometry) if is_linear else self._compute_convolution(inputs, geometry)
+        return self._apply(inputs, geometry)
 
     def _set_live(self, live: Tensor) -> None:
         weight: Any = self.chain.layer.weight
@@ -99,7 +97,7 @@ class Block:
         if geometry is _UNKNOWN:
             geometry = self._build_geometry(tuple(inputs.shape))
             is_float = inputs.dtype == layer.weight.dtype == torch.float32 and inputs.device.type == "cpu"
-            samples = 1 if isinstance(layer, nn.Linear) else len(inputs) if inputs.dim() else 0
+            samples = len(inputs) if inputs.dim() else 0
             if geometry is not None and not (
                 is_float and self._has_values(geometry, samples) and self.decide(self._build_work(geometry, samples))
             ):
@@ -108,17 +106,9 @@ class Block:
         return geometry
 
     def _build_geometry(self, shape: tuple[int, ...]) -> Geometry | None:
-        """Return the sizes of the layer for an input ``shape``; None: it is without a batch, or torch rejects it.
-
-        A linear layer is computed as a 1x1 convolution over the examples.
-        """
+        """Return the sizes of the layer for an input ``shape``; None: it is without a batch, or torch rejects it."""
         layer: Any = self.chain.layer
-        if isinstance(layer, nn.Linear):
-            if shape[-1:] != (layer.in_features,):
-                return None
-            one = (1, 1, 1)
-            return Geometry(layer.in_features, layer.out_features, (1, 1, prod(shape[:-1])), one, one, (0, 0, 0), one)
-        if len(shape) != 2 + len(layer.kernel_size) or shape[1] != layer.in_channels:
+        if len(shape) != 5 or shape[1] != layer.in_channels:
             return None
         return Geometry.from_layer(layer, shape[2:])
 
@@ -129,17 +119,6 @@ class Block:
         sizes = (samples, geometry.inputs, geometry.outputs, *geometry.shape, *geometry.output_shape, *pooled)
         values = prod(geometry.output_shape) * (samples if spec.norm == "batch" else 1)
         return min(sizes) > 0 and (spec.norm == "fixed" or values > 1)
-
-    def _compute_convolution(self, inputs: Tensor, geometry: Geometry) -> Tensor:
-        volume = inputs.reshape(len(inputs), geometry.inputs, *geometry.shape)
-        output, axes = self._apply(volume, geometry), inputs.dim() - 2
-        return output.reshape(*output.shape[:2], *output.shape[5 - axes :]) if axes < 3 else output
-
-    def _compute_linear(self, inputs: Tensor, geometry: Geometry) -> Tensor:
-        rows = geometry.shape[-1]
-        columns = inputs.reshape(rows, geometry.inputs).t().contiguous().view(1, geometry.inputs, 1, 1, rows)
-        output = self._apply(columns, geometry)
-        return output.view(geometry.outputs, rows).t().reshape(*inputs.shape[:-1], geometry.outputs)
 
     def _apply(self, volume: Tensor, geometry: Geometry) -> Tensor:
         """Return the output ``(samples, outputs, depth, height, width)``."""
@@ -178,14 +157,11 @@ class Block:
         norm, activation = self.chain.norm, self.chain.activation
         pool: Any = self.chain.pool
         kind: Any = "fixed"
-        if isinstance(norm, INSTANCE_NORMS):
+        if isinstance(norm, nn.InstanceNorm3d):
             kind = "instance"
         elif norm is not None:
             kind = "batch" if norm.training else "fixed"
-        window = (1, 1, 1)
-        if pool is not None:
-            axes = count_axes(pool)
-            window = build_triple((*(1,) * (3 - axes), *build_tuple(pool.kernel_size)[:axes]))
+        window = build_triple(1 if pool is None else pool.kernel_size)
         slope = 1.0 if activation is None else float(getattr(activation, "negative_slope", 0.0))
         return BlockSpec(kind, float(getattr(norm, "eps", 1e-5)), window, slope)
 
@@ -202,7 +178,7 @@ class Block:
             return ones, zeros if layer.bias is None else layer.bias
         scale = ones if norm.weight is None else norm.weight
         shift = zeros if norm.bias is None else norm.bias
-        uses_running_statistics = isinstance(norm, BATCH_NORMS) and not norm.training
+        uses_running_statistics = isinstance(norm, nn.BatchNorm3d) and not norm.training
         if uses_running_statistics:
             mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
             scale = scale * torch.rsqrt(norm.running_var + norm.eps)
@@ -234,7 +210,7 @@ def _return_input(inputs: Tensor) -> Tensor:
 def use_sparse_kernels(
     network: nn.Module, live: Mapping[str, Tensor], decide: Decide = is_sparse_faster
 ) -> Iterator[list[Block]]:
-    """Compute a network's convolutions and linear layers with sparse kernels within the context.
+    """Compute a network's convolutions with sparse kernels within the context.
 
     The network's modules, parameters and buffers stay as they are; only the ``forward`` of the layers changes. The
     gradient of a weight that is not live is 0.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .arguments import Integers, Part
+from .geometry import Integers, Part
 
 _num_threads: int | None = None
 _is_forked = False
