@@ -16,8 +16,6 @@ def test_source_that_is_neither_a_study_nor_a_folder_is_refused_with_what_is_tak
     words = ["plan", str(tmp_path / source), "--out", str(tmp_path / "plan.json")]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
     assert result.exit_code == 2
-    assert (
-        f"{tmp_path / source}: expected a study (.yaml or .yml), or folders of raw data, each with its dataset.json"
-        in result.output
-    )
+    expected = "expected a study (.yaml or .yml) alone, or folders of raw data, each with its dataset.json"
+    assert f"{tmp_path / source}: {expected}" in result.output
     assert not (tmp_path / "plan.json").exists()

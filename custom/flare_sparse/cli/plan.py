@@ -15,8 +15,6 @@ from .console import out as console
 if TYPE_CHECKING:
     from ..tasks.nnunet.fingerprint import Fingerprint
 
-_STUDIES = (".yaml", ".yml")
-
 
 def plan(
     sources: Annotated[
@@ -51,19 +49,17 @@ def plan(
 
     if out.is_dir():
         raise ConfigError(f"--out {out}: is a folder; name a file, such as {out / 'plan.json'}")
-    studies = [source for source in sources if source.suffix in _STUDIES]
-    if studies and len(sources) > 1:
-        raise ConfigError(f"{studies[0]}: a study has all of its sites; name it alone, or folders of raw data")
-    if others := [source for source in sources if source not in studies and not source.is_dir()]:
+    is_study = len(sources) == 1 and sources[0].suffix in (".yaml", ".yml")
+    if others := [source for source in sources if not is_study and not source.is_dir()]:
         raise ConfigError(
-            f"{others[0]}: expected a study ({' or '.join(_STUDIES)}), or folders of raw data, each with its "
-            "dataset.json (docs/nnunet.md)"
+            f"{others[0]}: expected a study (.yaml or .yml) alone, or folders of raw data, each with its dataset.json "
+            "(docs/nnunet.md)"
         )
-    if kit is not None and not studies:
+    if kit is not None and not is_study:
         raise ConfigError("--kit: it is for a study, whose sites are asked; leave it out")
     with require_extra("flare-sparse plan", "nnunet"):
         import nnunetv2  # noqa: F401
-    merged = _collect(studies[0], out, total, kit) if studies else fingerprint_folders(sources)
+    merged = _collect(sources[0], out, total, kit) if is_study else fingerprint_folders(sources)
     made = build_plan(merged, "Dataset001_Federation")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(made, indent=1), encoding="utf-8")

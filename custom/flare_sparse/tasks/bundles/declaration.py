@@ -106,20 +106,22 @@ def read_declaration(parts: Mapping[str, Any], source: str, own: Mapping[str, An
         raise Refusal(source, unknown[0], f"expected one of {', '.join(PARTS)}")
 
     def read(part: str, kind: Kind) -> Component:
-        return parse_component(source, _require(source, part, given.get(part)), part, kind, own)
+        return parse_component(source, given[part], part, kind, own)
 
     # No transform of a classification's predictions is read.
     given = {"inferer": _SIMPLE_INFERER, "evaluation": (), **parts} | ({} if segments else {"postprocessing": ()})
+    if missing := [part for part in PARTS if given.get(part) is None]:
+        text = f"missing; add this item, from which the job reads the bundle's {missing[0]}"
+        raise Refusal(source, missing[0], text)
     network = read("network", "network" if segments else "classifier")
     loss = read("loss", "loss" if segments else "classification loss")
     preprocessing, evaluation, postprocessing = (
-        _read_transforms(source, _require(source, part, given.get(part)), part, own)
-        for part in ("preprocessing", "evaluation", "postprocessing")
+        _read_transforms(source, given[part], part, own) for part in ("preprocessing", "evaluation", "postprocessing")
     )
     preprocessing, keys = _insert_load(source, preprocessing, "preprocessing", segments, ())
     if evaluation:
         evaluation, _ = _insert_load(source, evaluation, "evaluation", segments, keys)
-    metric_name, metric = _read_metric(source, _require(source, "metric", parts.get("metric")), segments)
+    metric_name, metric = _read_metric(source, given["metric"], segments)
     declaration = Declaration(
         purpose,
         network,
@@ -132,8 +134,10 @@ def read_declaration(parts: Mapping[str, Any], source: str, own: Mapping[str, An
         metric,
         metric_name,
     )
-    if not segments:
-        _check_outputs(declaration)
+    outputs, is_binary = declaration.num_outputs, loss.path == BINARY_LOSS
+    if not segments and (outputs is None or (outputs == 1) is not is_binary):
+        expected = "1, because BCEWithLogitsLoss has two classes" if is_binary else "2 or more, one for each class"
+        raise ConfigError(f"{network.location}: the network has {outputs} outputs; expected {expected}")
     return declaration
 
 
@@ -145,29 +149,6 @@ def get_target(value: Any) -> str:
 def _get_metric(value: Any) -> Any:
     """Return the first metric of a section of metrics by their names; None: there is none."""
     return next(iter(value.values()), None) if isinstance(value, Mapping) else None
-
-
-def _require(source: str, part: str, value: Any) -> Any:
-    """Return a part.
-
-    Raises:
-        Refusal: it is missing.
-    """
-    if value is None:
-        raise Refusal(source, part, f"missing; add this item, from which the job reads the bundle's {part}")
-    return value
-
-
-def _check_outputs(declaration: Declaration) -> None:
-    """Check that a classifier has a logit for each class, or one in all with the binary loss.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    found, is_binary = declaration.num_outputs, declaration.loss.path == BINARY_LOSS
-    if found is None or (found == 1) is not is_binary:
-        expected = "1, because BCEWithLogitsLoss has two classes" if is_binary else "2 or more, one for each class"
-        raise ConfigError(f"{declaration.network.location}: the network has {found} outputs; expected {expected}")
 
 
 def _read_transforms(source: str, value: Any, part: str, own: Mapping[str, Any]) -> tuple[Component, ...]:

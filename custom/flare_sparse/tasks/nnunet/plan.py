@@ -23,6 +23,7 @@ MAX_CHARACTERS = 200_000
 
 Blocks = Annotated[int, Field(ge=1, le=32)]
 Resampling = Literal["resample_data_or_seg_to_shape", "resample_torch_fornnunet", "no_resampling_hack"]
+Normalization = Annotated[str, Field(pattern="^(CT|No|ZScore|RescaleTo01|RGBTo01)Normalization$")]
 Imported = Literal["conv_op", "norm_op", "dropout_op", "nonlin"]
 
 
@@ -80,15 +81,7 @@ class Configuration(_Section):
     resampling_fn_data: Resampling
     resampling_fn_seg: Resampling
     resampling_fn_probabilities: Resampling
-    normalization_schemes: list[
-        Literal[
-            "CTNormalization",
-            "NoNormalization",
-            "ZScoreNormalization",
-            "RescaleTo01Normalization",
-            "RGBTo01Normalization",
-        ]
-    ]
+    normalization_schemes: list[Normalization]
     patch_size: list[Annotated[int, Field(ge=1)]] = Field(min_length=2, max_length=3)
     spacing: list[Annotated[float, Field(gt=0, lt=1e6)]]
     architecture: Architecture
@@ -143,7 +136,10 @@ def build_plan(fingerprint: Fingerprint, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: nnU-Net refuses the data, or its plan has what this package does not allow.
     """
-    dataset = fingerprint.dataset.model_dump(include=set(Channels.model_fields)) | {"numTraining": fingerprint.cases}
+    dataset = {
+        name: value for name, value in fingerprint.dataset if value is not None and name in Channels.model_fields
+    }
+    dataset["numTraining"] = fingerprint.cases
     with (
         tempfile.TemporaryDirectory() as folder,
         set_environment({f"nnUNet_{kind}": str(Path(folder, kind)) for kind in ("raw", "preprocessed", "results")}),

@@ -12,14 +12,7 @@ from typing import Any, Self
 import nibabel as nib
 import numpy as np
 from nibabel.filebasedimages import ImageFileError
-from pydantic import (
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, ValidationError, model_serializer, model_validator
 
 from ...core.errors import DataError
 from ...core.settings import Settings, explain
@@ -59,9 +52,9 @@ class Channels(Settings):
             raise ValueError("labels: regions need regions_class_order")
         return self
 
-    @model_serializer(mode="wrap")
-    def _leave_out_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
+    @model_serializer
+    def _leave_out_empty(self) -> dict[str, Any]:
+        return {name: value for name, value in self if value is not None}
 
     @property
     def suffixes(self) -> list[str]:

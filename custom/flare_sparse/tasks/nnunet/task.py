@@ -19,14 +19,7 @@ from ..data.cases import CaseSettings, Derivative, describe_left_out, find_bids_
 from ..task import Cohort, Column, Examples, Metric, SiteData, Task, is_metric_name
 from .pipeline import TRAINER, Pipeline, Prepared
 from .plan import PlanDataset, check_plan, list_configurations
-from .raw import (
-    TURNING_READER,
-    find_channels,
-    find_raw_cases,
-    list_orientations,
-    note_missing_channels,
-    read_dataset,
-)
+from .raw import TURNING_READER, find_channels, find_raw_cases, list_orientations, note_missing_channels, read_dataset
 
 CHECKPOINT = "checkpoint_final.pth"
 _SCORE_SEED = 0
