@@ -23,6 +23,12 @@ from .task import Kind, TaskConfig
 
 BINARY_LABELS = ("0", "1")
 """Labels of kind binary without classes."""
+_KINDS: dict[str, tuple[Kind, ...]] = {
+    **dict.fromkeys(("classes", "class_weights"), ("binary", "classes")),
+    **dict.fromkeys(("event", "loss"), ("survival",)),
+    **dict.fromkeys(("target_scaling", "target_transform"), ("regression",)),
+}
+"""Kinds that a setting is for, where it is not for all."""
 MOST_COLUMNS = 1_000_000
 """Most columns that a range such as ``code_{0..419}`` stands for."""
 MOST_SPREADS = 5
@@ -236,24 +242,19 @@ class TableConfig(TaskConfig):
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
+        for name, kinds in _KINDS.items():
+            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is for kind {' and '.join(kinds)}, not for {self.kind}; remove it")
         if self.kind == "survival" and self.event is None:
             raise ValueError("event is missing; set the column with 1 for an event, 0 for the end of observation")
-        if self.kind != "survival" and self.event is not None:
-            raise ValueError(f"event is for kind survival, not for {self.kind}; remove it")
-        if self.kind != "survival" and self.loss != "cox":
-            raise ValueError(f"loss: {self.loss} is for kind survival, not for {self.kind}; remove it")
         if bool(self.times) != (self.loss != "cox"):
             remedy = "remove them, or set loss: discrete" if self.times else "set them, as [12, 24, 60]"
             raise ValueError(f"times are for loss discrete and weibull, and loss is {self.loss}; {remedy}")
         if list(self.times) != sorted(set(self.times)):
             raise ValueError(f"times: found {list(self.times)}; expected ascending times, each once")
-        expected = {"binary": len(self.classes) in (0, 2), "classes": len(self.classes) > 2}
-        if not expected.get(self.kind, not self.classes):
-            raise ValueError(
-                f"classes has {len(self.classes)} labels; expected 2 for binary, 3 or more for classes, none for others"
-            )
-        if self.class_weights and self.kind not in expected:
-            raise ValueError(f"class_weights are for kinds binary and classes, not for {self.kind}; remove them")
+        fits = {"binary": len(self.classes) in (0, 2), "classes": len(self.classes) > 2}
+        if not fits.get(self.kind, True):
+            raise ValueError(f"classes has {len(self.classes)} labels; expected 2 for binary, 3 or more for classes")
         check_class_weights(self.class_weights, len(self.classes or BINARY_LABELS))
         return self
 
@@ -287,9 +288,6 @@ class TableConfig(TaskConfig):
         has_volumes = any(not name.endswith("_thickness") for name in numbers)
         if self.scaling == "freesurfer" and has_volumes and "ICV" not in numbers:
             raise ValueError("scaling freesurfer divides volumes by the column ICV; add ICV to the features")
-        for name in ("target_scaling", "target_transform"):
-            if self.kind != "regression" and getattr(self, name) != "none":
-                raise ValueError(f"{name} is for kind regression, not for {self.kind}; remove it")
         return self
 
     def needs(self) -> Needs:

@@ -76,10 +76,7 @@ def render_volume(person: Person, shape: Sequence[int]) -> np.ndarray:
     Returns:
         float32 ``shape``; 0 outside the brain, white matter near 1.
     """
-    return np.concatenate([_render_slab(person, axes) for axes in _split_axes(tuple(shape))])
-
-
-def _render_slab(person: Person, axes: Sequence[np.ndarray]) -> np.ndarray:
+    axes = _compute_axes(tuple(shape))
     csf, grey, matter, ventricles = _compute_tissues(person, axes)
     white = WHITE - 0.0022 * (person.contrast - 20.0)
     volume = csf * CSF
@@ -155,13 +152,6 @@ def _compute_axes(shape: tuple[int, int, int]) -> tuple[np.ndarray, ...]:
     return tuple(np.meshgrid(*lines, indexing="ij", sparse=True))
 
 
-@cache
-def _split_axes(shape: tuple[int, int, int]) -> list[tuple[np.ndarray, ...]]:
-    """Return the axes of slabs of eight planes: the allocator hands larger temporary arrays back at each step."""
-    x, y, z = _compute_axes(shape)
-    return [(x[start : start + 8], y, z) for start in range(0, len(x), 8)]
-
-
 SHAPE = (52, 64, 52)
 AGES = (20.0, 80.0)
 
@@ -203,13 +193,10 @@ class Scanner:
             sides *= 0.5 * self.smoothing
             volume = (1 - self.smoothing) * volume
             volume += sides
-        # Plane by plane: the allocator hands large temporary arrays back at each step, which takes most of the time.
-        planes = zip(volume, self._compute_shading(volume.shape), strict=True)
-        return np.stack([self._digitize(plane, shade, rng) for plane, shade in planes])
-
-    def _digitize(self, plane: np.ndarray, shade: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        noise = rng.normal(0.0, self.noise, plane.shape)
-        intensity = np.abs(np.clip(plane, 0, None) ** self.gain * shade + noise * (plane > 0.01))
+        noise = rng.normal(0.0, self.noise, volume.shape)
+        intensity = np.abs(
+            np.clip(volume, 0, None) ** self.gain * self._compute_shading(volume.shape) + noise * (volume > 0.01)
+        )
         return np.asarray(np.clip(np.rint(200.0 * intensity), 0, 255).astype(np.uint8))
 
     def _compute_shading(self, shape: Sequence[int]) -> np.ndarray:
