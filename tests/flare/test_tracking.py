@@ -14,7 +14,8 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_context import FLContext
 
 from flare_sparse.flare import tracking
-from flare_sparse.flare.tracking import FOLDERS, MLFLOW_VARIABLES, RETRY_S, Tracker
+from flare_sparse.flare.tracking import FOLDERS, MLFLOW_VARIABLES, RETRY_S, Tracker, list_figures
+from flare_sparse.rounds.federation.records import Evaluation, RoundRecord
 
 FIGURES = {"mae": 2.5, "bytes_up": 200.0}
 
@@ -44,6 +45,31 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
         setattr(fake, name, keep(name))
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     return fake
+
+
+def test_figures_of_a_round_are_its_metrics_with_bytes_sites_and_time() -> None:
+    lists: dict[str, Any] = {key: [] for key in ("abstained", "timed_out", "quarantined")}
+    mappings: dict[str, Any] = {key: {} for key in ("rejected", "excluded", "capped", "clipped")}
+    record = RoundRecord(
+        kind="train",
+        round=4,
+        sequence=4,
+        sites_asked=["a", "b", "c"],
+        sites_contributed=["a", "b"],
+        attempts=1,
+        evaluated_round=3,
+        evaluation=Evaluation(overall={"mae": 2.5}, sites={}),
+        bytes_down=300,
+        bytes_up=200,
+        dense_bytes=900,
+        sparsity=0.5,
+        seconds=1.5,
+        committed_at=0.0,
+        **lists,
+        **mappings,
+    )
+    figures = {"mae": 2.5, "bytes_up": 200, "bytes_down": 300, "contributed": 2, "seconds": 1.5}
+    assert list_figures(record) == figures
 
 
 def test_tensorboard_has_a_file_of_events_in_the_folder_of_the_job(tmp_path: Path) -> None:

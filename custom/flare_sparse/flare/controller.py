@@ -14,19 +14,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-from nvflare.apis.analytix import AnalyticsDataType
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task
-from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
-from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
-from nvflare.app_common.abstract.fl_model import FLModel
-from nvflare.app_common.app_constant import AppConstants
-from nvflare.app_common.app_event_type import AppEventType
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from ..core.checkpoint.writing import write_json
@@ -35,16 +29,15 @@ from ..results.runs.progress import format_events, format_progress
 from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.server import Attempt, ServerEndpoint
 from ..rounds.federation.loop import Federation
-from ..rounds.federation.records import BestModel, RoundRecord
+from ..rounds.federation.records import RoundRecord
 from ..rounds.federation.roster import Connections
-from ..tasks.task import Metric
 from ..wire.stage import Questions, Reply
 from . import payload
 from .checkpoints import mark_job_finished
 from .job_settings import SERVER_SECTIONS, check_shown_settings
 from .polling import TaskPolling
 from .session import ServerSession
-from .tracking import TRACKER_ID, Tracker
+from .tracking import TRACKER_ID, Tracker, list_figures
 from .watchdog import watch_command
 from .workspace import get_workspace
 
@@ -141,9 +134,8 @@ class FederatedController(Controller):
 
         def commit(record: RoundRecord) -> None:
             line = folder.commit(record)
-            figures = announce_round(self, record, fl_ctx)
             if isinstance(tracker, Tracker):
-                tracker.log(figures, record.evaluated_round, run_dir)
+                tracker.log(list_figures(record), record.evaluated_round, run_dir)
             for event in format_events(line):
                 self.logger.warning(event)
             self._lines.append(line)
@@ -195,7 +187,6 @@ class FederatedController(Controller):
         # it was interrupted. Without checkpoints the run starts from round 0.
         outcome = federation.run(assembly.weights, resume=True)
         folder.finish(outcome)
-        announce_best(self, outcome.best, assembly.task.metric, fl_ctx)
         # `nvflare job download` reads this file to name the model of the job.
         write_json(
             app_dir / "artifact_manifest.json",
@@ -322,49 +313,3 @@ def _group_sites(
         groups.setdefault((id(message), counted[site] if counted else None), []).append(site)
     for sites in groups.values():
         yield messages[sites[0]], sites
-
-
-def announce_round(component: FLComponent, record: RoundRecord, fl_ctx: FLContext) -> dict[str, float]:
-    """Publish a round to FLARE's MetricsArtifactWriter and its analytics receivers, and return its figures.
-
-    The metrics are those of the model after ``record.evaluated_round``.
-    """
-    if record.evaluation.sites:
-        sites = [
-            {"name": name, "metrics": metrics, "weight": metrics.get("test_examples", 1.0)}
-            for name, metrics in sorted(record.evaluation.sites.items())
-        ]
-        info = {"metric_source": "site_test_examples", "sites": sites}
-        model = FLModel(
-            metrics=dict(record.evaluation.overall),
-            current_round=record.evaluated_round,
-            meta={AppConstants.METRICS_AGGREGATION_INFO: info},
-        )
-        component.fire_event_with_data(AppEventType.AFTER_AGGREGATION, fl_ctx, AppConstants.AGGREGATION_RESULT, model)
-    figures = {
-        **record.evaluation.overall,
-        "bytes_up": record.bytes_up,
-        "bytes_down": record.bytes_down,
-        "contributed": len(record.sites_contributed),
-        "seconds": record.seconds,
-    }
-    for tag, value in figures.items():
-        dxo = create_analytic_dxo(tag, float(value), AnalyticsDataType.SCALAR, global_step=record.evaluated_round)
-        send_analytic_dxo(component, dxo, fl_ctx, fire_fed_event=False)
-    return figures
-
-
-def announce_best(component: FLComponent, best: BestModel, metric: Metric, fl_ctx: FLContext) -> None:
-    """Fire the event that names the best round in FLARE's metrics summary; none if no model was evaluated."""
-    if best.round < 0:
-        return
-    info = {
-        "best_round": best.round,
-        "best_metrics": best.metrics,
-        "best_aggregated_metrics": best.metrics,
-        "key_metric": {"name": metric.name, "mode": metric.mode},
-        "source": "flare_sparse",
-    }
-    component.fire_event_with_data(
-        AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, fl_ctx, AppConstants.METRICS_SELECTION_INFO, info
-    )

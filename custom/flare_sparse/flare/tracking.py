@@ -11,6 +11,7 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 
 from ..core.errors import require_extra
+from ..rounds.federation.records import RoundRecord
 
 MLFLOW_VARIABLES = {
     # By default MLflow waits for minutes for a server that does not reply, and the round waits with it.
@@ -26,6 +27,17 @@ FOLDERS = {"tensorboard": "tb_events", "mlflow": "mlruns", "wandb": "wandb"}
 """Folder in the server's job folder that a service's files are written to, where no address is set, by service."""
 TRACKER_ID = "tracker"
 Log = Callable[[Mapping[str, float], int], Any]
+
+
+def list_figures(record: RoundRecord) -> dict[str, float]:
+    """Return the figures of a round: the metrics of the model after ``record.evaluated_round``, bytes, sites, time."""
+    return {
+        **record.evaluation.overall,
+        "bytes_up": record.bytes_up,
+        "bytes_down": record.bytes_down,
+        "contributed": len(record.sites_contributed),
+        "seconds": record.seconds,
+    }
 
 
 class Tracker(FLComponent):

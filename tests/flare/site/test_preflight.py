@@ -113,7 +113,7 @@ def test_data_is_read_as_the_job_would_read_it(kit: Path, tmp_path: Path) -> Non
     (kit / "local" / WITHDRAWN_FILE).write_text("7\n8\nno such stay\n")
     assert "1 of 3 withdrawn identifiers match nothing" in check(kit, job)["data"].text
     (kit / "local" / WITHDRAWN_FILE).write_text("7\n8\n")
-    assert "2 withdrawn subjects leaves out 2 examples" in check(kit, job)["data"].text
+    assert "14 training examples, as read by task table, without 2 withdrawn subjects" in check(kit, job)["data"].text
     job.write_text(
         "name: job\nmethod: {name: fedavg}\ntask: {name: table, kind: binary, target: died, id: stay, "
         "features: [med_a, med_z], scaling: none}\n"

@@ -6,7 +6,6 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from ...config.schema import JobConfig
 from ...core.errors import ConfigError
 from ...core.findings import Finding, Severity, attempt
 from ...privacy.dp.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
-from ...privacy.dp.accounting import Charge
 from ...privacy.dp.forecast import Forecast
 from ...tasks.data.source import find_site_data
 from ...tasks.script import ScriptTask
-from ...tasks.task import Examples, SiteData, Task, load_examples
+from ...tasks.task import Task
 from . import setup
 
 ALLOW_COMMAND = "flare-sparse site setup"
@@ -167,8 +165,8 @@ def _check_job(
         examples = site.num_examples
         loaded.append((assembly, examples, site.trainer.examples.count_train_subjects()))
         found.extend(find_problems(assembly, site.trainer.examples, data))
-        left_out = _count_withdrawn(assembly, data, site.trainer.examples)
-        return "PASS", f"{data.path}: {examples} training examples, as read by task {job.task.name}{left_out}"
+        without = f", without {len(data.withdrawn)} withdrawn subjects" if data.withdrawn else ""
+        return "PASS", f"{data.path}: {examples} training examples, as read by task {job.task.name}{without}"
 
     yield _run_check("data", read_data)
     yield from found
@@ -176,27 +174,15 @@ def _check_job(
         yield _run_check("job", lambda: _check_policy_allows(kit, job, *loaded[0]))
 
 
-def _count_withdrawn(assembly: Assembly, data: SiteData, used: Examples) -> str:
-    """Return how many examples the list of withdrawn subjects leaves out."""
-    if not data.withdrawn:
-        return ""
-    everything = load_examples(assembly.task, replace(data, withdrawn=frozenset()), assembly.method.seed)
-    before, after = (part.n_train + part.n_validation + part.n_test for part in (everything, used))
-    return f"; the list of {len(data.withdrawn)} withdrawn subjects leaves out {before - after} examples"
-
-
-def _read_charges(kit: Path) -> list[Charge]:
-    """Return what all jobs so far have charged this site's subjects."""
-    root = setup.find_local_folder(kit).absolute().parent / PRIVACY_FOLDER / read_site_name(kit)
-    return read_ledger(root / LEDGER_FILE).list_charges()
-
-
 def _check_policy_allows(
     kit: Path, job: JobConfig, assembly: Assembly, examples: int, subjects: int
 ) -> tuple[Severity, str]:
     """Check a job against the site's policy; with privacy also compute what it charges the site's subjects."""
-    policy, name = read_policy(setup.find_local_folder(kit) / POLICY_FILE), read_site_name(kit)
-    limit, charges = policy.privacy_budget, _read_charges(kit)
+    local, name = setup.find_local_folder(kit).absolute(), read_site_name(kit)
+    policy = read_policy(local / POLICY_FILE)
+    limit = policy.privacy_budget
+    # What all jobs so far have charged this site's subjects.
+    charges = read_ledger(local.parent / PRIVACY_FOLDER / name / LEDGER_FILE).list_charges()
     if reasons := find_policy_conflicts(policy, job, assembly, {name: examples}, {name: subjects}, charges):
         return "FAIL", f"this site's policy would refuse updates of {job.name}: {' | '.join(reasons)}"
     allowed = f"this site's policy allows {job.name}"

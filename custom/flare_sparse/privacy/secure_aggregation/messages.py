@@ -4,7 +4,7 @@ Sites are named by one byte with the length and the UTF-8 bytes of the name.
 """
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 
 import numpy as np
@@ -32,8 +32,8 @@ def unpack_reply(data: np.ndarray, step: Step, sum_id: SumId, site: str) -> byte
 
 def pack_members(members: Sequence[SignedKeys]) -> bytes:
     """Return the payload of the keys of all sites."""
-    parts = [(_pack_name(keys.name), keys.to_bytes()) for keys in members]
-    return b"".join(name + struct.pack("<H", len(keys)) + keys for name, keys in parts)
+    parts = ((keys.name, keys.to_bytes()) for keys in members)
+    return _pack_named((name, struct.pack("<H", len(keys)) + keys) for name, keys in parts)
 
 
 def unpack_members(payload: bytes) -> list[SignedKeys]:
@@ -47,7 +47,7 @@ def unpack_members(payload: bytes) -> list[SignedKeys]:
 
 def pack_boxes(boxes: Mapping[str, bytes]) -> bytes:
     """Return the payload of the boxes for one site, by sender."""
-    return b"".join(_pack_name(name) + box for name, box in sorted(boxes.items()))
+    return _pack_named(sorted(boxes.items()))
 
 
 def unpack_boxes(payload: bytes) -> dict[str, bytes]:
@@ -65,7 +65,7 @@ def unpack_boxes(payload: bytes) -> dict[str, bytes]:
 
 def pack_names(names: Sequence[str]) -> bytes:
     """Return the payload of a list of sites."""
-    return b"".join(_pack_name(name) for name in names)
+    return _pack_named((name, b"") for name in names)
 
 
 def unpack_names(payload: bytes) -> list[str]:
@@ -99,9 +99,8 @@ def bound_reply_bytes(step: Step, section_bytes: int, sites: int) -> int:
     return HEADER_BYTES + sizes[step]
 
 
-def _pack_name(name: str) -> bytes:
-    encoded = name.encode()
-    return bytes([len(encoded)]) + encoded
+def _pack_named(parts: Iterable[tuple[str, bytes]]) -> bytes:
+    return b"".join(bytes([len(name.encode())]) + name.encode() + content for name, content in parts)
 
 
 def _iterate_named(payload: bytes, size: int | None) -> Iterator[tuple[str, bytes]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -320,16 +320,6 @@ class RequestSums:
     survivors: frozenset[str] = frozenset()
     silent: dict[str, str | None] = field(default_factory=dict)
 
-    def choose_members(self, sites: Collection[str]) -> list[str]:
-        """Return which of the sites with an update to ask for keys, in the order of names."""
-        if self.members and self.members <= set(sites):
-            return sorted(self.members)
-        return sorted(set(sites) - self.silent.keys())
-
-    def choose_survivors(self, members: Collection[str]) -> frozenset[str]:
-        """Return which members to ask for values."""
-        return self.survivors if self.members == set(members) else frozenset(members)
-
 
 class ServerSums(ServerStage):
     """What the server knows of the sums of a job.
@@ -413,18 +403,21 @@ class SumExchange:
         return {site: messages[payload] for site, payload in payloads.items()}
 
     def _iterate_payloads(self, step: Step, examples: Mapping[str, int]) -> Iterator[tuple[str, bytes]]:
+        before = self.attempts
         if step == Step.KEYS:
-            yield from dict.fromkeys(self.attempts.choose_members(examples), b"").items()
+            is_again = before.members and before.members <= examples.keys()
+            yield from ((site, b"") for site in sorted(before.members if is_again else examples.keys() - before.silent))
         elif step == Step.SHARES:
             members = pack_members(self.collector.list_members())
             yield from dict.fromkeys(sorted(self.collector.members), members).items()
         elif step == Step.VALUES:
-            boxes = {site: pack_boxes(self.collector.list_boxes(site)) for site in self.collector.sharers}
+            sharers = self.collector.sharers
             # Sites that have begun to reveal a sum reveal that one only: a member that was lost in it stays out of it.
-            yield from ((site, boxes[site]) for site in sorted(self.attempts.choose_survivors(boxes)))
+            asked = sorted(before.survivors) if before.members == set(sharers) else sharers
+            yield from ((site, pack_boxes(self.collector.list_boxes(site))) for site in asked)
         else:
             survivors = self.collector.list_survivors()
-            self.attempts.members, self.attempts.survivors = frozenset(self.collector.members), frozenset(survivors)
+            before.members, before.survivors = frozenset(self.collector.members), frozenset(survivors)
             yield from dict.fromkeys(survivors, pack_names(survivors)).items()
 
     def accept(self, step: Step, site: str, data: Any, examples: Mapping[str, int]) -> None:

@@ -75,12 +75,8 @@ class SiteSnapshot:
 
     @property
     def vector(self) -> Vector:
-        """The vector that the site held, without values."""
-        return Vector(self.held, self.mask)
-
-    def to_vector(self) -> Tensor:
-        """Return the values ``(P,)`` of the vector that the site held."""
-        return self.mask.put(self.values, torch.zeros(self.mask.size))
+        """The vector that the site held."""
+        return Vector(self.held, self.mask, self.mask.put(self.values, torch.zeros(self.mask.size)))
 
 
 @dataclass(frozen=True)
@@ -190,7 +186,10 @@ class SiteEndpoint:
         trains = request.kind not in self.method.idle_kinds
         can_regrow = not (trains and self.method.prunes_for_good)
         is_regrown = not (can_regrow or previous is None or request.trainable <= previous)
-        self._apply_limits(request_id, held.mask, is_regrown=is_regrown)
+        if self._changes is not None:
+            self._changes.admit(request_id, self.site.weights, held.mask)
+        if self.requests is not None:
+            self.requests.admit(request_id, self.compute_model_digest(), is_regrown=is_regrown)
         self.request = request
         if trains:
             self._trainable = request.trainable
@@ -199,15 +198,6 @@ class SiteEndpoint:
     def _report(self, event: SiteEvent) -> None:
         self.events = (*self.events, event)
         _LOG.warning(describe_event(event))
-
-    def _apply_limits(self, request: RequestId, live: Mask, *, is_regrown: bool) -> None:
-        """Raises:
-        RequestRefused: the model is too far from the last one, or the job provides for no more such requests.
-        """
-        if self._changes is not None:
-            self._changes.admit(request, self.site.weights, live)
-        if self.requests is not None:
-            self.requests.admit(request, self.compute_model_digest(), is_regrown=is_regrown)
 
     def compute_model_digest(self) -> str:
         """Return the digest of the model that this site holds; equal models have equal digests at all sites."""
@@ -367,14 +357,15 @@ class SiteEndpoint:
             snapshots = self._iterate_checkpoints()
             stored = next((snapshot for snapshot in snapshots if snapshot.held == name), None)
             if stored is not None:
-                self._hold(stored.vector, stored.to_vector())
+                self._hold(stored.vector)
             elif self.initial is not None and name == self.initial.vector.name:
-                self._hold(self.initial.vector, self.initial.weights.clone())
+                self._hold(replace(self.initial.vector, values=self.initial.weights.clone()))
         held = self._link.held
         return None if held is None else replace(held, values=self.site.weights)
 
-    def _hold(self, vector: Vector, weights: Tensor) -> None:
-        self.site.weights, self.site.live_patch = weights, Patch.from_vector(weights, vector.mask)
+    def _hold(self, vector: Vector) -> None:
+        assert vector.values is not None, "a stored vector has its values"
+        self.site.weights, self.site.live_patch = vector.values, Patch.from_vector(vector.values, vector.mask)
         self._link = replace(self._link, held=replace(vector, values=None))
 
     def _apply_patch(self, patch: Patch, message: Decoded) -> None:
@@ -423,7 +414,7 @@ class SiteEndpoint:
         self.store.delete(sequence)
         answers, found = {}, self.store.load(SiteSnapshot)
         if found is not None:
-            self._hold(found[1].vector, found[1].to_vector())
+            self._hold(found[1].vector)
         while found is not None:
             number, snapshot = found
             answers[snapshot.name] = Answer(snapshot.after, snapshot.memory, number)

@@ -174,8 +174,7 @@ class LocalSites:
             start, endpoint = time.monotonic(), self.endpoints[name]
             if isinstance(endpoint, Exception):
                 # Not raised again: each raise would extend its traceback, so that equal errors get different reports.
-                self.on_site_error(name, endpoint)
-                yield name, get_failure_code(endpoint)
+                yield name, self._refuse(name, endpoint)
                 continue
             try:
                 update, data, events = self._answer(name, endpoint, message, attempt.counted.get(name))
@@ -188,10 +187,7 @@ class LocalSites:
                 # The sites of this process share the server's disk: the run cannot go on without this one.
                 if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                self.on_site_error(name, error)
-                code = get_failure_code(error)
-                self._record(name, Outgoing("refusal", [code]))
-                yield name, code
+                yield name, self._refuse(name, error)
                 continue
             # The sites of this process take turns, and each has the whole time, as if they worked at the same time.
             if attempt.seconds is not None and time.monotonic() - start > attempt.seconds:
@@ -209,25 +205,22 @@ class LocalSites:
             try:
                 reply = endpoint.stage.answer(question)
             except FlareSparseError as error:
-                self.on_site_error(name, error)
-                self._record(name, Outgoing("refusal", [error.code]))
-                yield name, error.code
+                yield name, self._refuse(name, error)
                 continue
             self._record(name, describe_message(reply))
             yield name, reply
 
     def shake_hands(self, names: list[str]) -> Mapping[str, Any]:
         """Return the hello of each site."""
-        return {name: self._build_hello(name) for name in names}
-
-    def _build_hello(self, name: str) -> dict[str, str | int | float]:
-        """Return a site's hello; a site that cannot load its data sends its versions only."""
-        endpoint = self.endpoints[name]
-        if isinstance(endpoint, Exception):
-            return local_capabilities().to_message()
-        hello = endpoint.build_hello()
-        self._record(name, Outgoing("hello", ["versions and limits"], beside=hello))
-        return hello
+        hellos = {}
+        for name in names:
+            endpoint = self.endpoints[name]
+            # A site that cannot load its data sends its versions only.
+            hellos[name] = (
+                local_capabilities().to_message() if isinstance(endpoint, Exception) else endpoint.build_hello()
+            )
+            self._record(name, Outgoing("hello", ["versions and limits"], beside=hellos[name]))
+        return hellos
 
     def _answer(self, name: str, endpoint: SiteEndpoint, message: Any, counted: str | None) -> tuple[Update, Any, Any]:
         """Return a site's update, its encoded message and its events."""
@@ -236,6 +229,12 @@ class LocalSites:
         data, events = endpoint.encode(request, update).data, pack_events(endpoint.events)
         self._record(name, describe_message(data, build_beside(update, events)))
         return update, data, events
+
+    def _refuse(self, name: str, error: Exception) -> str:
+        """Return the code of a site's failure, all that the server learns of it."""
+        self.on_site_error(name, error)
+        self._record(name, Outgoing("refusal", [code := get_failure_code(error)]))
+        return code
 
     def _record(self, name: str, outgoing: Outgoing) -> None:
         if (log := self.logs.get(name)) is not None:
