@@ -114,10 +114,10 @@ class ChannelUpload(UploadFilter):
 class RankUpload(UploadFilter):
     """Lets one factor of the adapters leave in turn, B in odd rounds, in the slots with the highest scores.
 
-    The active factor is also the mask of the task, so that a script that trains inside
-    :func:`flare_sparse.client.masked` trains nothing else. A slot's score is that of the entries which the site sends,
-    ``||dB_i A_i||`` (docs/algorithms.md, section 4.3); a script that trains the slots of a trial alone, as the paper
-    does, sends just these.
+    The active factor is also the mask of the task, so that a script trains nothing else in the block
+    ``masked`` of ``flare_sparse.client``. A slot's score is that of the entries which the site sends, ``||dB_i A_i||``
+    (docs/algorithms.md, section 4.3); a script that trains the slots of a trial alone, as the paper does, sends just
+    these.
 
     Args:
         rank: r_k, number of slots by adapted module; not less than the adapters' rank: all slots.
