@@ -286,7 +286,7 @@ def test_ledger_has_one_line_per_message() -> None:
     layout, mask = Layout((TensorSpec("w", (100,), "weight"),)), Mask(torch.arange(100) < 10)
     plan, ledger = build_plan(layout, base_mask=mask), Ledger()
     sent = encode(Patch.from_vector(torch.ones(100), mask), plan)
-    ledger.record_sent(sent, plan, "site-1", "weights")
+    ledger.record(plan, "site-1", "down", "weights", sent)
     ledger.record_received(decode(sent.data, plan, "site-1"), plan, "site-1", sent.payload_bytes)
     down, up = ledger.lines
     assert (down.direction, up.direction) == ("down", "up")

@@ -14,6 +14,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -60,8 +61,11 @@ ADMITTED = "flare_sparse.admitted"
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
+@dataclass(eq=False)
 class QuestionExecutor(Executor, ABC):
     """Answers the question of a site's own copy of the job, if the site's policy lets statistics leave.
+
+    The fields that a subclass adds are terms of its question.
 
     Attributes:
         kind: name of the question in the record of requests.
@@ -69,9 +73,12 @@ class QuestionExecutor(Executor, ABC):
 
     kind: ClassVar[str]
 
-    @abstractmethod
+    def __post_init__(self) -> None:
+        super().__init__()
+
     def list_terms(self) -> dict[str, Any]:
         """Return all that the answer depends on beside the job's settings and the site's data, as JSON values."""
+        return asdict(self)
 
     @abstractmethod
     def compute(self, job: JobConfig, policy: Policy, data: SiteData, gate: ReleaseGate | None) -> str:
@@ -231,6 +238,7 @@ class QuestionController(Controller, Generic[Parsed]):
         """Drop a result that nobody waits for."""
 
 
+@dataclass(eq=False)
 class StatisticsExecutor(QuestionExecutor):
     """Computes figures of a site's columns, each from enough rows.
 
@@ -238,14 +246,12 @@ class StatisticsExecutor(QuestionExecutor):
         least: fewest rows; ``LEAST`` or the site's policy (``min_examples``) may ask for more.
     """
 
+    least: int
+
     kind = "describe"
 
-    def __init__(self, least: int):
-        super().__init__()
-        self.least = least
-
     def list_terms(self) -> dict[str, Any]:
-        return {"least": self.least, "quantiles": QUANTILES, "bins": BINS}
+        return {**super().list_terms(), "quantiles": QUANTILES, "bins": BINS}
 
     def compute(self, job: JobConfig, policy: Policy, data: SiteData, gate: ReleaseGate | None) -> str:
         task, least = build_task(job), max(self.least, policy.min_examples, LEAST)
@@ -305,6 +311,7 @@ class DescriptionController(QuestionController[Description]):
 LEAST_SITES = 2
 
 
+@dataclass(eq=False)
 class FingerprintExecutor(QuestionExecutor):
     """Answers with the fingerprint of the site's cases.
 
@@ -312,14 +319,9 @@ class FingerprintExecutor(QuestionExecutor):
         samples_per_case: foreground voxels drawn from each case.
     """
 
+    samples_per_case: int
+
     kind = "fingerprint"
-
-    def __init__(self, samples_per_case: int):
-        super().__init__()
-        self.samples_per_case = samples_per_case
-
-    def list_terms(self) -> dict[str, Any]:
-        return {"samples_per_case": self.samples_per_case}
 
     def compute(self, job: JobConfig, policy: Policy, data: SiteData, gate: ReleaseGate | None) -> str:
         if gate is not None and self.kind not in gate.approved:

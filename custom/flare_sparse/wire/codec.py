@@ -25,18 +25,35 @@ from .plan import NO_NAME, Plan
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A message and its cost in bytes.
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a message costs in bytes, and by what.
+
+    Attributes:
+        encoding: name of the selection's encoding.
+        values: format of the values.
+        scalars_sent: number of values.
+        payload_bytes: length of the whole message; FLARE's frames, TLS and polling are not part of it.
+        selection_bytes: length of the selection and trainable sections.
+        floor_bytes: least number of bytes: the values in their format, and the entropy of the selection given the
+            receiver's base.
+    """
+
+    encoding: str
+    values: ValueType
+    scalars_sent: int
+    payload_bytes: int
+    selection_bytes: int
+    floor_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded(Cost):
+    """A message and its cost.
 
     Attributes:
         data: uint8 ``(n,)``, the whole message.
-        encoding: name of the selection's encoding.
-        values: format of the values.
-        scalars: number of values.
-        selection_bytes: length of the selection and trainable sections.
         values_bytes: length of the values section.
-        floor_bytes: least number of bytes: the values, and the entropy of the selection given the receiver's base.
         residual: ``(P,)`` rounding error of the number format; None for float32 without an earlier residual.
         received: ``(scalars,)`` the values that the receiver reads, if the format rounds; else None.
         base: name of the vector that the message builds on; None: it builds on none.
@@ -44,21 +61,11 @@ class Encoded:
     """
 
     data: np.ndarray
-    encoding: str
-    values: ValueType
-    scalars: int
-    selection_bytes: int
     values_bytes: int
-    floor_bytes: int
     residual: Tensor | None
     received: Tensor | None = None
     base: str | None = None
     request: str = ""
-
-    @property
-    def payload_bytes(self) -> int:
-        """Length of the whole message."""
-        return int(self.data.size)
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,8 @@ def encode(
         data=buffer,
         encoding=selection.encoding.name,
         values=values,
-        scalars=patch.mask.count,
+        scalars_sent=patch.mask.count,
+        payload_bytes=buffer.size,
         selection_bytes=sections.size,
         values_bytes=values_bytes,
         floor_bytes=values_bytes + selection.floor_bytes + (relative.floor_bytes if relative else 0),

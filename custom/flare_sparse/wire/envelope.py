@@ -2,7 +2,7 @@
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -24,7 +24,9 @@ assert _FIELDS.size + _CHECKSUMS.size == HEADER_BYTES
 
 @dataclass(frozen=True)
 class Header:
-    """Fields of a message header. Numbers are as received; the decoder checks them against its plan.
+    """Fields of a message header, in the order of the format.
+
+    Numbers are as received; the decoder checks them against its plan.
 
     Attributes:
         encoding: code of the selection's encoding.
@@ -80,9 +82,9 @@ def is_kind(name: str) -> bool:
 
 def write_header(header: Header, buffer: np.ndarray) -> None:
     """Write header and checksums into a message whose sections and values are already in place."""
-    # The fields of the header stand in the order of the format, in which a reserved byte follows the first five.
+    # The format has the fields in the order of the class, and a reserved byte behind the first five.
     names = {name: bytes.fromhex(getattr(header, name)) for name in ("base", "target", "request")}
-    values = list({**vars(header), **names, "kind": header.kind.encode("ascii")}.values())
+    values = list({**asdict(header), **names, "kind": header.kind.encode("ascii")}.values())
     fields = _FIELDS.pack(MAGIC, VERSION, *values[:5], 0, *values[5:])
     buffer[: _FIELDS.size] = np.frombuffer(fields, np.uint8)
     write_checksums(buffer, header.values_start)

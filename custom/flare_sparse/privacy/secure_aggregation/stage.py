@@ -20,6 +20,7 @@ from ...core.errors import ConfigError, RejectedMessage, RequestRefused, WireErr
 from ...core.exchange import EVALUATE, Assignment, Content, Contribution, Patch, RequestId, Update
 from ...core.mask import Mask
 from ...core.params import Layout
+from ...wire.codec import Cost
 from ...wire.ledger import Ledger
 from ...wire.plan import Plan
 from ...wire.stage import (
@@ -563,11 +564,7 @@ class SumExchange:
         has_values = step == Step.VALUES and direction == "up"
         content = self.assignment.expected.content if has_values else "metrics"
         plan = Plan(self.sums.run.layout, **vars(self.sum_id))
-        self.sums.ledger.record(
-            plan,
-            site,
-            direction,
-            content,
+        cost = Cost(
             encoding="shared" if has_values else step.name.lower(),
             values="masked",
             scalars_sent=self.mask.count if has_values else 0,
@@ -575,6 +572,7 @@ class SumExchange:
             selection_bytes=0,
             floor_bytes=self._section_bytes if has_values else 0,
         )
+        self.sums.ledger.record(plan, site, direction, content, cost)
 
 
 def _apply_code(replies: dict[str, Reply], site: str, code: str | None) -> None:

@@ -180,7 +180,7 @@ class ServerEndpoint:
             self._send_one_copy(assignments, bases)
         for site, assignment in sorted(assignments.items()):
             plan = plan_request(self.layout, self.run, bases[site], **self._number(assignment.request))
-            self.ledger.record_sent(round_.sent[site].message, plan, site, assignment.expected.content)
+            self.ledger.record(plan, site, "down", assignment.expected.content, round_.sent[site].message)
         messages = {site: round_.sent[site].message.data for site in assignments}
         counted = {site: self._link.counted.get(site) for site in assignments}
         return Attempt(self._sequence, first.kind, first.round, messages, counted)
