@@ -247,14 +247,13 @@ class _Bundle:
         trainer = self._written.get(name) if name else None
         if not isinstance(trainer, Mapping):
             return
-        target = get_target(trainer)
+        item, problem, target = "trainer", "", get_target(trainer)
         if target.rpartition(".")[2] != "SupervisedTrainer":
-            item, problem = "trainer", f"found {target!r}; expected SupervisedTrainer: no other way of training is read"
+            problem = f"found {target!r}; expected SupervisedTrainer: no other way of training is read"
         elif keys := [key for key in _INTERACTIONS if key in trainer]:
             item, problem = f"trainer::{keys[0]}", "the trainer does more than to train on a minibatch"
-        else:
-            return
-        raise Refusal(self.source, item, f"{problem}; use a task of your own (docs/bundles.md)")
+        if problem:
+            raise Refusal(self.source, item, f"{problem}; use a task of your own (docs/bundles.md)")
 
     def _read_optimizer(self, value: Any) -> dict[str, Any]:
         """Return settings of ``method.training`` for an optimiser; none for None.
@@ -285,19 +284,15 @@ def _find_training_file(folder: Path) -> Path:
     Raises:
         ConfigError: there is no such folder, or not exactly one such file.
     """
-    configs = folder / "configs"
-    if not configs.is_dir():
-        siblings = [path.name for path in folder.parent.glob("*/")]
-        raise ConfigError(
-            f"task.bundle: {folder}: expected the folder of a MONAI bundle, with configs/train.json."
-            f"{suggest(folder.name, siblings)}"
-        )
-    names = sorted(path.name for path in configs.iterdir())
-    files = [name for name in names if name in ("train.json", "train.yaml", "train.yml")]
+    names = ("train.json", "train.yaml", "train.yml")
+    files = [file for name in names if (file := folder / "configs" / name).is_file()]
     if len(files) == 1:
-        return configs / files[0]
-    found = f"{len(files)} files {', '.join(files)}" if files else ", ".join(names) or "nothing"
-    raise ConfigError(f"{configs}: expected one of train.json, train.yaml and train.yml, found {found}")
+        return files[0]
+    raise ConfigError(
+        f"task.bundle: {folder}: expected the folder of a MONAI bundle, with one of {', '.join(names)} in configs, "
+        f"found {', '.join(file.name for file in files) or 'none'}."
+        f"{suggest(folder.name, [path.name for path in folder.parent.glob('*/')])}"
+    )
 
 
 def _import_code(folder: Path, text: str) -> None:

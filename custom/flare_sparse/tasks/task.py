@@ -655,10 +655,8 @@ def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
             f"{source} returned {type(examples).__name__}; expected flare_sparse.tasks.task.Examples(train, test), two "
             "torch data sets"
         )
-    parts = {"train": examples.train, "test": examples.test, "validation": examples.validation}
-    for name, dataset in parts.items():
-        if name == "validation" and dataset is None:
-            continue
+    validation = () if examples.validation is None else examples.validation
+    for name, dataset in {"train": examples.train, "test": examples.test, "validation": validation}.items():
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise DataError(
                 f"{source}: {name} is {type(dataset).__name__}; expected a torch data set with a length, such as "

@@ -55,13 +55,8 @@ class Augmentation(Settings):
 
 def _shift(example: Tensor, steps: list[int]) -> Tensor:
     """Return an example ``(channels, ...)`` moved by ``steps`` along its axes; values at the border are repeated."""
-    for axis, requested in enumerate(steps, start=1):
-        size = example.shape[axis]
-        step = max(min(requested, size - 1), 1 - size)
-        if step:
-            example = torch.roll(example, step, axis)
-            # The values that a roll moves around the end would be another side of the head.
-            border = example.narrow(axis, 0, step) if step > 0 else example.narrow(axis, size + step, -step)
-            edge = step if step > 0 else size + step - 1
-            border.copy_(example.narrow(axis, edge, 1).expand_as(border))
+    for axis, step in enumerate(steps, start=1):
+        last = example.shape[axis] - 1
+        sources = torch.arange(last + 1, device=example.device) - step
+        example = example.index_select(axis, sources.clamp(0, last))
     return example
