@@ -221,11 +221,11 @@ def test_messages_shrink_with_the_structure_which_is_sent_once(plain: Any) -> No
         ("train", "down", size, False),
         ("train", "up", size, False),
         ("count", "down", size, False),
-        ("count", "up", 30, True),
+        ("count", "up", 10, True),
         ("train", "down", 0, True),  # the sites hold the model: only the removed units are new
         ("train", "up", seven, False),
         ("count", "down", seven, True),
-        ("count", "up", 30, True),
+        ("count", "up", 10, True),
         ("train", "down", 0, True),
         ("train", "up", five, False),
         ("train", "down", five, True),

@@ -223,8 +223,3 @@ class Contribution:
     def from_update(cls, site: str, update: Update) -> Contribution:
         """Return the update of ``site``, weighted by its reported number of examples."""
         return cls(site, update.patch, update.content, update.num_examples, update.metrics)
-
-    @property
-    def reported_examples(self) -> int:
-        """Reported number of examples from which the values were computed."""
-        return self.num_examples if self.capped_from is None else self.capped_from

@@ -4,14 +4,12 @@ A unit is idle by APoZ, the average percentage of zeros after its ReLU (Hu et al
 
     APoZ_c = sum over examples k and positions j of [O_c,j(k) = 0], over examples * positions
 
-Sites count and the server divides, so the result is exactly the APoZ of the pooled examples (docs/algorithms.md,
-section 3.8). A count travels as three integers in entries of its unit: the zeros, split into a high and a low part
-because float32 represents integers exactly only up to 2 ** 24, and the outputs per example.
+Each site sends its own, and their mean by examples is that of the pooled examples (docs/algorithms.md, section 3.8). It
+travels in the first entry of its unit.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from functools import cached_property
 from typing import Final, TypeVar
 
@@ -33,6 +31,7 @@ from ...core.mask import Mask
 from ...core.needs import Need, Needs
 from ...core.params import Layout
 from ...training import Site
+from ..aggregation.weighted import weigh_by_examples, weighted_sum
 from ..method import TRAIN, MethodConfig, broadcast
 from .selective import WHOLE_UNITS, SelectiveMethod, SelectiveState
 
@@ -121,7 +120,9 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
             model = self.model(state)
             assignment = Assignment(
                 Request(COUNT, state.round - 1, model, state.live),
-                UpdateSpec("scores", mask=self._count_mask, min_value=0.0),
+                UpdateSpec(
+                    "scores", self._count_mask, min_value=0.0, is_valid=lambda p, _: bool((p.values <= 1).all())
+                ),
             )
             return broadcast(sites, assignment)
         assignment = self.build_assignment(TRAIN, state)
@@ -134,8 +135,9 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != COUNT:
             return super().answer(request, site)
-        counts = count_zeros(site, site.weights, self.layers)
-        return Update(encode_counts(counts, self._count_entries, self.layout.size), "scores", site.num_examples)
+        vector = torch.zeros(self.layout.size)
+        vector[self._count_entries] = measure_apoz(site, site.weights, self.layers)
+        return Update(Patch.from_vector(vector, self._count_mask), "scores", site.num_examples)
 
     def learn(self, state: SelectiveState, contributions: Sequence[Contribution]) -> SelectiveState:
         if state.phase == COUNT:
@@ -150,7 +152,7 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         surplus = remaining - self.config.count_remaining(self.num_units, state.prunings + 1)
         live_units = remove_idle_units(
             units,
-            pool_apoz(contributions, self._count_entries),
+            weighted_sum(contributions, weigh_by_examples)[self._count_entries].tolist(),
             max(surplus, 0),
             at_least=self.config.min_units_left,
         )
@@ -194,8 +196,8 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
 
     @cached_property
     def _count_entries(self) -> Tensor:
-        """Indices ``(units, 3)`` of the entries that a unit's count travels in."""
-        return locate_counts(self.layout, self.layers)
+        """Indices ``(units,)`` of the entries that a unit's share of zeros travels in."""
+        return torch.cat([locate_unit_entries(self.layout, layer)[:, 0] for layer in self.layers])
 
     @cached_property
     def _count_mask(self) -> Mask:
@@ -207,84 +209,29 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         return f"{self.num_units} units of {len(self.layers)} layers can be removed" if state is None else ""
 
 
-MAX_EXACT_INTEGER = 2**24
-"""float32 represents every integer up to it exactly."""
-
-
-def count_zeros(site: Site, weights: Tensor, layers: Sequence[RemovableLayer]) -> Tensor:
-    """Count the zeros of every unit over all training examples, with dropout off.
+def measure_apoz(site: Site, weights: Tensor, layers: Sequence[RemovableLayer]) -> Tensor:
+    """Return the APoZ of every unit of all layers, float32, over all training examples, with dropout off.
 
     Args:
         site: the site whose examples are counted over.
         weights: ``(P,)``.
         layers: removable layers.
-
-    Returns:
-        int64 ``(units of all layers, 2)``: zeros over all examples, and outputs per example.
     """
-    counts = [torch.zeros(layer.units, 2, dtype=torch.int64) for layer in layers]
+    # Whole numbers: a sum of float32 is exact only up to 2 ** 24.
+    zeros, outputs = ([torch.zeros(layer.units, dtype=torch.int64) for layer in layers] for _ in range(2))
     layer_of_node = {node: number for number, layer in enumerate(layers) for node in layer.rectified}
 
-    def add_zeros(node: str, outputs: Tensor) -> None:
+    def add_zeros(node: str, values: Tensor) -> None:
         number = layer_of_node[node]
-        by_unit = outputs.reshape(len(outputs), layers[number].units, -1)
-        counts[number][:, 0] += (by_unit == 0).sum((0, 2)).cpu()
-        counts[number][:, 1] = by_unit.shape[2] * len(layers[number].rectified)
+        by_unit = values.reshape(len(values), layers[number].units, -1)
+        zeros[number] += (by_unit == 0).sum((0, 2)).cpu()
+        outputs[number] += by_unit[:, 0].numel()
 
     site.trainer.observe_units(weights, list(layer_of_node), add_zeros)
-    return torch.cat(counts)
+    return (torch.cat(zeros).double() / torch.cat(outputs).clamp_min(1)).float()
 
 
-def locate_counts(layout: Layout, layers: Sequence[RemovableLayer]) -> Tensor:
-    """Return the positions of the three entries of each unit that carry its count, ``(units of all layers, 3)``.
-
-    Raises:
-        ConfigError: a unit has fewer than three entries.
-    """
-    entries_by_layer = [locate_unit_entries(layout, layer) for layer in layers]
-    too_few = [layer.module for layer, entries in zip(layers, entries_by_layer, strict=True) if entries.shape[1] < 3]
-    if too_few:
-        raise ConfigError(
-            f"pruning by APoZ needs units with at least three weights of their own; layer {too_few[0]!r} has fewer"
-        )
-    return torch.cat([entries[:, :3] for entries in entries_by_layer])
-
-
-def encode_counts(counts: Tensor, positions: Tensor, size: int) -> Patch:
-    """Encode counts as a patch of a vector of ``size`` entries, at the ``positions`` of :func:`locate_counts`."""
-    vector, bits = torch.zeros(size), torch.zeros(size, dtype=torch.bool)
-    zeros, outputs = counts.unbind(1)
-    vector[positions] = torch.stack([zeros // MAX_EXACT_INTEGER, zeros % MAX_EXACT_INTEGER, outputs], 1).float()
-    bits[positions] = True
-    return Patch.from_vector(vector, Mask(bits))
-
-
-def pool_apoz(contributions: Sequence[Contribution], positions: Tensor) -> list[Fraction]:
-    """Return the APoZ of every unit over the examples of all sites, exact; 0 where nothing was counted.
-
-    It is the mean of the sites' shares of zeros, weighted by their numbers of examples as the server counts them. If
-    all sites have the same number of outputs per example, that equals the share over the pooled examples.
-
-    Args:
-        contributions: contributions with the patches of :func:`encode_counts`.
-        positions: positions of the counts.
-    """
-    sums, weights = [Fraction(0)] * len(positions), [0] * len(positions)
-    for contribution in contributions:
-        # Counts are untrusted: negative ones become 0 and the share of zeros is capped at 1. A site is weighted by
-        # num_examples, so inflating the number of outputs gains it no influence.
-        high, low, outputs = contribution.patch.to_vector()[positions].round().long().clamp_(min=0).unbind(1)
-        for unit, (hi, lo, n) in enumerate(zip(high.tolist(), low.tolist(), outputs.tolist(), strict=True)):
-            if total := n * contribution.reported_examples:
-                sums[unit] += contribution.num_examples * Fraction(min(hi * MAX_EXACT_INTEGER + lo, total), total)
-                weights[unit] += contribution.num_examples
-    # Fractions, because the ranking of units must not depend on the order of sites.
-    return [share / weight if weight else Fraction(0) for share, weight in zip(sums, weights, strict=True)]
-
-
-def remove_idle_units(
-    kept: Sequence[Tensor], apoz: Sequence[Fraction], remove: int, *, at_least: float
-) -> list[Tensor]:
+def remove_idle_units(kept: Sequence[Tensor], apoz: Sequence[float], remove: int, *, at_least: float) -> list[Tensor]:
     """Remove the units with the highest APoZ of all layers, ties by layer, then by index; return the remaining units.
 
     Args:
