@@ -109,7 +109,7 @@ def test_weights_that_start_at_zero_are_pruned_by_their_own_ranking() -> None:
     method = FedSparsify(FedSparsifyConfig(rounds=2, sparsity=0.75, initial_sparsity=0.75), layout)
     start = torch.cat([torch.arange(1.0, 11.0), torch.zeros(15)])
     state = method.init(start, ["site-1"])
-    assert state.zero_start == ("b",)
+    assert state.zero_start.indices.tolist() == list(range(10, 20))
     trained = torch.cat([start[:10], torch.linspace(0.01, 0.1, 10), torch.full((5,), 0.5)])
     update = Contribution("site-1", Patch.from_vector(trained, state.mask), "weights", 1)
     live = layout.unflatten(method.learn(state, [update]).mask.bits)
@@ -174,7 +174,7 @@ def train_one_shot(
     weights = weights * mask.bits
     for t in range(dense + 1, dense + finetune + 1):
         weights = site.train(weights, mask, config.training, t)
-    return FedSparsifyState(dense + finetune + 1, weights, mask)
+    return FedSparsifyState(dense + finetune + 1, weights, mask, Mask.empty(mask.size))
 
 
 def test_centralised_baseline_prunes_once(bench: Any) -> None:

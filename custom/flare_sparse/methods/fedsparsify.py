@@ -75,11 +75,11 @@ class FedSparsifyState(AveragedState):
 
     Attributes:
         mask: live entries.
-        zero_start: names of the prunable weights that are zero in the initial model.
+        zero_start: entries of the prunable weights that are zero in the initial model.
     """
 
     mask: Mask
-    zero_start: tuple[str, ...] = ()
+    zero_start: Mask
 
 
 @final
@@ -92,7 +92,7 @@ class FedSparsify(AveragingMethod[FedSparsifyConfig, FedSparsifyState]):
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> FedSparsifyState:
         zero_start = find_zero_weights(self.layout, weights, self.config.prunable)
-        return FedSparsifyState(1, weights, Mask.full(self.layout.size), zero_start=zero_start)
+        return FedSparsifyState(1, weights, Mask.full(self.layout.size), zero_start)
 
     def restrict(
         self, state: FedSparsifyState, stepped: FedSparsifyState, contributions: Sequence[Contribution]
@@ -107,9 +107,9 @@ class FedSparsify(AveragingMethod[FedSparsifyConfig, FedSparsifyState]):
         Weights that start at zero are ranked among themselves: however useful, they stay small beside weights that
         start at random values, and one pool would prune all of them (docs/algorithms.md, section 2.7, deviation 8).
         """
-        if not state.zero_start:
+        apart = state.zero_start
+        if not apart.count:
             return prune_mask(state.mask, scores, sparsity, self._prunable)
-        apart = Mask(self.layout.select(lambda spec: spec.name in state.zero_start))
         mask = prune_mask(state.mask, scores, sparsity, apart)
         return prune_mask(mask, scores.masked_fill(apart.bits, torch.inf), sparsity, self._prunable)
 

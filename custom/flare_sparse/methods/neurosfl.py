@@ -264,7 +264,7 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
 
         The saliency of a weight at zero is zero, whatever its gradient: such tensors are scored by |g|.
         """
-        return weights.masked_fill(self._find_zero_start(weights).bits, 1.0)
+        return weights.masked_fill(find_zero_weights(self.layout, weights, self.config.maskable).bits, 1.0)
 
     def learn(self, state: NeuroSFLState, contributions: Sequence[Contribution]) -> NeuroSFLState:
         if state.round == 0:
@@ -298,7 +298,7 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
     def _select_live(self, scores: Tensor, count: int, pool: Mask, weights: Tensor) -> Mask:
         """Return the ``count`` entries of ``pool`` with the largest scores (docs/algorithms.md, 5.7, deviation 10)."""
         select = partial(top_k_per_tensor, k=count, layout=self.layout, within=pool, at_least=self.config.min_per_layer)
-        zero_start = self._find_zero_start(weights) & pool
+        zero_start = find_zero_weights(self.layout, weights, self.config.maskable) & pool
         if not zero_start.count:
             return select(scores)
         # A weight behind one at zero has no gradient, and so no score: its magnitude decides.
@@ -308,11 +308,6 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
         # Both kinds are ranked among themselves.
         magnitudes, bits = weights.abs().to(scores.device), unscored.bits.to(scores.device)
         return select(torch.where(bits, magnitudes, scores), apart=[zero_start, unscored])
-
-    def _find_zero_start(self, weights: Tensor) -> Mask:
-        """Return the maskable entries of the tensors that are zero in the initial model ``weights`` ``(P,)``."""
-        names = find_zero_weights(self.layout, weights, self.config.maskable)
-        return Mask(self.layout.select(lambda spec: spec.name in names))
 
     def _collect_scores(self, contributions: Sequence[Contribution]) -> list[Tensor]:
         """Return one score vector ``(P,)`` for each mask."""

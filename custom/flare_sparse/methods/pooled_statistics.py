@@ -1,19 +1,19 @@
 """Round 0 of a network that scales its inputs: sites send statistics of these, which the first model holds pooled.
 
-A wrapper of any method, which knows nothing of it: from round 1 on, requests, updates and states are the method's.
+A base beside any method, which knows nothing of it: from round 1 on, requests, updates and states are the method's.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..core.errors import PolicyRefusal
 from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.mask import Mask
 from ..core.params import Layout
 from ..inputs.scaling import (
     STATISTICS,
@@ -27,30 +27,18 @@ from ..inputs.scaling import (
 )
 from ..privacy.release import SiteRelease, compute_step
 from ..training import Site
-from ..wire.capabilities import Capabilities
-from .method import Method, broadcast
+from .method import Method, ModelState, broadcast
 
 
 @dataclass(frozen=True)
-class Unpooled:
-    """State before the statistics are pooled: what the method starts from.
+class Unpooled(ModelState):
+    """State of round 0, before the statistics are pooled: what the method starts from.
 
     Attributes:
-        weights: ``(P,)`` initial weights.
         sites: all sites of the run.
-        round: 0.
     """
 
-    weights: Tensor
     sites: tuple[str, ...]
-    round: int = 0
-
-
-if TYPE_CHECKING:
-    _Delegating = Method[Any, Any]
-else:
-    # Not a Method to Python, which would find that class's defaults before it asked for __getattr__.
-    _Delegating = object
 
 
 def pool_statistics(method: Method[Any, Any], *, short: bool = False) -> Method[Any, Any]:
@@ -60,58 +48,57 @@ def pool_statistics(method: Method[Any, Any], *, short: bool = False) -> Method[
         method: the method.
         short: whether statistics travel, and are used, without their rests.
     """
-    return PooledStatistics(method, short=short) if build_statistics_mask(method.layout).count else method
+    if not build_statistics_mask(method.layout).count:
+        return method
+    kind = type(method)
+    # A class of both, so that the method's own calls of these functions and the loop's are the same.
+    own = {"is_short": short, "idle_kinds": kind.idle_kinds | {STATISTICS}}
+    pooled: type[Method[Any, Any]] = type(kind.__name__, (PooledStatistics, kind), own)
+    return pooled(method.config, method.layout, method.seed)
 
 
-class PooledStatistics(_Delegating):
-    """A method whose sites send the statistics of their inputs first."""
+class PooledStatistics(Method[Any, Any]):
+    """Before a class of methods among the bases: its sites send the statistics of their inputs first."""
 
-    def __init__(self, inner: Method[Any, Any], *, short: bool = False):
-        self._inner, self._short = inner, short
-        self._mask = build_statistics_mask(inner.layout)
-        self.idle_kinds = inner.idle_kinds | {STATISTICS}
+    is_short: ClassVar[bool]
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._inner, name)
+    @cached_property
+    def _mask(self) -> Mask:
+        return build_statistics_mask(self.layout)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> Any:
-        return Unpooled(weights, tuple(sites))
+        return Unpooled(0, weights, tuple(sites))
 
     def get_state_class(self, start: Any) -> type[Any]:
-        return self._inner.get_state_class(self._begin(start))
+        return super().get_state_class(self._begin(start))
 
     def model(self, state: Any) -> Patch:
-        return self._inner.model(self._begin(state))
+        return super().model(self._begin(state))
 
     def measure(self, state: Any) -> dict[str, float]:
-        return {} if isinstance(state, Unpooled) else self._inner.measure(state)
+        return {} if isinstance(state, Unpooled) else super().measure(state)
 
     def describe(self, state: Any = None) -> str:
-        return self._inner.describe(None if state is None else self._begin(state))
-
-    def configure_for(self, capabilities: Mapping[str, Capabilities]) -> PooledStatistics:
-        return PooledStatistics(self._inner.configure_for(capabilities), short=self._short)
+        return super().describe(None if state is None else self._begin(state))
 
     def count_requests(self, kind: str, t: int) -> int:
-        return int(t == 0) if kind == STATISTICS else self._inner.count_requests(kind, t)
+        return int(t == 0) if kind == STATISTICS else super().count_requests(kind, t)
 
     def ask(self, state: Any, sites: Sequence[str]) -> dict[str, Assignment]:
         if not isinstance(state, Unpooled):
-            return self._inner.ask(state, sites)
+            return super().ask(state, sites)
         # It carries no model: statistics depend on none.
         request = Request(STATISTICS, 0, Patch.empty(self._mask.size), self._mask)
         return broadcast(sites, Assignment(request, UpdateSpec(STATISTICS, self._mask, is_valid=self._can_be)))
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != STATISTICS:
-            return self._inner.answer(request, site)
+            return super().answer(request, site)
         vector = torch.zeros(self._mask.size)
         inputs = list(site.trainer.collect_inputs(site.weights, StatisticsLayer).values())
         for (layer, statistics), values in zip(select_statistics(vector, self.layout), inputs, strict=True):
             statistics.copy_(layer.compute_statistics(values))
-        if self._short:
+        if self.is_short:
             vector = drop_rests(vector, self.layout)
         if site.release is not None:
             coarsen_statistics(vector, site.release, self.layout)
@@ -119,16 +106,16 @@ class PooledStatistics(_Delegating):
 
     def learn(self, state: Any, contributions: Sequence[Contribution]) -> Any:
         if not isinstance(state, Unpooled):
-            return self._inner.learn(state, contributions)
+            return super().learn(state, contributions)  # type: ignore[safe-super]
         # In site-name order, so that the sums have the same bits in every environment.
         by_site = [select_statistics(contribution.patch.to_vector(), self.layout) for contribution in contributions]
         pooled = [parts[0][0].pool_statistics([part for _, part in parts]) for parts in zip(*by_site, strict=True)]
         start = self._mask.put(torch.cat([part.flatten() for part in pooled]), state.weights.clone())
-        return self._inner.init(drop_rests(start, self.layout) if self._short else start, state.sites)
+        return super().init(drop_rests(start, self.layout) if self.is_short else start, state.sites)
 
     def _begin(self, state: Any) -> Any:
         """Return the method's own state, with the initial weights as they are."""
-        return self._inner.init(state.weights, state.sites) if isinstance(state, Unpooled) else state
+        return super().init(state.weights, state.sites) if isinstance(state, Unpooled) else state
 
     def _can_be(self, patch: Patch, examples: int) -> bool:
         """Return whether values can be the statistics of so many examples."""

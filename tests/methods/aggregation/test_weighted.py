@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.aggregation.weighted import (
     average_over_owners,
     clip_deltas,
-    sum_completed,
     weigh_by_examples,
     weigh_equally,
     weighted_sum,
@@ -60,22 +57,6 @@ def test_mean_of_equal_updates_is_the_update() -> None:
     values = torch.randn(50)
     parts = [Contribution(f"s{n}", Patch(values, Mask.full(50)), "weights", n) for n in (1, 5, 7)]
     assert torch.allclose(weighted_sum(parts, weigh_by_examples), values)
-
-
-def test_completed_sum_has_the_bits_of_the_sum_of_completed_vectors() -> None:
-    generator = torch.Generator().manual_seed(3)
-    previous = torch.randn(50, generator=generator)
-    live = Mask(torch.rand(50, generator=generator) < 0.7)
-    previous = previous.where(live.bits, 0.0)
-    revealed = [live & Mask(torch.rand(50, generator=generator) < 0.5) for _ in range(3)]
-    contributions = [
-        Contribution(f"site-{number}", Patch(torch.randn(mask.count, generator=generator), mask), "weights", number)
-        for number, mask in enumerate(revealed, start=1)
-    ]
-    completed = [replace(c, patch=Patch.from_vector(c.patch.write_into(previous.clone()), live)) for c in contributions]
-    total = sum_completed(contributions, weigh_by_examples, previous, live)
-    assert torch.equal(total, weighted_sum(completed, weigh_by_examples))
-    assert not total[~live.bits].any()
 
 
 def update(i: int, values: torch.Tensor, content: Content = "weights") -> Contribution:

@@ -15,7 +15,7 @@ from ...core.exchange import Contribution
 from ...core.mask import Mask, floor_fraction
 from ...core.needs import Need, Needs
 from ...core.settings import Settings
-from .weighted import apply_deltas, sum_deltas, weigh_by_examples, weighted_sum
+from .weighted import sum_deltas, weigh_by_examples, weighted_sum
 
 
 class ServerOptimizer(Settings):
@@ -125,41 +125,37 @@ def take_server_step(
     average = weighted_sum(contributions, weigh_by_examples)
     if optimizer.is_average:
         return average, memory
-    if optimizer.optimizer == "sgd":
-        share = optimizer.lr
-        stepped = apply_deltas(contributions, lambda us: [share * weight for weight in weigh_by_examples(us)], weights)
-    else:
-        stepped, memory = _take_adaptive_step(contributions, weights, memory, optimizer)
+    mask, delta = sum_deltas(contributions, weigh_by_examples, weights)
+    direction, memory = _find_direction(delta, mask, memory, optimizer)
+    stepped = mask.put((mask.take(weights).double() + optimizer.lr * direction).float(), weights.clone())
     # Running statistics are always averaged: an extrapolated variance could be negative.
     average[:num_parameters] = stepped[:num_parameters]
     return average, memory
 
 
-def _take_adaptive_step(
-    contributions: Sequence[Contribution], weights: Tensor, memory: ServerMemory, optimizer: ServerOptimizer
+def _find_direction(
+    delta: Tensor, mask: Mask, memory: ServerMemory, optimizer: ServerOptimizer
 ) -> tuple[Tensor, ServerMemory]:
-    """Return the weights ``(P,)`` after a step of FedAvgM, FedAdam or FedYogi, and its moments.
+    """Return what times lr is the step, for the entries of the mask, and the memory; moments elsewhere become zero.
 
-    Entries outside the contributions' mask keep their weights, and their moments become zero.
+    Algorithm 2 has no bias correction; it starts with m = 0 and v = tau^2. In float64: v may be as small as 1e-12, and
+    Yogi subtracts squares of nearly equal size.
     """
-    # Algorithm 2 has no bias correction; it starts with m = 0 and v = tau^2. In float64: v may be as small as 1e-12,
-    # and Yogi subtracts squares of nearly equal size.
-    mask, delta = sum_deltas(contributions, weigh_by_examples, weights)
-    previous = torch.zeros_like(delta) if memory.momentum is None else mask.take(memory.momentum).double()
+    if optimizer.optimizer == "sgd":
+        return delta, memory
+    zeros = torch.zeros(mask.size)
+    before = torch.zeros_like(delta) if memory.momentum is None else mask.take(memory.momentum).double()
     # FedAvgM is SGD with momentum on the server (Hsu et al. 2019), whose delta has the weight 1.
     share = 1 - optimizer.beta1 if optimizer.is_adaptive else 1.0
-    momentum = optimizer.beta1 * previous + share * delta
-    stored = mask.put(momentum.float(), torch.zeros_like(weights))
+    momentum = optimizer.beta1 * before + share * delta
+    memory = replace(memory, momentum=mask.put(momentum.float(), zeros.clone()))
     if not optimizer.is_adaptive:
-        values = mask.take(weights).double() + optimizer.lr * momentum
-        return mask.put(values.float(), weights.clone()), replace(memory, momentum=stored)
-    before = mask.take(memory.variance).double() if memory.variance is not None else None
-    variance = _update_variance(
-        torch.full_like(delta, optimizer.tau**2) if before is None else before, delta, optimizer
-    )
-    values = mask.take(weights).double() + optimizer.lr * momentum / (variance.sqrt() + optimizer.tau)
-    stored_variance = _require_finite(mask.put(variance.float(), torch.zeros_like(weights)))
-    return mask.put(values.float(), weights.clone()), replace(memory, momentum=stored, variance=stored_variance)
+        return momentum, memory
+    start = torch.full_like(delta, optimizer.tau**2)
+    variance = start if memory.variance is None else mask.take(memory.variance).double()
+    variance = _update_variance(variance, delta, optimizer)
+    stored = _require_finite(mask.put(variance.float(), zeros))
+    return momentum / (variance.sqrt() + optimizer.tau), replace(memory, variance=stored)
 
 
 def _require_finite(memory: Tensor) -> Tensor:

@@ -125,24 +125,10 @@ def weighted_sum(contributions: Sequence[Contribution], weights: Weights) -> Ten
         ValueError: there is no contribution, or two are of one site.
     """
     mask, values = _compute_sum(contributions, weights, lambda contribution: contribution.patch.values)
-    return values.float() if mask.is_full else _put_into_zeros(mask, values)
-
-
-def sum_completed(contributions: Sequence[Contribution], weights: Weights, previous: Tensor, live: Mask) -> Tensor:
-    """Return the weighted sum over the entries ``live``, where what a site did not send counts with its old value.
-
-    Args:
-        contributions: one per site, with new values of some entries.
-        weights: weight of each contribution.
-        previous: ``(P,)`` the old values.
-        live: entries of the sum.
-
-    Returns:
-        float32 ``(P,)``, zero outside ``live``; accumulated in float64, in site-name order.
-    """
-    # One completed vector at a time: together they would take the memory of a model for each site.
-    _, total = _compute_sum(contributions, weights, lambda c: live.take(c.patch.write_into(previous.clone())), live)
-    return _put_into_zeros(live, total)
+    if mask.is_full:
+        return values.float()
+    # torch writes every zero; numpy takes memory that the system clears, in large pages, where it is first written.
+    return mask.put(values, torch.from_numpy(np.zeros(mask.size, np.float32)))
 
 
 def apply_deltas(contributions: Sequence[Contribution], weights: Weights, previous: Tensor) -> Tensor:
@@ -190,17 +176,8 @@ def average_over_owners(contributions: Sequence[Contribution], weights: Weights,
     return mask.put(average, fallback.clone())
 
 
-def _put_into_zeros(mask: Mask, values: Tensor) -> Tensor:
-    """Return a float32 vector ``(P,)`` with the values ``(mask.count,)`` at the positions of a mask, and zeros."""
-    # torch writes every zero; numpy takes memory that the system clears, in large pages, where it is first written.
-    return mask.put(values, torch.from_numpy(np.zeros(mask.size, np.float32)))
-
-
 def _compute_sum(
-    contributions: Sequence[Contribution],
-    weights: Weights,
-    values: Callable[[Contribution], Tensor],
-    common: Mask | None = None,
+    contributions: Sequence[Contribution], weights: Weights, values: Callable[[Contribution], Tensor]
 ) -> tuple[Mask, Tensor]:
     """Return the entries that may differ from zero, and their sums in float64.
 
@@ -208,14 +185,13 @@ def _compute_sum(
         contributions: one per site; each is read once and in turn, so that those in files need no memory together.
         weights: weight of each contribution.
         values: returns the values of a contribution.
-        common: mask of all these values; None: each contribution's own.
     """
     # Addition of floats is not associative. Sorted by site, the sum has the same bits for every order of arrival.
     ordered = sorted(contributions, key=lambda contribution: contribution.site)
     if not ordered or len({contribution.site for contribution in ordered}) != len(ordered):
         raise ValueError(f"need one update of each site, found {[contribution.site for contribution in ordered]}")
-    shared = common or ordered[0].patch.mask
-    has_one_mask = common is not None or all(contribution.patch.mask == shared for contribution in ordered)
+    shared = ordered[0].patch.mask
+    has_one_mask = all(contribution.patch.mask == shared for contribution in ordered)
     # With one common mask only its entries are touched: the cost follows the density, not the size of the model.
     support = shared if has_one_mask else Mask.full(shared.size)
     total = torch.zeros(support.count, dtype=torch.float64)

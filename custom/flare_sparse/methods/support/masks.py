@@ -46,12 +46,12 @@ def drop_and_regrow(
     return evolved | (live - maskable)
 
 
-def find_zero_weights(layout: Layout, weights: Tensor, preset: str) -> tuple[str, ...]:
-    """Return the names of the maskable weights of ``preset`` whose tensors are zero in ``weights`` ``(P,)``."""
+def find_zero_weights(layout: Layout, weights: Tensor, preset: str) -> Mask:
+    """Return the entries of the maskable weights of ``preset`` whose tensors are zero in ``weights`` ``(P,)``."""
     tensors = layout.unflatten(weights)
-    maskable = (spec for spec in layout.tensors if spec.role in MASKABLE[preset])
     # A bias at zero blocks no gradient: it is pruned as the papers do.
-    return tuple(s.name for s in maskable if s.role in ("weight", "other") and not tensors[s.name].any())
+    roles = {"weight", "other"}.intersection(MASKABLE[preset])
+    return Mask.from_tensors(layout, lambda spec: spec.role in roles and not bool(tensors[spec.name].any()))
 
 
 def compute_erk_densities(layout: Layout, pool: Mask, density: float) -> dict[str, float]:

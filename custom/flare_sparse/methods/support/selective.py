@@ -17,7 +17,7 @@ from ...core.exchange import Assignment, Contribution, Patch, Request, Update, U
 from ...core.mask import Mask, floor_fraction, top_k
 from ...core.needs import Need, Needs
 from ...training import Site
-from ..aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
+from ..aggregation.weighted import apply_deltas, average_over_owners, weigh_by_examples, weigh_by_one
 from ..method import ConfigT, Method, ModelState, is_evaluated
 from .masks import unite_masks
 
@@ -163,7 +163,7 @@ def aggregate_revealed(
     """
     previous = state.weights
     if rule == "mean":
-        return sum_completed(contributions, weigh_by_examples, previous, state.live)
+        return apply_deltas(contributions, weigh_by_examples, previous)
     average = average_over_owners(contributions, weigh_by_examples, fallback=previous)
     if rule == "count":
         return average

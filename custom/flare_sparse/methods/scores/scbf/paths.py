@@ -99,8 +99,8 @@ def compute_extreme_norms(
             edges[index] = (edge + prefixes[source].view(value.groups, 1, -1)).view_as(layer_energy)
             suffixes[source] = elementwise(suffixes[source], reduce(edge, 1).flatten())
         else:
-            for source, part in _split_among_inputs(graph, index, suffixes[index]):
-                suffixes[source] = elementwise(suffixes[source], part)
+            for source, part in locate_inputs(graph, index):
+                suffixes[source] = elementwise(suffixes[source], suffixes[index][part])
     return [edges[index] for index in graph.layers], [a + b for a, b in zip(prefixes, suffixes, strict=True)]
 
 
@@ -155,13 +155,13 @@ def join_inputs(graph: ChannelGraph, index: int, inputs: Sequence[Tensor], absen
     return inputs[0]
 
 
-def _split_among_inputs(graph: ChannelGraph, index: int, result: Tensor) -> list[tuple[int, Tensor]]:
-    """Split the per-channel numbers (last axis) of a value that is not a layer among its inputs."""
+def locate_inputs(graph: ChannelGraph, index: int) -> list[tuple[int, slice]]:
+    """Return the inputs of a value that is not a layer, each with its place among the channels of the value."""
     value = graph.values[index]
     parts, start = [], value.before if isinstance(value, Pad) else 0
     for source in value.inputs:
         width = graph.values[source].channels
-        parts.append((source, result[..., start : start + width]))
+        parts.append((source, slice(start, start + width)))
         start += width if isinstance(value, Concat) else 0
     return parts
 

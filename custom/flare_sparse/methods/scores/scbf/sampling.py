@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ....compute.structure.graph import ChannelGraph
-from ....compute.structure.nodes import Concat, Pad, Passthrough, Sum, Weighted
-from .paths import INFINITY, propagate
+from ....compute.structure.nodes import Passthrough, Sum, Weighted
+from .paths import INFINITY, locate_inputs, propagate
 
 
 def compute_log_path_counts(graph: ChannelGraph) -> list[Tensor]:
@@ -62,9 +62,7 @@ def sample_norms(graph: ChannelGraph, energy: Sequence[Tensor], number: int, gen
             source, width = value.inputs[0], layer_energy.shape[1]
             sources = _sample_input_channels(graph, index, log_counts[source], channels, generator)
             # Position in the flattened (out, in / groups) energies; the column counts within the channel's group.
-            columns = sources if len(log_counts[source]) == width else sources % width
-            positions = channels.mul_(width).add_(columns)
-            norms.index_add_(0, paths, layer_energy.take(positions))
+            norms.index_add_(0, paths, layer_energy.take(channels * width + sources % width))
             pending.setdefault(source, []).append((paths, sources))
         elif isinstance(value, Passthrough):
             pending.setdefault(value.inputs[0], []).append((paths, channels))
@@ -90,8 +88,6 @@ def _sample_input_channels(
     """For each path at a layer, draw the input channel, within its group, that the path comes from."""
     layer = graph.values[index]
     assert isinstance(layer, Weighted)
-    if layer.groups == 1:
-        return _sample_positions(log_counts, len(channels), generator)
     group_of_path, width = channels // (layer.channels // layer.groups), len(log_counts) // layer.groups
     sources = torch.empty_like(channels)
     for group in group_of_path.unique().tolist():
@@ -122,9 +118,6 @@ def _assign_to_inputs(
             yield source, selected, channels[selected]
             low = high
         return
-    start = value.before if isinstance(value, Pad) else 0
-    for source in value.inputs:
-        width = graph.values[source].channels
-        selected = (channels >= start) & (channels < start + width)
-        yield source, selected, channels[selected] - start
-        start += width if isinstance(value, Concat) else 0
+    for source, part in locate_inputs(graph, index):
+        selected = (channels >= part.start) & (channels < part.stop)
+        yield source, selected, channels[selected] - part.start
