@@ -53,9 +53,9 @@ def run_in_flare(env: Env, study: Study, folder: RunFolder, observer: Observer, 
 
     config, out = study.config, resolve_folder(folder.path) if kit is None else folder.path
     start = f"{config.name}: {config.method.name}, {config.method.config.rounds} rounds"
+    recipe, resume = build_recipe(study, out), folder.resume
     if kit is not None:
         observer.say(f"{start}, submitted with {kit}")
-        recipe, resume = build_recipe(study, out), folder.resume
         run_deployed(recipe, kit.resolve(), out, observer=observer, resume=resume, before_submission=folder.clear)
         return
     checkpoints = folder.open_checkpoints(study)
@@ -64,7 +64,6 @@ def run_in_flare(env: Env, study: Study, folder: RunFolder, observer: Observer, 
     classes = list_user_classes(config)
     if env == "poc":
         observer.say(f"{start}, {len(sites)} sites as separate processes (nvflare poc, mTLS)")
-        recipe = build_recipe(study, out)
         with start_poc(out / "poc", sites, checkpoints, classes) as admin:
             folder.clear()
             run_deployed(recipe, admin, out, observer=observer)
@@ -72,7 +71,6 @@ def run_in_flare(env: Env, study: Study, folder: RunFolder, observer: Observer, 
     site_files = write_site_files(out / "sites", sites.values())
     observer.say(f"{start}, {len(sites)} sites in FLARE's simulator")
     kits = write_kits(out / "kits", config.stage.generate_kits(sites))
-    recipe = build_recipe(study, out)
     folder.clear()
     workplace = Workplace(sorted(sites), site_files, classes, checkpoints=checkpoints, kits=kits)
     simulate(recipe, workplace, out, observer)

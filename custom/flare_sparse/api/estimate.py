@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,12 @@ def compute_figures(study: Study, *, measures: bool = False, rate: float | None 
         {
             "round": record.round,
             "kind": record.kind,
-            "bytes_down": sum(line.payload_bytes for line in attempt if line.direction == "down"),
-            "bytes_up": sum(line.payload_bytes for line in attempt if line.direction == "up"),
-            "dense_bytes": sum(line.dense_bytes for line in attempt),
+            "bytes_down": record.bytes_down,
+            "bytes_up": record.bytes_up,
+            "dense_bytes": record.dense_bytes,
             "sparsity": record.sparsity,
         }
-        for record, (_, group) in zip(
-            outcome.rounds, groupby(ledger.lines, key=lambda line: line.sequence), strict=True
-        )
-        for attempt in [list(group)]
+        for record in outcome.rounds
     ]
     training = [line for line in ledger.lines if line.kind == "train" and line.content in ("weights", "delta")]
     traffic = sum_traffic(ledger)

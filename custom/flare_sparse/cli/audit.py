@@ -10,7 +10,7 @@ from .console import out as console
 
 
 def audit(
-    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs")],
     references: Annotated[
         int,
         typer.Option(

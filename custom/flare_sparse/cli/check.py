@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def check(
     config: Annotated[
         Path | None,
-        typer.Argument(help="Configuration file, or the name of one of the package's own", show_default=False),
+        typer.Argument(help="Configuration file, or the name of one of the package's own"),
     ] = None,
     overrides: Overrides = None,
     site: Annotated[

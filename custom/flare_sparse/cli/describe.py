@@ -11,12 +11,11 @@ from .console import out as console
 
 
 def describe(
-    config: Annotated[Path, typer.Argument(help="Configuration, YAML", show_default=False)],
+    config: Annotated[Path, typer.Argument(help="Configuration, YAML")],
     kit: Annotated[
         Path | None,
         typer.Option(
-            help="Startup kit of an admin: describe the data of a running federation; default: FLARE's simulator",
-            show_default=False,
+            help="Startup kit of an admin: describe the data of a running federation; default: FLARE's simulator"
         ),
     ] = None,
 ) -> None:

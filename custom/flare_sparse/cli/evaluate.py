@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs")],
     data: Annotated[
         Path | None,
         typer.Option(

@@ -10,7 +10,7 @@ from .console import out as console
 
 
 def evidence(
-    run: Annotated[Path, typer.Argument(help="Result folder of flare-sparse run", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Result folder of flare-sparse run")],
     out: Annotated[
         Path | None,
         typer.Option(help="File that ends with .md, .docx or .pdf; default: dpia.md in the result folder"),

@@ -21,7 +21,7 @@ _BUNDLE = (
 
 
 def export(
-    configs: Annotated[list[Path], typer.Argument(help="Configuration files", show_default=False)],
+    configs: Annotated[list[Path], typer.Argument(help="Configuration files")],
     out: Annotated[Path, typer.Option(help="Folder that receives one job folder per configuration")] = Path("jobs"),
     set_: Overrides = None,
 ) -> None:

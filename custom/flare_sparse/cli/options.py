@@ -7,10 +7,7 @@ import typer
 
 ConfigFile = Annotated[
     Path,
-    typer.Argument(
-        help="Configuration file, or the name of one of the package's own, such as neurosfl_brain_age",
-        show_default=False,
-    ),
+    typer.Argument(help="Configuration file, or the name of one of the package's own, such as neurosfl_brain_age"),
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -9,7 +9,7 @@ from .console import out as console
 
 
 def phantom(
-    out: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty")],
     sites: Annotated[int, typer.Option(min=1, max=99, help="Number of sites")] = 4,
     subjects: Annotated[int, typer.Option(min=1, max=999, help="Subjects per site")] = 40,
     seed: Annotated[

@@ -11,12 +11,10 @@ from .options import ModelName
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Result folder of a finished run")],
     data: Annotated[
         Path,
-        typer.Argument(
-            help="A data set in the form of the run's sites, a folder of images, or one image", show_default=False
-        ),
+        typer.Argument(help="A data set in the form of the run's sites, a folder of images, or one image"),
     ],
     out: Annotated[
         Path | None,

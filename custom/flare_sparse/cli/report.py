@@ -15,10 +15,7 @@ from .console import out as console
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            help="Result folders of flare-sparse run",
-            show_default=False,
-        ),
+        typer.Argument(help="Result folders of flare-sparse run"),
     ],
     out: Annotated[
         Path | None, typer.Option(help="Folder to write; default: report/ in the first result folder")

@@ -24,7 +24,7 @@ Format = Literal["network", "sparse", "int8", "csr", "compact", "onnx"]
 
 
 def save(
-    run: Annotated[Path, typer.Argument(help="Result folder of a run", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Result folder of a run")],
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: saved/ in the result folder")] = None,
     model: ModelName = "final",
     form: Annotated[

@@ -28,9 +28,7 @@ HELP = """Prepare a site and keep it: data, policy, allowed classes; people, wit
 
 site = typer.Typer(no_args_is_help=True, help=HELP)
 
-Kit = Annotated[
-    Path, typer.Argument(help="The site's startup kit: the folder that holds startup/ and local/", show_default=False)
-]
+Kit = Annotated[Path, typer.Argument(help="The site's startup kit: the folder that holds startup/ and local/")]
 
 
 @site.command()
@@ -90,9 +88,7 @@ def setup(
 @site.command()
 def withdraw(
     kit: Kit,
-    subjects: Annotated[
-        Path, typer.Argument(help="File with the identifiers of the subjects, one a line", show_default=False)
-    ],
+    subjects: Annotated[Path, typer.Argument(help="File with the identifiers of the subjects, one a line")],
     end_after: Annotated[
         float | None,
         typer.Option(metavar="SECONDS", min=0, help="Wait so long for jobs that use the data, then end them"),
@@ -137,9 +133,7 @@ def declare(
 
 @site.command()
 def log(
-    kit: Annotated[
-        Path, typer.Argument(help="The site's startup kit, or the result folder of a simulated run", show_default=False)
-    ],
+    kit: Annotated[Path, typer.Argument(help="The site's startup kit, or the result folder of a simulated run")],
     rotate: Annotated[
         bool,
         typer.Option(

@@ -25,7 +25,6 @@ def sweep(
         typer.Argument(
             metavar="KEY.PATH=VALUE,...",
             help="Values of a setting to try; of several settings all combinations are run",
-            show_default=False,
         ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting, from the configuration's on")] = 3,

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 
 def withdraw(
-    run: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Result folder of a finished run")],
     leaving: Annotated[
         str,
         typer.Argument(
             metavar="FILE|SITE",
             help="File with the identifiers of the subjects that withdraw, one a line; or name of the site that leaves",
-            show_default=False,
         ),
     ],
     dry_run: Annotated[

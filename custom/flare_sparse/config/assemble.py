@@ -107,7 +107,8 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
         max_entries: largest number of entries of the model; None: no limit.
 
     Raises:
-        ConfigError: the model cannot be built from the settings, or is too large.
+        ConfigError: the model cannot be built from the settings, is too large, or the job's messages would change the
+            statistics of an input scaler or carry what describes the sites' own data.
     """
     task = user_task or build_task(job)
     if max_entries is not None:
@@ -120,8 +121,14 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
     tensors = network.unflatten(initial)
     personal = {name: tensors.pop(name).clone() for name in select_personal(network, job.method.config.personal)}
     layout = network.drop(personal)
-    _check_statistics(job, layout)
-    _check_site_tensors(layout)
+    # The job's messages may not carry the statistics of an input scaler as they are.
+    if build_statistics_mask(layout).count and (conflicts := find_conflicts(job, [STANDARDIZED])):
+        raise ConfigError("; ".join(conflicts))
+    if exchanged := {spec.name for spec in layout.tensors} & set(find_site_tensors(layout)):
+        raise ConfigError(
+            f"task: {min(exchanged)} describes the data of one site and must stay there; set method.personal: site, or "
+            "name it among the patterns"
+        )
     weights = layout.flatten(tensors) if personal else initial
     run_id = compute_run_id(serialize_job(job), layout)
     method = build_method(job, layout)
@@ -327,30 +334,6 @@ def _check_size(entries: int, max_entries: int | None) -> None:
     if max_entries is not None and entries > max_entries:
         raise ConfigError(
             f"the job's model has {entries} entries; the policy here allows max_model_entries {max_entries}"
-        )
-
-
-def _check_statistics(job: JobConfig, layout: Layout) -> None:
-    """Refuse an input scaler whose statistics the job's messages would change.
-
-    Raises:
-        ConfigError: the network has an input scaler, and the job's messages do not carry its statistics as they are.
-    """
-    if build_statistics_mask(layout).count and (conflicts := find_conflicts(job, [STANDARDIZED])):
-        raise ConfigError("; ".join(conflicts))
-
-
-def _check_site_tensors(layout: Layout) -> None:
-    """Refuse to exchange what describes the sites' own data.
-
-    Raises:
-        ConfigError: what describes the sites' own data would be exchanged.
-    """
-    exchanged = {spec.name for spec in layout.tensors} & set(find_site_tensors(layout))
-    if exchanged:
-        raise ConfigError(
-            f"task: {min(exchanged)} describes the data of one site and must stay there; set method.personal: site, or "
-            "name it among the patterns"
         )
 
 

@@ -13,8 +13,6 @@ from ..methods.registry import METHODS
 from ..privacy.secure_aggregation.limits import FEWEST_SITES
 from ..wire.formats import FORMATS
 
-EXAMPLES_REMEDY = "set task.split.validation, such as to 0.1"
-
 
 @dataclass(frozen=True)
 class Feature:
@@ -118,7 +116,7 @@ _FEATURES = (
     Feature(
         "task.split.validation: 0",
         lambda job: not job.task.config.split.validation,
-        EXAMPLES_REMEDY,
+        "set task.split.validation, such as to 0.1",
         "no site has validation examples",
         takes=[Need.VALIDATION],
     ),

@@ -3,16 +3,16 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import yaml
 from pydantic import Field, ValidationError
 
-from ..core.errors import DataError, PolicyRefusal
+from ..core.errors import ConfigError, DataError, PolicyRefusal
 from ..core.settings import Settings
 from ..privacy.dp.secret import derive_key, read_secret
 from ..privacy.release import (
@@ -39,7 +39,7 @@ from ..privacy.release import (
 from ..tasks.data.absence import find_absent_rows
 from ..tasks.data.tables import Table, read_table
 from ..tasks.task import Examples, SiteData, Task
-from .yaml_files import parse_yaml, read_settings
+from .yaml_files import read_content
 
 PEOPLE_FILE = "flare_sparse_people.yaml"
 """Name of the declaration's file in the ``local`` folder of the site's startup kit."""
@@ -146,16 +146,15 @@ class ReleaseGate:
 
     def keep_answer(self, question: str, compute: Callable[[], str]) -> str:
         """Return the answer to a question about columns: the one that left before, or a new one, which is kept."""
+
+        def add(record: ReleaseRecord | None, found: Mapping[str, str]) -> ReleaseRecord:
+            record = record or ReleaseRecord()
+            return record.model_copy(update={"answers": {**found, **record.answers}})
+
         # Opened before and after: the computation reads the record, too.
-        known = update_record(self.folder, lambda record: record or ReleaseRecord()).answers.get(question)
-        answer = compute() if known is None else known
-        update_record(
-            self.folder,
-            lambda record: (record or ReleaseRecord()).model_copy(
-                update={"answers": {**(record or ReleaseRecord()).answers, question: answer}}
-            ),
-        )
-        return answer
+        known = update_record(self.folder, partial(add, found={})).answers
+        found = {} if question in known else {question: compute()}
+        return update_record(self.folder, partial(add, found=found)).answers[question]
 
     def round_count(self, name: str, count: int) -> int:
         """Return a released count of rows."""
@@ -217,8 +216,8 @@ def read_declaration(local: Path) -> Declaration | None:
     if not file.is_file():
         return None
     try:
-        return Declaration.model_validate(parse_yaml(read_settings(file)))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
+        return Declaration.model_validate(read_content(file))
+    except (ConfigError, ValidationError) as error:
         raise DataError(f"{file}: cannot be read as a declaration of people: {error}") from error
 
 

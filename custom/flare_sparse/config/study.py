@@ -77,12 +77,10 @@ def spread_sites(names: Sequence[str]) -> dict[str, str]:
 
 def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer: Observer) -> dict[str, SiteData]:
     data, count = simulator.data, simulator.sites
-    if data.has_path_per_site:
-        names = [f"site-{i}" for i in range(1, (count or 0) + 1)]
-        return {name: SiteData(name, Path(str(data.path).replace("{site}", name))) for name in sorted(names)}
     partition = data.partition.config if data.partition else None
-    if data.path is not None and isinstance(partition, SharedPartition):
-        return {name: SiteData(name, data.path) for name in sorted(f"site-{i}" for i in range(1, (count or 0) + 1))}
+    if data.has_path_per_site or isinstance(partition, SharedPartition):
+        names = sorted(f"site-{i}" for i in range(1, (count or 0) + 1))
+        return {name: SiteData(name, Path(str(data.path).replace("{site}", name))) for name in names}
     if data.path is None or not isinstance(partition, Partitioner):
         path, partition = _prepare_phantoms(simulator, folder / "phantoms"), NaturalPartition()
     else:

@@ -132,11 +132,8 @@ def import_user_module(module: str, folders: Sequence[Path]) -> ModuleType:
 
 def _lies_in(module: ModuleType, path: Path) -> bool:
     """Return whether a module was imported from a file or a package folder."""
-    locations = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
-    return any(
-        location and Path(location).resolve() in (path.resolve(), path.resolve() / "__init__.py")
-        for location in locations
-    )
+    locations = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return path.resolve() in [Path(location).resolve() for location in locations if location]
 
 
 def _iterate_imports(file: Path) -> Iterator[str]:

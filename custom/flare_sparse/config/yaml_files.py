@@ -37,10 +37,9 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()  # type: ignore[no-untyped-call]
         # A few aliases of aliases stand for more values than fit into memory, and no setting needs one.
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, f"aliases such as *{event.anchor} are not allowed", None)
+            raise yaml.MarkedYAMLError(problem=f"aliases such as *{event.anchor} are not allowed")
         if self.depth >= MAX_DEPTH:
-            problem = f"nested deeper than {MAX_DEPTH} levels"
-            raise yaml.composer.ComposerError(None, None, problem, None)
+            raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_DEPTH} levels")
         self.depth += 1
         try:
             return super().compose_node(parent, index)
@@ -60,10 +59,10 @@ class _Loader(yaml.SafeLoader):
         # PyYAML lets through whatever Python raises for the text of a scalar.
         except Exception as error:
             problem = f"{abbreviate(node.value)} cannot be read as {node.tag.rpartition(':')[2]}"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark) from error
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
             problem = f"an integer of {value.bit_length()} bits; expected at most {MAX_BITS}"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -71,10 +70,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                problem = f"a {type(key).__name__} cannot be a key"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"a {type(key).__name__} cannot be a key", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"{key!r} is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -113,15 +111,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such file, it is not YAML, or its top level is not a section.
     """
-    try:
-        data = parse_yaml(read_settings(path))
-    except FileNotFoundError as error:
-        siblings = [p.name for p in path.parent.glob("*.y*ml")]
-        raise ConfigError(f"{path}: no such file.{suggest(path.name, siblings)}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
+    data = read_content(path)
     if data is None:
         raise ConfigError(f"{path}: is empty; expected a section of `key: value` lines")
     if not isinstance(data, dict):
@@ -129,19 +119,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_settings(path: Path) -> str:
-    """Return the text of a file with settings.
+def read_content(path: Path) -> Any:
+    """Return the content of a file with settings; None if it is empty.
 
     Raises:
-        OSError: the file cannot be read.
-        UnicodeDecodeError: it is not UTF-8.
-        yaml.YAMLError: it is larger than ``MAX_BYTES``.
+        ConfigError: there is no such file, it is larger than ``MAX_BYTES``, or it is not YAML.
     """
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise yaml.YAMLError(f"the file has more than {MAX_BYTES} bytes")
-    return content.decode("utf-8")
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise yaml.YAMLError(f"the file has more than {MAX_BYTES} bytes")
+        return parse_yaml(content.decode("utf-8"))
+    except FileNotFoundError as error:
+        siblings = [p.name for p in path.parent.glob("*.y*ml")]
+        raise ConfigError(f"{path}: no such file.{suggest(path.name, siblings)}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
 
 
 def apply_overrides(data: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:

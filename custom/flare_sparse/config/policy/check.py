@@ -48,32 +48,15 @@ def find_policy_conflicts(
     conflicts = list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))
     if any(line.direction == "up" and line.content != "metrics" for line in ledger.lines):
         conflicts += policy.find_value_refusals(is_hidden=job.stage.hides_values)
-    refusals = policy.find_job_refusals(job.permit)
-    return [*refusals, *conflicts, *find_budget_conflicts(policy, assembly, subjects or examples, earlier)]
-
-
-def find_budget_conflicts(
-    policy: Policy, assembly: Assembly, subjects: Mapping[str, int], earlier: Sequence[Charge] = ()
-) -> Iterator[str]:
-    """Yield why a policy's privacy budget does not cover a job; nothing if it does.
-
-    Args:
-        policy: policy of a site.
-        assembly: the parts of the job.
-        subjects: number of training subjects by site, as far as known.
-        earlier: what earlier jobs have charged the site's subjects.
-    """
     limit = policy.privacy_budget
-    if limit is None:
-        return
-    if assembly.privacy is None:
-        yield "epsilon: the job has no privacy section; add one, such as privacy: {epsilon: 3}"
-        return
-    for site, count in sorted(subjects.items()):
-        if count:
-            plan = plan_sampling(assembly.method, count)
-            if shortage := explain_shortage(Forecast.compute(assembly.privacy, plan, limit, earlier), limit):
-                yield f"{shortage} ({site})"
+    if limit is not None and assembly.privacy is None:
+        conflicts.append("epsilon: the job has no privacy section; add one, such as privacy: {epsilon: 3}")
+    elif limit is not None and assembly.privacy is not None:
+        for site, count in sorted((site, count) for site, count in (subjects or examples).items() if count):
+            plan = plan_sampling(method, count)
+            shortage = explain_shortage(Forecast.compute(assembly.privacy, plan, limit, earlier), limit)
+            conflicts += [f"{shortage} ({site})"] if shortage else []
+    return [*policy.find_job_refusals(job.permit), *conflicts]
 
 
 def iterate_conflicts(

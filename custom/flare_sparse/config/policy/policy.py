@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from ...privacy.dp.accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
 from ...tasks.task import COUNTS, EPSILON, get_count_name
 from ...training import SampleUsage
 from ..problems import describe_problems
-from ..yaml_files import parse_yaml, read_settings
+from ..yaml_files import read_content
 
 POLICY_FILE = "flare_sparse_policy.yaml"
 """Name of the policy's file in the ``local`` folder of the site's startup kit."""
@@ -397,14 +396,11 @@ def read_policy(file: Path) -> Policy:
     """
     if not file.is_file():
         return Policy()
-    content: Any = None
+    content = read_content(file) or {}
     try:
-        content = parse_yaml(read_settings(file)) or {}
         return Policy.model_validate(content)
     except ValidationError as error:
         raise ConfigError(f"{file}: {'; '.join(describe_problems(error, Policy, content))}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: cannot be read as a policy: {error}") from error
 
 
 def raise_refusals(refusals: Iterable[str]) -> None:
