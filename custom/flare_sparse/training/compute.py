@@ -65,13 +65,13 @@ class SparseComputeTrainer(Wrapper):
         from ..compute.kernels import network
         from ..compute.kernels.preparation import decide_and_prepare
 
-        trainable = training.trainable
+        trainable, layout = training.trainable, self._model.layout
         # With one mask for both, the live weights are those of the mask in every round: their blocks are kept.
         if training.patch is None or training.patch.mask is not trainable:
             live = torch.logical_or(trainable.bits, training.start != 0)
-            return network.build_blocks(self._chains, _view_weights(self._model, live), decide_and_prepare)
+            return network.build_blocks(self._chains, layout.unflatten(live), decide_and_prepare)
         if self._blocks is None or self._blocks[0] != trainable:
-            weights = _view_weights(self._model, trainable.bits)
+            weights = layout.unflatten(trainable.bits)
             self._blocks = trainable, network.build_blocks(self._chains, weights, decide_and_prepare)
         return self._blocks[1]
 
@@ -92,13 +92,3 @@ def can_use_kernels(compute: Compute, device: torch.device) -> bool:
     if compute == "sparse" and obstacle:
         raise ConfigError(f"compute: sparse is not possible: {obstacle}; set it to auto or dense")
     return compute != "dense" and not obstacle
-
-
-def _view_weights(model: FlatModel, live: Tensor) -> dict[str, Tensor]:
-    """Return views of the bits ``(P,)`` of live entries by name of the weight: those that may differ from 0."""
-    layout = model.layout
-    return {
-        spec.name: live[offset : offset + spec.size].view(spec.shape)
-        for spec, offset in zip(layout.tensors, layout.offsets, strict=False)
-        if spec.role != "buffer" and len(spec.shape) > 1
-    }

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from ..core.errors import ConfigError, DataError
 from ..core.params import Layout
@@ -87,49 +87,6 @@ def iterate_pass(
         yield batch
 
 
-def needs_joined_last(model: FlatModel, task: Task, dataset: Dataset[Any], batch_size: int, site: str) -> bool:
-    """Return whether the last minibatch of a pass has one example and the network cannot train on it.
-
-    Batch normalisation of one value per channel is undefined, and torch refuses it.
-
-    Args:
-        model: the site's network; its weights and statistics must be loaded again afterwards.
-        task: computes the loss.
-        dataset: the training examples, at least one.
-        batch_size: examples per minibatch.
-        site: name of the site, for errors.
-
-    Raises:
-        DataError: there is one training example only.
-        ConfigError: every minibatch has one example.
-    """
-    examples = len(dataset)  # type: ignore[arg-type]
-    has_single = plan_batch_sizes(examples, batch_size, joins_last=False)[-1] == 1
-    if not has_single or not _needs_two_examples(model, task, dataset):
-        return False
-    if examples == 1:
-        raise DataError(f"site {site}: one training example; batch normalisation needs at least 2 to train")
-    if batch_size == 1:
-        raise ConfigError("a batch size of 1 leaves batch normalisation one value per channel; choose 2 or more")
-    return True
-
-
-def _needs_two_examples(model: FlatModel, task: Task, dataset: Dataset[Any]) -> bool:
-    """Return whether the network refuses to train on a minibatch of one example."""
-    if not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.module.modules()):
-        return False
-    model.set_training_mode()
-    # Tried rather than derived from the layers: a convolution has one value per voxel, and one example can suffice.
-    # The seed keeps the draws of this pass out of the streams of the training.
-    with seed_torch(0), torch.no_grad():
-        batch = next(task.iterate_batches(dataset, 1))
-        try:
-            task.loss(model.module, model.to_device(batch))
-        except ValueError as error:
-            return _TOO_FEW_VALUES in str(error)
-    return False
-
-
 @dataclass(frozen=True, eq=False)
 class LocalTask:
     """A task, one site's examples of it, and the network that they train.
@@ -181,10 +138,37 @@ class LocalTask:
             ConfigError, DataError: the network cannot train on any minibatch.
         """
         if batch_size not in self._joins_last:
-            self._joins_last[batch_size] = bool(self.examples.n_train) and needs_joined_last(
-                self.model, self.task, self.examples.train, batch_size, self.name
-            )
+            self._joins_last[batch_size] = self._must_join_last(batch_size)
         return self._joins_last[batch_size]
+
+    def _must_join_last(self, batch_size: int) -> bool:
+        """Return whether a last minibatch has one value per channel, which batch normalisation refuses.
+
+        The network's weights and statistics must be loaded again afterwards.
+        """
+        examples, parts = self.examples.n_train, self.model.module.modules()
+        if not examples or plan_batch_sizes(examples, batch_size, joins_last=False)[-1] != 1:
+            return False
+        if not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts) or self._trains_on_one():
+            return False
+        if examples == 1:
+            raise DataError(f"site {self.name}: one training example; batch normalisation needs at least 2 to train")
+        if batch_size == 1:
+            raise ConfigError("a batch size of 1 leaves batch normalisation one value per channel; choose 2 or more")
+        return True
+
+    def _trains_on_one(self) -> bool:
+        """Return whether the network trains on a minibatch of one example."""
+        self.model.set_training_mode()
+        # Tried rather than derived from the layers: a convolution has one value per voxel, and one example can suffice.
+        # The seed keeps the draws of this pass out of the streams of the training.
+        with seed_torch(0), torch.no_grad():
+            batch = next(self.task.iterate_batches(self.examples.train, 1))
+            try:
+                self.task.loss(self.model.module, self.model.to_device(batch))
+            except ValueError as error:
+                return _TOO_FEW_VALUES not in str(error)
+        return True
 
     def iterate_batches(self, config: TrainingConfig, order: torch.Generator, steps: int | None) -> Iterator[Any]:
         """Yield ``steps`` minibatches, or ``config.epochs`` passes; lazily, so that unused examples do not count."""

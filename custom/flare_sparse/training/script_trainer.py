@@ -3,7 +3,7 @@
 import math
 import numbers
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,7 @@ _ADAPTER = re.compile(r"(?:(\.lora_\w+)|\.modules_to_save)\.[^.]+(?=\.|$)")
 """Name of an adapter, which peft leaves out of what it saves."""
 _WRAPPED = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts that ``torch.compile``, Opacus, FSDP and checkpointing insert into the names of what they wrap."""
-_MOST_WRAPPERS = 3
+_MOST_WRAPPERS = 4
 """Most first parts that all names share, such as ``module.`` of ``DataParallel``, and are no part of the network's."""
 _COUNTER = "n_averaged"
 """Number of averaged models beside the tensors of an averaged one."""
@@ -280,9 +280,8 @@ def read_tensors(params: Mapping[str, Any], network: nn.Module) -> dict[str, Ten
         ScriptFailed: a name is not the network's, or a value is no tensor.
     """
     matches = match_state_dict(network)
-    params = _strip_wrappers({str(name): value for name, value in params.items()}, set(matches))
-    aliases = _list_aliases(matches)
-    params = {name if name in matches else aliases.get(name, name): value for name, value in params.items()}
+    names = _match_names([str(name) for name in params], matches)
+    params = {names[str(name)]: value for name, value in params.items() if str(name) in names}
     if unknown := sorted(params.keys() - matches.keys()):
         remedy = "call peft.get_peft_model in its class (docs/lora.md)" if ".lora_" in "".join(unknown) else ""
         raise ScriptFailed(
@@ -337,36 +336,29 @@ def to_float(value: Any) -> float | None:
     return float(value)
 
 
-def _list_aliases(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of a network's state dict by those that ``peft.get_peft_model_state_dict`` gives its tensors.
+def _match_names(sent: Sequence[str], known: Collection[str]) -> dict[str, str]:
+    """Return the network's name of each tensor that a script sends; the names themselves if one has no such name.
 
-    These begin in the network that peft has wrapped, and name no adapter. A name that two tensors share is left out.
+    Beside the known wrappers, first parts that all names share are removed, such as ``module.`` of ``DataParallel`` and
+    averaged models, or ``model.`` of a LightningModule. ``peft.get_peft_model_state_dict`` begins in the network that
+    peft has wrapped, and names no adapter.
     """
-    aliases: dict[str, set[str]] = {}
-    for name in names:
+    names = {name: {name} for name in known}
+    for name in known:
         _, found, inner = name.partition(_PEFT)
-        if found:
-            for alias in (found + inner, _ADAPTER.sub(r"\1", found + inner)):
-                aliases.setdefault(alias, set()).add(name)
-    return {alias: shared.pop() for alias, shared in aliases.items() if len(shared) == 1}
-
-
-def _strip_wrappers(params: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
-    """Return params by the network's names if these are all that is left without the names of wrappers.
-
-    Otherwise the params are returned as they are: a name that is not the network's is an error. Beside the known
-    wrappers, first parts that all names share are removed, such as ``module.`` of ``DataParallel`` and averaged models,
-    or ``model.`` of a LightningModule.
-    """
-    sent = {name: value for name, value in params.items() if name in known or name.rpartition(".")[2] != _COUNTER}
-    plain, count = {_WRAPPED.sub("", name): value for name, value in sent.items()}, len(sent)
+        for alias in {found + inner, _ADAPTER.sub(r"\1", found + inner)} - set(known) if found else ():
+            names.setdefault(alias, set()).add(name)
+    rest = {name: name if name in known else _WRAPPED.sub("", name) for name in sent}
+    rest = {name: part for name, part in rest.items() if name in known or part.rpartition(".")[2] != _COUNTER}
     for _ in range(_MOST_WRAPPERS + 1):
-        if params.keys() <= known or (len(plain) == count and plain.keys() <= known):
+        # A name that two tensors share is that of neither.
+        matches = {name: min(own) for name, part in rest.items() if len(own := names.get(part, set())) == 1}
+        if len(set(matches.values())) == len(rest):
+            return matches
+        if len({part.partition(".")[0] for part in rest.values()}) > 1:
             break
-        if len({name.partition(".")[0] for name in plain}) != 1:
-            return params
-        plain = {name.partition(".")[2]: value for name, value in plain.items()}
-    return params if params.keys() <= known or not plain.keys() <= known else plain
+        rest = {name: part.partition(".")[2] for name, part in rest.items()}
+    return {name: name for name in sent}
 
 
 def _read_tensor(name: str, value: Any) -> Tensor:

@@ -102,7 +102,11 @@ class Site:
             Untraceable: the network's channels cannot be traced.
             SelectionError: ``live`` removes entries other than those of complete units.
         """
-        return self if live.is_full else self._replace_trainer(self.trainer.narrow(live), live)
+        if live.is_full:
+            return self
+        site = Site(self.name, self.trainer.narrow(live), self.site_settings)
+        site.weights, site.release, site.step_file = live.take(self.weights), self.release, self.step_file
+        return site
 
     def evaluate(self, weights: Tensor) -> dict[str, float]:
         """Return the metrics of ``weights`` ``(P,)`` that may leave the site; see :meth:`.trainer.Trainer.evaluate`."""
@@ -110,8 +114,3 @@ class Site:
         memory = self._received_memory if weights is self.weights else self.memory
         self.evaluated = self.trainer.complete(weights.cpu(), memory)
         return self.trainer.evaluate(weights, memory)
-
-    def _replace_trainer(self, trainer: Trainer, live: Mask) -> Site:
-        site = Site(self.name, trainer, self.site_settings)
-        site.weights, site.release, site.step_file = live.take(self.weights), self.release, self.step_file
-        return site

@@ -35,10 +35,10 @@ class BlockSpec:
         slope: derivative of the activation for negative values: 0 for ReLU, 1 for no activation.
     """
 
-    norm: Literal["fixed", "instance", "batch"] = "fixed"
-    eps: float = 1e-5
-    window: Triple = (1, 1, 1)
-    slope: float = 1.0
+    norm: Literal["fixed", "instance", "batch"]
+    eps: float
+    window: Window
+    slope: float
 
 
 @dataclass(frozen=True)
@@ -73,36 +73,14 @@ class Layer:
         """As :meth:`count_work`, of a loop that reads and writes the pooled values once."""
         return np.arange(self.geometry.outputs + 1) * (_WORK_OF_A_VALUE * prod(self.pooled_shape))
 
-    @property
-    def window(self) -> Window:
-        """Pooling window."""
-        return Window(*self.spec.window)
-
     def build_weights(self, weight: Tensor) -> Weights:
         """Return the live weights by output channel, with their values."""
         return Weights(self.live.starts, self.live.offsets, weight.detach().reshape(-1)[self.live.index].numpy())
 
 
-@dataclass(frozen=True)
-class ConvolutionResult:
-    """Pooled output of a convolution, and what its normalisation and derivative need.
-
-    Attributes:
-        output: pooled values, ``(samples, outputs, *pooled)``.
-        positions: ``(samples, outputs, pooled)`` index of each pooled value in its slab, or of size 0.
-        values: ``(samples, outputs, positions)`` the convolution's output before pooling, or of size 0.
-        mean: ``(samples, outputs)`` mean of the convolution's output; 0 for a fixed map.
-        variance: ``(samples, outputs)`` biased variance; 1 for a fixed map.
-    """
-
-    output: Tensor
-    positions: Any
-    values: Floats
-    mean: Doubles
-    variance: Doubles
-
-
-def convolve(source: Floats, weights: Weights, layer: Layer, signs: Floats, *, record: bool) -> ConvolutionResult:
+def convolve(
+    source: Floats, weights: Weights, layer: Layer, signs: Floats, *, record: bool
+) -> tuple[Tensor, Any, Floats, Doubles, Doubles]:
     """Convolve all samples, pool the result and compute the statistics that the normalisation needs.
 
     Args:
@@ -111,6 +89,13 @@ def convolve(source: Floats, weights: Weights, layer: Layer, signs: Floats, *, r
         layer: geometry and what follows.
         signs: ``(outputs,)`` 1: pool the largest value, -1: pool the smallest one.
         record: record what the backward pass needs.
+
+    Returns:
+        output: pooled values, ``(samples, outputs, *pooled)``.
+        positions: ``(samples, outputs, pooled)`` index of each pooled value in its slab, or of size 0.
+        values: ``(samples, outputs, positions)`` the convolution's output before pooling, or of size 0.
+        mean: ``(samples, outputs)`` mean of the convolution's output; 0 for a fixed map.
+        variance: ``(samples, outputs)`` biased variance; 1 for a fixed map.
     """
     geometry, spec, samples, outputs = layer.geometry, layer.spec, len(source), layer.geometry.outputs
     output = torch.zeros(samples, outputs, *layer.pooled_shape)
@@ -123,11 +108,11 @@ def convolve(source: Floats, weights: Weights, layer: Layer, signs: Floats, *, r
 
     def convolve_part(part: Part) -> None:
         loops.convolve(
-            source, weights, geometry.grid, layer.window, signs, pivots, moments, flat, positions, values, part
+            source, weights, geometry.grid, layer.spec.window, signs, pivots, moments, flat, positions, values, part
         )
 
     run_parts(layer.count_work(layer.live.starts), samples, convolve_part)
-    return ConvolutionResult(output, positions, values, *_compute_statistics(layer, moments, pivots))
+    return output, positions, values, *_compute_statistics(layer, moments, pivots)
 
 
 def _compute_statistics(layer: Layer, moments: Doubles, pivots: Floats) -> tuple[Doubles, Doubles]:
@@ -167,14 +152,15 @@ class SparseBlock(torch.autograd.Function):
         source = layer.geometry.lay_out(inputs.detach()).numpy().reshape(len(inputs), -1)
         weights = layer.build_weights(weight)
         gamma, beta = scale.detach().numpy(), shift.detach().numpy()
-        convolved = convolve(source, weights, layer, np.where(gamma < 0, np.float32(-1), np.float32(1)), record=record)
-        inverse = np.ones_like(convolved.variance)
+        signs = np.where(gamma < 0, np.float32(-1), np.float32(1))
+        output, positions, values, mean, variance = convolve(source, weights, layer, signs, record=record)
+        inverse = np.ones_like(variance)
         if layer.spec.norm != "fixed":
-            inverse = 1 / np.sqrt(convolved.variance + layer.spec.eps)
+            inverse = 1 / np.sqrt(variance + layer.spec.eps)
         scales = (gamma * inverse).astype(np.float32)
-        shifts = (beta - gamma * inverse * convolved.mean).astype(np.float32)
+        shifts = (beta - gamma * inverse * mean).astype(np.float32)
         kept = np.empty((len(inputs), outputs if record else 0, prod(layer.pooled_shape)), np.float32)
-        flat = convolved.output.flatten(2).numpy()
+        flat = output.flatten(2).numpy()
 
         def activate_part(part: Part) -> None:
             loops.scale_and_activate(flat, scales, shifts, np.float32(layer.spec.slope), kept, part)
@@ -182,14 +168,11 @@ class SparseBlock(torch.autograd.Function):
         run_parts(layer.pooled_work, len(inputs), activate_part)
         if record:
             ctx.layer, ctx.source, ctx.weights, ctx.weight_shape = layer, source, weights, weight.shape
-            ctx.gamma, ctx.mean, ctx.inverse = gamma, convolved.mean, inverse
-            ctx.scales, ctx.shifts, ctx.kept = scales, shifts, kept
-            ctx.positions, ctx.values = convolved.positions, convolved.values
-        mean, variance = (
-            torch.from_numpy(values.astype(np.float32)) for values in (convolved.mean, convolved.variance)
-        )
-        ctx.mark_non_differentiable(mean, variance)
-        return convolved.output, mean, variance
+            ctx.gamma, ctx.mean, ctx.inverse, ctx.scales, ctx.shifts = gamma, mean, inverse, scales, shifts
+            ctx.kept, ctx.positions, ctx.values = kept, positions, values
+        statistics = [torch.from_numpy(moment.astype(np.float32)) for moment in (mean, variance)]
+        ctx.mark_non_differentiable(*statistics)
+        return output, *statistics
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -276,7 +259,7 @@ def _differentiate_block(
 
     def differentiate_part(part: Part) -> None:
         loops.differentiate_block(
-            ctx.source, ctx.weights, layer.geometry.grid, layer.window, pooled, ctx.positions, ctx.values, norm,
+            ctx.source, ctx.weights, layer.geometry.grid, layer.spec.window, pooled, ctx.positions, ctx.values, norm,
             products, output_gradient, layer.live.lead, part,
         )  # fmt: skip
 

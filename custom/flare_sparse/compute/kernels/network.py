@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .block import BlockSpec, Layer, SparseBlock
 from .chains import Chain, find_chains
 from .cost import Work, is_sparse_faster
-from .geometry import Geometry, LiveWeights, build_triple
+from .geometry import Geometry, LiveWeights, Window, build_triple
 
 Decide = Callable[[Work], bool]
 """Returns whether the kernels compute a block."""
@@ -161,7 +161,7 @@ class Block:
             kind = "instance"
         elif norm is not None:
             kind = "batch" if norm.training else "fixed"
-        window = build_triple(1 if pool is None else pool.kernel_size)
+        window = Window(*build_triple(1 if pool is None else pool.kernel_size))
         slope = 1.0 if activation is None else float(getattr(activation, "negative_slope", 0.0))
         return BlockSpec(kind, float(getattr(norm, "eps", 1e-5)), window, slope)
 
