@@ -102,14 +102,10 @@ class MethodAggregator(ModelAggregator, ABC, Generic[StateT]):
         config: type[MethodConfig] = self.method_class.Config
         return check_settings(self, config, rounds=rounds, **(self.settings or {}))
 
-    def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
+    def select_sent(self, method: Any, state: StateT, model: FLModel, present: Mask, site: str) -> Mask:
         """Return the entries of an update that count, of those that are ``present``; by default the live ones."""
-        return self._read_live()
-
-    def _read_live(self) -> Mask:
-        assert self._method is not None, "init_state() comes first"
-        assert self._state is not None, "init_state() comes first"
-        return self._method.model(self._state).mask
+        mask: Mask = method.model(state).mask
+        return mask
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         super().handle_event(event_type, fl_ctx)
@@ -167,7 +163,7 @@ class MethodAggregator(ModelAggregator, ABC, Generic[StateT]):
             raise ComponentError(self, "the site has sent an update before", "count one update of each site")
         # Tensors that a filter of the site removed (ExcludeVars) are not present, and count as the method says.
         present = Mask(layout.select(lambda spec: spec.name in model.params))
-        start, mask = to_vector(before, layout, self), self.select_sent(model, present, site)
+        start, mask = to_vector(before, layout, self), self.select_sent(method, state, model, present, site)
         if not mask <= present:
             names = ", ".join([spec.name for spec in layout.tensors if spec.name not in model.params][:3])
             raise ComponentError(
@@ -221,7 +217,8 @@ class MethodAggregator(ModelAggregator, ABC, Generic[StateT]):
 
     def describe(self) -> str:
         """Return how many entries of the model are live, as display text."""
-        live = self._read_live()
+        method, state = self._init_state(self._read_global_model())
+        live = method.model(state).mask
         return f"{live.count:,} of {live.size:,} entries are live"
 
     def reset_stats(self) -> None:

@@ -42,10 +42,7 @@ class RankMean(MethodAggregator[LoRAA2State]):
     method_class = LoRAA2
     state_class = LoRAA2State
 
-    def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
-        method, state = self._method, self._state
-        assert isinstance(method, LoRAA2), "init_state() comes first"
-        assert state is not None, "init_state() comes first"
+    def select_sent(self, method: LoRAA2, state: LoRAA2State, model: FLModel, present: Mask, site: str) -> Mask:
         if MASK not in (model.meta or {}):
             raise ComponentError(self, "the update names no slots", "add RankUpload to the sites' task_result_filters")
         sent, exchanged = read_mask(model.meta[MASK], method.layout, self), method.select_exchanged(state.round)
@@ -70,9 +67,8 @@ class FlexLoRAMean(MethodAggregator[ModelState]):
     method_class = FlexLoRA
     state_class = ModelState
 
-    def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
-        assert isinstance(self._method, FlexLoRA), "init_state() comes first"
-        return self._method.select_first_ranks(self._method.config.get_rank(site))
+    def select_sent(self, method: FlexLoRA, state: ModelState, model: FLModel, present: Mask, site: str) -> Mask:
+        return method.select_first_ranks(method.config.get_rank(site))
 
 
 @dataclass(eq=False)
@@ -92,15 +88,13 @@ class SelectiveSum(MethodAggregator[SelectiveState]):
     method_class = SCBF
     state_class = SelectiveState
 
-    def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
-        assert self._method is not None, "init_state() comes first"
-        layout = self._method.layout
+    def select_sent(self, method: SCBF, state: SelectiveState, model: FLModel, present: Mask, site: str) -> Mask:
         if MASK in (model.meta or {}):
             # A filter behind the selection (ExcludeVars) may have removed tensors.
-            return read_mask(model.meta[MASK], layout, self) & present
+            return read_mask(model.meta[MASK], method.layout, self) & present
         if model.params_type != ParamsType.DIFF:
             return present
-        return Mask(to_vector(model.params, layout, self, fills=True) != 0)
+        return Mask(to_vector(model.params, method.layout, self, fills=True) != 0)
 
 
 @dataclass(eq=False)
@@ -159,9 +153,8 @@ class ScoredMask(MethodAggregator[NeuroSFLState]):
     state_class = NeuroSFLState
     rarer = ("min_per_layer", "maskable")
 
-    def select_sent(self, model: FLModel, present: Mask, site: str) -> Mask:
-        assert self._state is not None, "init_state() comes first"
-        return Mask.full(present.size) if self._state.round == 0 else self._read_live()
+    def select_sent(self, method: NeuroSFL, state: NeuroSFLState, model: FLModel, present: Mask, site: str) -> Mask:
+        return Mask.full(present.size) if state.round == 0 else method.model(state).mask
 
     def get_content(self, state: NeuroSFLState) -> Content:
         return "scores" if state.round == 0 else "weights"

@@ -4,9 +4,9 @@ The filters need the model that the site has received; FLARE hands them the resu
 """
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,8 +172,8 @@ class KeepMask(ReceivingFilter):
 
     source: str = TASK
 
-    _has_kept: ClassVar[bool] = False
-    _has_masked: ClassVar[bool] = False
+    _has_kept: bool = field(default=False, init=False)
+    _has_masked: bool = field(default=False, init=False)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         super().handle_event(event_type, fl_ctx)
@@ -187,12 +187,15 @@ class KeepMask(ReceivingFilter):
         """Return a result with the entries outside the mask as they were received."""
         live = self._find_live(received, fl_ctx)
         self._has_kept, self._has_masked = True, self._has_masked or bool(live)
-        return keep_mask(dxo, received, live)
+        start = received.arrays if dxo.data_kind == DataKind.WEIGHTS else None
+        data = {**dxo.data, **hold({name: a for name, a in dxo.data.items() if name in live}, live, start)}
+        return DXO(dxo.data_kind, data=data, meta=dxo.meta)
 
     def _find_live(self, received: Received, fl_ctx: FLContext) -> dict[str, Tensor]:
         """Return the bool tensors of the mask by name; tensors without one are live."""
         if self.source == TASK:
-            return read_live(received, self)
+            shapes = {name: tuple(np.shape(array)) for name, array in received.arrays.items()}
+            return {} if received.mask is None else unpack_mask(received.mask, shapes, self)
         if self.source == ZEROS:
             if received.is_decrypted:
                 raise ComponentError(self, "a decrypted model has no exact zeros", "name a mask file as its source")
@@ -216,23 +219,6 @@ class KeepMask(ReceivingFilter):
                 found = f"{name} is {bits.dtype} {bits.shape}; the model has {list_first(received.arrays, 3)}"
                 raise ComponentError(self, f"the mask is of another network: {found}", remedy)
         return {name: torch.from_numpy(bits) for name, bits in arrays.items()}
-
-
-def read_live(received: Received, component: object) -> dict[str, Tensor]:
-    """Return the bool tensors of the mask that came with a model by name; tensors without one are live.
-
-    Raises:
-        ComponentError: it is of another network.
-    """
-    shapes = {name: tuple(np.shape(array)) for name, array in received.arrays.items()}
-    return {} if received.mask is None else unpack_mask(received.mask, shapes, component)
-
-
-def keep_mask(dxo: DXO, received: Received, live: dict[str, Tensor]) -> DXO:
-    """Return a site's result with the entries outside ``live`` as they were received."""
-    start = received.arrays if dxo.data_kind == DataKind.WEIGHTS else None
-    data = {**dxo.data, **hold({name: a for name, a in dxo.data.items() if name in live}, live, start)}
-    return DXO(dxo.data_kind, data=data, meta=dxo.meta)
 
 
 class MaskedTraining(ClientAPIExecutor):
