@@ -96,11 +96,11 @@ def write_canaries(shared: Path, file: Path) -> tuple[list[int], np.ndarray]:
 
 
 def open_script(
-    shared: Path, script: str, folder: Path, data: Path, *, private: bool, epochs: int = 1
+    shared: Path, script: str, folder: Path, data: Path, budget: ScriptBudget | None, *, epochs: int = 1
 ) -> tuple[ScriptProcess, nn.Module]:
-    """Write a script to a folder with its patch; return its process and its network."""
+    """Write a script to a folder, with the patch of privacy if it has a budget; return its process and its network."""
     example = EXAMPLES[script]
-    changes = (*example.replacements, *((PRIVATE[script]) if private else ()))
+    changes = (*example.replacements, *(PRIVATE[script] if budget is not None else ()))
     changes += (SPLIT,) if script == "hello-lightning" else ()
     patch = write_example(shared / "flare_examples" / script, replace(example, replacements=changes), folder, data)
     network = folder / "model.py"
@@ -115,7 +115,8 @@ def open_script(
     args = args.replace("--epochs 1", f"--epochs {epochs}")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER / "stand_in"), os.environ.get("PYTHONPATH", "")])
     site = SiteData("site-1", folder)
-    return ScriptProcess(folder / "client.py", args, site, folder / "work", [FOLDER / "stand_in"]), net
+    process = ScriptProcess(folder / "client.py", args, site, folder / "work", [FOLDER / "stand_in"], budget=budget)
+    return process, net
 
 
 def train(process: ScriptProcess, net: nn.Module, rounds: int) -> None:
@@ -142,12 +143,11 @@ def measure_canaries(shared: Path, script: str, **privacy: float) -> dict[str, A
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         labels, is_included = write_canaries(shared, folder / "data.npz")
-        process, net = open_script(shared, script, folder, folder / "data.npz", private=True, epochs=EPOCHS)
         # A round of hello-lightning is one epoch.
         rounds = ROUNDS * EPOCHS if script == "hello-lightning" else ROUNDS
         config = PrivacyConfig.model_validate({"unit": "record", "delta": DELTA, **privacy})
         budget = ScriptBudget(config, PrivacyAccount(folder / "kit"), rounds, "run", script)
-        process.set_budget(budget)
+        process, net = open_script(shared, script, folder, folder / "data.npz", budget, epochs=EPOCHS)
         before = compute_losses(net, folder / "data.npz", labels)
         train(process, net, rounds)
         fallen = before - compute_losses(net, folder / "data.npz", labels)
@@ -202,10 +202,11 @@ def compute_update(shared: Path, epsilon: float | None) -> Tensor:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_images(shared / "data", folder / "data.npz", 4000, 100)
-        process, net = open_script(shared, "hello-pt", folder, folder / "data.npz", private=epsilon is not None)
+        budget = None
         if epsilon is not None:
             config = PrivacyConfig(unit="record", delta=DELTA, epsilon=epsilon)
-            process.set_budget(ScriptBudget(config, PrivacyAccount(folder / "kit"), 1, "run", "job"))
+            budget = ScriptBudget(config, PrivacyAccount(folder / "kit"), 1, "run", "job")
+        process, net = open_script(shared, "hello-pt", folder, folder / "data.npz", budget)
         start = nn.utils.parameters_to_vector(net.parameters()).detach()
         train(process, net, 1)
         return nn.utils.parameters_to_vector(net.parameters()).detach() - start

@@ -217,8 +217,8 @@ def test_script_with_a_spent_budget_abstains_and_its_process_charges_the_ledger_
     account = PrivacyAccount(tmp_path / "kit", Budget(6.0, 1e-5))
     budget = ScriptBudget(PrivacyConfig(noise_multiplier=1.5, unit="record"), account, 9, "run", "job")
     (tmp_path / "client.py").write_text(PRIVATE)
-    process = ScriptProcess(tmp_path / "client.py", "", SiteData("site-1", tmp_path), tmp_path / "work")
-    process.set_budget(budget)
+    site, folder = SiteData("site-1", tmp_path), tmp_path / "work"
+    process = ScriptProcess(tmp_path / "client.py", "", site, folder, budget=budget)
     params = {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}
     rounds = 0
     try:

@@ -155,10 +155,8 @@ def open_script(
 
     assert isinstance(assembly.task, ScriptTask), "only a script's task has a script"
     script, threads = find_script(study.config, study.folder), study.config.federation.threads
-    process = ScriptProcess(script, assembly.task.config.args, data, folder, [study.folder], threads, limit_s)
     budget = open_script_budget(assembly, account)
-    if budget is not None:
-        process.set_budget(budget)
+    process = ScriptProcess(script, assembly.task.config.args, data, folder, [study.folder], threads, budget, limit_s)
     return open_script_trainer(assembly, data, process, budget), process
 
 

@@ -49,6 +49,7 @@ class ScriptProcess:
         folder: working folder of the script; its output is in ``output.log``.
         code: folders of the modules that the script imports, besides its own.
         threads: number of torch threads.
+        budget: what the script's engine charges; None: the job has no privacy section.
         limit_s: seconds after which the process is stopped if it has not answered a request; None: never.
     """
 
@@ -60,17 +61,13 @@ class ScriptProcess:
         folder: Path,
         code: Sequence[Path] = (),
         threads: int = 1,
+        budget: ScriptBudget | None = None,
         limit_s: float | None = None,
     ):
         self._settings = (script.resolve(), args, data, folder.resolve(), threads)
         self._code, self._folder = [str(path.resolve()) for path in (script.parent, *code)], folder
-        self._environment: dict[str, str] = {}
-        self._limit_s = limit_s
+        self._budget, self._limit_s = budget, limit_s
         self._process: subprocess.Popen[bytes] | None = None
-
-    def set_budget(self, budget: ScriptBudget) -> None:
-        """Name the budget that the script's engine charges; before the first request."""
-        self._environment[PRIVACY_VARIABLE] = budget.write(self._folder / "budget.json")
 
     def run(self, request: ScriptRequest) -> ScriptReply:
         """Return the script's reply to a request; the first request starts the process.
@@ -112,7 +109,9 @@ class ScriptProcess:
     def _start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._pipe, its_end = Pipe()
-        path = os.pathsep.join([*self._code, *filter(None, sys.path)])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*self._code, *filter(None, sys.path)])}
+        if self._budget is not None:
+            environment[PRIVACY_VARIABLE] = self._budget.write(self._folder / "budget.json")
         with (self._folder / OUTPUT).open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
                 [sys.executable, "-m", __name__, str(its_end.fileno())],
@@ -121,7 +120,7 @@ class ScriptProcess:
                 stdout=log,
                 stderr=log,
                 cwd=self._folder,
-                env={**os.environ, **self._environment, "PYTHONPATH": path},
+                env=environment,
             )
         # Closed here, so that the death of the process ends the pipe.
         its_end.close()

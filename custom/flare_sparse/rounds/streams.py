@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import safetensors.torch
@@ -158,10 +158,7 @@ class ServerStream:
 
         # A message that leads to the same model is rounded alike.
         generator = make_generator(int(model.held.name, 16) >> 4, "stream", model.round)
-        content = name_content(patch)
-        encoded = encode(
-            patch, plan, content=content, values=settings.values, generator=generator, name_target=name_target
-        )
+        encoded = encode(patch, plan, values=settings.values, generator=generator, name_target=name_target)
         return encoded.data, sent
 
     def decode_update(self, message: np.ndarray, site: str, *, is_delta: bool) -> tuple[Model, Tensor]:
@@ -256,7 +253,6 @@ class SiteStream:
         encoded = encode(
             patch,
             model.build_answer_plan(self._run),
-            content=name_content(patch),
             values=settings.values,
             generator=make_generator(int(model.answer, 16) >> 1, "stream"),
         )
@@ -347,11 +343,6 @@ def compute_residual(patch: Patch, rounded_off: Tensor | None, layout: Layout, s
     return sent.put(torch.zeros(sent.count) if rounded_off is None else sent.take(rounded_off), residual)
 
 
-def name_content(patch: Patch) -> Literal["weights", "delta"]:
-    """Return what a message says of a patch."""
-    return "weights" if patch.base == "zeros" else "delta"
-
-
 def decode_change(message: np.ndarray, plan: Plan, sender: str = "server") -> tuple[Patch, str]:
     """Return the patch of a message and the name of the vector that it leads to.
 
@@ -359,7 +350,7 @@ def decode_change(message: np.ndarray, plan: Plan, sender: str = "server") -> tu
         RejectedMessage: the message is malformed or damaged, or not what the plan expects.
     """
     decoded = decode(message, plan, sender)
-    if decoded.content != name_content(decoded.patch):
+    if (decoded.content, decoded.patch.base) not in (("weights", "zeros"), ("delta", "previous")):
         raise RejectedMessage("E_KIND", "content", "a model, or a difference to one", decoded.content, sender)
     return decoded.patch, decoded.header.target
 

@@ -135,9 +135,6 @@ class ScriptTrainer(Trainer):
             gradient[self.layout.num_parameters :] = 0
             yield gradient, 1.0
 
-    def narrow(self, live: Mask) -> Trainer:
-        raise ConfigError("a training script trains the whole network; it cannot train a smaller one")
-
     def collect_inputs(self, weights: Tensor, kind: type[nn.Module], limit: int | None = None) -> dict[str, Tensor]:
         raise PolicyRefusal(
             "this site's policy: withhold_isolated needs the inputs of the training examples, which a training script "
