@@ -153,7 +153,10 @@ class RankUpload(UploadFilter):
 
     def prepare(self, dxo: DXO, t: int) -> None:
         layout = self.get_layout(dxo.data)
-        trained, base = self._build_method(layout).select_exchanged(t), layout_of_rest(dxo.data, layout)
+        known, trained = {spec.name for spec in layout.tensors}, self._build_method(layout).select_exchanged(t)
+        # A frozen base model: the float parameters that are not in the layout.
+        rest = guess_layout({n: a for n, a in dxo.data.items() if n not in known and np.ndim(a)})
+        base = rest.drop({spec.name for spec in rest.tensors if spec.role == "buffer"})
         frozen = pack_mask(Mask.empty(base.size), base)
         dxo.meta[MASK] = {**pack_mask(trained, layout), **frozen}
 
@@ -164,10 +167,3 @@ class RankUpload(UploadFilter):
             return method.select_exchanged(t)
         scores = compute_slot_scores(slots, delta, start, active)
         return select_slots(slots, scores, self.rank, active) | slots.other_entries
-
-
-def layout_of_rest(arrays: Arrays, layout: Layout) -> Layout:
-    """Return the layout of the float parameters that are not in ``layout``: a frozen base model."""
-    known = {spec.name for spec in layout.tensors}
-    rest = guess_layout({n: a for n, a in arrays.items() if n not in known and np.ndim(a)})
-    return rest.drop({spec.name for spec in rest.tensors if spec.role == "buffer"})

@@ -200,7 +200,7 @@ def dxo_to_update(dxo: DXO, update: Update, layout: Layout) -> Update:
     data = dxo.data
     if isinstance(data, NamedArrays) and data.is_unread:
         return update
-    vector = data.vector if isinstance(data, NamedArrays) else torch.zeros(layout.size)
+    vector = data.build() if isinstance(data, NamedArrays) else torch.zeros(layout.size)
     for name, view in to_named_arrays(vector, layout).items():
         array = data.get(name)
         if not isinstance(array, np.ndarray) or array.shape != view.shape:
@@ -237,24 +237,18 @@ class NamedArrays(dict[str, np.ndarray], logging.PlaceHolder):
         """Whether the arrays have never been read or written."""
         return self._vector is None and not dict.__len__(self)
 
-    @property
-    def vector(self) -> Tensor:
-        """``(P,)`` memory of the arrays, as long as a filter does not replace one.
+    def build(self) -> Tensor:
+        """Build the arrays, unless they are there; return their memory ``(P,)``, until a filter replaces one.
 
         Raises:
             RejectedMessage: code that bypasses the methods has written into the dictionary.
         """
-        self.build()
-        assert self._vector is not None, "it was built"
-        return self._vector
-
-    def build(self) -> None:
-        """Build the arrays, unless they are there."""
         if self._vector is None:
             if dict.__len__(self):
                 raise RejectedMessage("E_SHAPE", "arrays", "arrays written by the dictionary's methods", "others")
             self._vector = self._patch.to_vector()
             dict.update(self, to_named_arrays(self._vector, self._layout))
+        return self._vector
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is an ordinary dictionary.

@@ -75,13 +75,15 @@ class NumberFormat(ABC):
     def compute_min_bytes(self, scalars: int) -> int:
         """Return the length of the shortest section with so many values; the values may make it longer."""
 
-    @abstractmethod
     def measure(self, buffer: np.ndarray, scalars: int, layout: Layout) -> int:
         """Return the length in bytes of the section at the start of ``buffer``, uint8, which may be longer.
+
+        By default every section of so many values has the length of the shortest.
 
         Raises:
             RejectedMessage: the buffer is too short for the section's own length, or that is larger than possible.
         """
+        return self.compute_min_bytes(scalars)
 
     @abstractmethod
     def seal(self, patch: Patch, coding: Coding, out: np.ndarray | None = None) -> CodedValues:

@@ -90,9 +90,6 @@ class Plain(NumberFormat):
     def compute_min_bytes(self, scalars: int) -> int:
         return self.dtype.itemsize * scalars
 
-    def measure(self, buffer: np.ndarray, scalars: int, layout: Layout) -> int:
-        return self.dtype.itemsize * scalars
-
     def seal(self, patch: Patch, coding: Coding, out: np.ndarray | None = None) -> CodedValues:
         """Return the section; the residual of float32, which does not round, stays."""
         if out is None:
