@@ -7,7 +7,7 @@ from typing import Any
 from flare_sparse.results.report.attacks import describe_attack
 
 FIGURES: dict[str, Any] = {
-    "auc": 0.75, "interval": [0.7, 0.8], "tpr_at_1_percent_fpr": 0.125, "balanced_accuracy": 0.6
+    "attacker": "outsider", "auc": 0.75, "interval": [0.7, 0.8], "tpr_at_1_percent_fpr": 0.125, "balanced_accuracy": 0.6
 }  # fmt: skip
 
 

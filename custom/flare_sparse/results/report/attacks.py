@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..runs.results import RunResult
-from .tables import ReportTable, format_metric
+from .tables import ReportTable, format_interval, format_metric
 
 KNOWLEDGE = {
     "loss threshold": "An outsider with the final model alone, who looks at its errors",
@@ -29,9 +29,10 @@ def describe_attacks(run: RunResult) -> list[str]:
 
 def describe_attack(attack: Mapping[str, Any]) -> str:
     """Return what an attack achieved, as a sentence."""
-    name, found = str(attack["attack"]), f"{100 * attack['tpr_at_1_percent_fpr']:.1f} % of them at 1 % false alarms"
+    _, name, auc, *_ = format_attack(attack)
+    found = f"{100 * attack['tpr_at_1_percent_fpr']:.1f} % of them at 1 % false alarms"
     also = f"; {describe_result(attack)}" if "pairs" in attack else ""
-    return f"{KNOWLEDGE[name]}, tells training subjects from others: AUC {_format_auc(attack)}, {found}{also}."
+    return f"{KNOWLEDGE[name]}, tells training subjects from others: AUC {auc}, {found}{also}."
 
 
 def describe_result(attack: Mapping[str, Any]) -> str:
@@ -44,16 +45,11 @@ def describe_result(attack: Mapping[str, Any]) -> str:
 
 def format_attack(attack: Mapping[str, Any]) -> list[str]:
     """Return the cells of an attack, see ``COLUMNS``."""
-    figures = _format_auc(attack), format_metric(attack["tpr_at_1_percent_fpr"]), describe_result(attack)
-    return [str(attack["attacker"]), str(attack["attack"]), *figures]
+    auc, found = format_interval(attack["auc"], attack["interval"]), format_metric(attack["tpr_at_1_percent_fpr"])
+    return [str(attack["attacker"]), str(attack["attack"]), auc, found, describe_result(attack)]
 
 
 def build_attacks(runs: Sequence[RunResult]) -> ReportTable | None:
     """Return the attacks on all runs; None without an audit."""
     rows = [[run.label, *format_attack(attack)] for run in runs for attack in run.audit.get("attacks", [])]
     return ReportTable("Attacks", ["run", *COLUMNS], rows, NOTE) if rows else None
-
-
-def _format_auc(attack: Mapping[str, Any]) -> str:
-    low, high = attack["interval"]
-    return f"{attack['auc']:.3f} [{low:.3f}, {high:.3f}]"

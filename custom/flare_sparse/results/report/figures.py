@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from ...core.ranking import bin_risks, estimate_survival, find_curve
 from ...tasks.task import Kind
 from ..runs.predictions import RUN, CasePicture, Predictions
-from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
+from ..runs.results import RunResult, group_by_seed
 from ..runs.sweep import SettingsResult
 
 # Figures are rendered without a display.
@@ -50,7 +50,7 @@ def get_line_style(number: int) -> dict[str, Any]:
 def draw_learning_curves(runs: list[RunResult]) -> Figure:
     """Draw the metric by round, and by the bytes sent until then."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
-    for number, group in enumerate(groups := group_by_seed(runs)):
+    for number, (label, group) in enumerate(group_by_seed(runs)):
         curves = [run.learning_curve for run in group]
         # Seeds evaluate the same rounds unless a round failed; a mean is over the rounds that all of them have.
         points = list(zip(*curves, strict=False))
@@ -60,7 +60,7 @@ def draw_learning_curves(runs: list[RunResult]) -> Figure:
         # A line through a single point is invisible without a marker.
         style = {**get_line_style(number), "marker": "o" if len(rounds) < 2 else None}
         for axes, x in ((left, rounds), (right, sent)):
-            axes.plot(x, [mean(v) for v in values], label=label_groups(groups)[number], **style)
+            axes.plot(x, [mean(v) for v in values], label=label, **style)
             if len(group) > 1:
                 axes.fill_between(
                     x, [min(v) for v in values], [max(v) for v in values], color=style["color"], alpha=0.15
@@ -76,17 +76,12 @@ def draw_traffic(runs: list[RunResult]) -> Figure:
     """Draw the bytes of each request with its replies, and of the whole run beside dense FedAvg and the floor."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     groups = group_by_seed(runs)
-    labels = label_groups(groups)
-    for number, group in enumerate(groups):
+    labels = [label for label, _ in groups]
+    for number, (label, group) in enumerate(groups):
         lines = zip(*(run.rounds for run in group), strict=False)
         sent = [mean(line["bytes_down"] + line["bytes_up"] for line in request) / 1e6 for request in lines]
-        left.plot(
-            range(1, len(sent) + 1),
-            sent,
-            marker="." if len(sent) < 40 else None,
-            label=labels[number],
-            **get_line_style(number),
-        )
+        marker = "." if len(sent) < 40 else None
+        left.plot(range(1, len(sent) + 1), sent, marker=marker, label=label, **get_line_style(number))
     left.set(xlabel="request, in order", ylabel="MB", title="Bytes of each request and its replies")
     left.xaxis.get_major_locator().set_params(integer=True)
     left.set_ylim(bottom=0, top=1.28 * left.get_ylim()[1])
@@ -95,7 +90,7 @@ def draw_traffic(runs: list[RunResult]) -> Figure:
     for offset, (key, label, colour) in enumerate(
         (("dense_bytes", "dense FedAvg", "#bbbbbb"), ("payload_bytes", "sent", "C0"), ("floor_bytes", "floor", "C2"))
     ):
-        heights = [mean(run.sum_directions(key) for run in group) / 1e6 for group in groups]
+        heights = [mean(run.sum_directions(key) for run in group) / 1e6 for _, group in groups]
         bars = right.bar([p + 0.27 * (offset - 1) for p in positions], heights, 0.25, label=label, color=colour)
         right.bar_label(bars, labels=[f"{h:.3g}" for h in heights], fontsize=9)
     right.set_xticks(list(positions), [label.replace(" (", "\n(") for label in labels])
@@ -107,82 +102,34 @@ def draw_traffic(runs: list[RunResult]) -> Figure:
     return figure
 
 
-def draw_site_metrics(runs: list[RunResult]) -> Figure:
-    """Draw the final metric at each site."""
-    names = sorted({site for run in runs for site in run.site_metrics})
-    figure, axes = plt.subplots(figsize=(10, max(2.2, 0.8 + 0.34 * len(names))), layout="constrained")
-    groups = group_by_seed(runs)
-    for number, (label, group) in enumerate(zip(label_groups(groups), groups, strict=True)):
-        shift = 0.5 * (number - (len(groups) - 1) / 2) / len(groups)
-        by_site = {site: [run.site_metrics[site] for run in group if site in run.site_metrics] for site in names}
-        by_site = {site: values for site, values in by_site.items() if values}
-        positions = [names.index(site) + shift for site in by_site]
-        means = [mean(values) for values in by_site.values()]
-        colour = get_line_style(number)["color"]
-        axes.scatter(means, positions, label=label, color=colour, s=34)
-        if len(group) > 1:
-            axes.hlines(positions, [min(v) for v in by_site.values()], [max(v) for v in by_site.values()], color=colour)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    better = "left" if runs[0].lower_is_better else "right"
-    axes.set(xlabel=f"{runs[0].metric_label}; better to the {better}", title="Each site after the last round")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return figure
-
-
-def draw_gains(runs: list[RunResult]) -> Figure:
-    """Draw the gain of each site over training alone, by run."""
-    figure, axes = _draw_bars(runs, _average_by_group(runs, compute_site_gains(runs)), "{:+.3g}")
-    axes.axvline(0, color="0.3", linewidth=1)
-    axes.margins(x=0.12)
-    axes.set(xlabel=f"gain, {runs[0].metric_label}", title="Gain over training alone (right: better)")
-    return figure
+def has_sparse_layers(run: RunResult) -> bool:
+    """Return whether an entry of a layer is off."""
+    return min(run.layer_densities.values(), default=1.0) < 1
 
 
 def draw_layer_densities(runs: list[RunResult]) -> Figure:
-    """Draw the final density of each layer."""
-    masked = [run for run in runs if run.layer_densities and min(run.layer_densities.values()) < 1]
-    percentages = {run.label: {name: 100 * share for name, share in run.layer_densities.items()} for run in masked}
-    figure, axes = _draw_bars(runs, _average_by_group(runs, percentages), "{:.3g} %")
-    axes.set(xlabel="live entries, %", title="Live entries of each layer", xlim=(0, 112))
-    return figure
-
-
-def _average_by_group(runs: list[RunResult], values: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the means over seeds, by the group's label and by name, of values by the run's label and by name."""
-    groups, averages = group_by_seed(runs), {}
-    for label, group in zip(label_groups(groups), groups, strict=True):
-        parts = [values[run.label] for run in group if run.label in values]
-        names = dict.fromkeys(name for part in parts for name in part)
-        if parts:
-            averages[label] = {name: mean(part[name] for part in parts if name in part) for name in names}
-    return averages
-
-
-def _draw_bars(
-    runs: list[RunResult], values: Mapping[str, Mapping[str, float]], label_format: str
-) -> tuple[Figure, Axes]:
-    """Draw a labelled bar for each name and run.
-
-    Args:
-        runs: all runs of the report; a run's position in it determines its colour.
-        values: values by the label of the run's group, then by name.
-        label_format: format string of a bar's label.
-    """
-    names = list(dict.fromkeys(name for by_name in values.values() for name in by_name))
-    figure_height = max(2.2, 0.9 + 0.21 * len(names) * max(len(values), 2))
-    figure, axes = plt.subplots(figsize=(10, figure_height), layout="constrained")
-    bar_height, labels = 0.8 / len(values), label_groups(group_by_seed(runs))
-    for number, (label, by_name) in enumerate(values.items()):
-        positions = [names.index(name) + bar_height * (number - (len(values) - 1) / 2) for name in by_name]
-        colour = get_line_style(labels.index(label))["color"]
-        bars = axes.barh(positions, list(by_name.values()), bar_height * 0.9, label=label, color=colour)
-        axes.bar_label(bars, labels=[f" {label_format.format(value)} " for value in by_name.values()], fontsize=9)
-    axes.set_yticks(range(len(names)), names)
+    """Draw the final density of each layer: a labelled bar for each layer and group of runs, the mean over seeds."""
+    percentages, colours = {}, {}
+    for number, (label, group) in enumerate(group_by_seed(runs)):
+        colours[label] = get_line_style(number)["color"]
+        masked = [run.layer_densities for run in group if has_sparse_layers(run)]
+        names = dict.fromkeys(name for part in masked for name in part)
+        if masked:
+            percentages[label] = {name: 100 * mean(part[name] for part in masked if name in part) for name in names}
+    layers = list(dict.fromkeys(name for by_name in percentages.values() for name in by_name))
+    size = (10, max(2.2, 0.9 + 0.21 * len(layers) * max(len(percentages), 2)))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    height = 0.8 / len(percentages)
+    for number, (label, by_name) in enumerate(percentages.items()):
+        positions = [layers.index(name) + height * (number - (len(percentages) - 1) / 2) for name in by_name]
+        bars = axes.barh(positions, list(by_name.values()), height * 0.9, label=label, color=colours[label])
+        axes.bar_label(bars, fmt=" {:.3g} % ", fontsize=9)
+    axes.set_yticks(range(len(layers)), layers)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return figure, axes
+    axes.set(xlabel="live entries, %", title="Live entries of each layer", xlim=(0, 112))
+    return figure
 
 
 def draw_cases(runs: list[RunResult]) -> Figure:

@@ -7,8 +7,8 @@ from statistics import mean, median
 from typing import Any
 
 from ..runs.comparison import describe_runs
-from ..runs.progress import format_bytes
-from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed, label_groups
+from ..runs.progress import EQUAL, compare_with_dense, format_bytes
+from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed
 from .tables import ReportTable, describe_gap, format_metric
 
 VERDICTS = {"ahead": "better", "behind": "worse", "undecided": "undecided"}
@@ -32,8 +32,7 @@ def describe_findings(runs: list[RunResult], compared: Mapping[str, Any] | None 
     described = (compared or describe_runs(runs, {}))["runs"]
     sentences = [*(describe_gap(run) for run in runs), *(_describe_absent(run) for run in runs)]
     sentences += [_compare_with_baselines(*pair) for pair in zip(runs, described, strict=True)]
-    groups = group_by_seed(runs)
-    sentences += [_describe_traffic(*pair) for pair in zip(label_groups(groups), groups, strict=True)]
+    sentences += [_describe_traffic(label, group) for label, group in group_by_seed(runs)]
     sentences += [_compare_with_dense(run, dense) for run in runs if (dense := find_dense_run(run, runs))]
     unit = f" {runs[0].summary['metric']['unit']}".rstrip()
     sentences += [_describe_gains(label, gains, unit) for label, gains in compute_site_gains(runs).items()]
@@ -113,18 +112,10 @@ def _compare_with_baselines(run: RunResult, described: Mapping[str, Any]) -> str
 def _describe_traffic(label: str, group: list[RunResult]) -> str:
     """Return the bytes of runs that differ by seed only, on average; empty where they are those of dense FedAvg."""
     sent, dense = (mean(run.sum_directions(key) for run in group) for key in ("payload_bytes", "dense_bytes"))
-    if not dense or not sent or abs(dense / sent - 1) <= 0.05:
+    average, compared = " on average" if len(group) > 1 else "", compare_with_dense(sent, dense)
+    if not dense or not sent or compared == EQUAL:
         return ""
-    average = " on average" if len(group) > 1 else ""
-    if sent > dense:
-        return (
-            f"{label} sent {format_bytes(sent)}{average}, {sent / dense:.1f} times as much as dense FedAvg "
-            f"({format_bytes(dense)})."
-        )
-    return (
-        f"{label} sent {format_bytes(sent)}{average}, {dense / sent:.1f} times less than the {format_bytes(dense)} of "
-        "dense FedAvg."
-    )
+    return f"{label} sent {format_bytes(sent)}{average}, {compared} FedAvg ({format_bytes(dense)})."
 
 
 def _compare_with_dense(run: RunResult, dense: RunResult) -> str:

@@ -9,9 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ..runs.comparison import describe_runs
-from ..runs.progress import format_bytes
 from ..runs.record import CONFIG
-from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
+from ..runs.results import RunResult, group_by_seed
 from . import figures
 from .attacks import build_attacks
 from .findings import build_comparisons, describe_caveat, describe_findings, describe_sites
@@ -27,9 +26,7 @@ from .tables import (
     build_seed_averages,
     build_sizes,
     build_subgroups,
-    compare_run,
     describe_means,
-    format_metric,
 )
 from .templates import fill_template
 
@@ -37,13 +34,11 @@ Runs = list[RunResult]
 FIGURES: dict[str, tuple[Callable[[Runs], Figure], Callable[[Runs], bool]]] = {
     "learning": (figures.draw_learning_curves, lambda runs: any(run.learning_curve for run in runs)),
     "traffic": (figures.draw_traffic, bool),
-    "sites": (figures.draw_site_metrics, lambda runs: any(run.site_metrics for run in runs)),
-    "gains": (figures.draw_gains, lambda runs: bool(compute_site_gains(runs))),
     "predicted": (figures.draw_predicted, lambda runs: bool(figures.select_predictions(runs, "regression"))),
     "risks": (figures.draw_risks, lambda runs: bool(figures.select_predictions(runs, "binary"))),
     "survival": (figures.draw_survival, lambda runs: bool(figures.select_predictions(runs, "survival"))),
     "cases": (figures.draw_cases, lambda runs: bool(runs[0].pictures)),
-    "layers": (figures.draw_layer_densities, lambda runs: any(min(_list_densities(run)) < 1 for run in runs)),
+    "layers": (figures.draw_layer_densities, lambda runs: any(map(figures.has_sparse_layers, runs))),
 }
 """What draws a figure of some runs, and whether they have the data that it shows, by name of its PNG file.
 
@@ -85,7 +80,7 @@ def embed_figure(data: bytes, file: Path) -> dict[str, Any]:
 
 def _build_content(runs: Runs) -> dict[str, Any]:
     """Return the variables of the template."""
-    first, labels = runs[0], ", ".join(label_groups(group_by_seed(runs)))
+    first, labels = runs[0], ", ".join(label for label, _ in group_by_seed(runs))
     compared = describe_runs(runs, {})
     build_first = build_runs, build_seed_averages, build_subgroups
     build_second = build_metrics, build_cohorts, build_contributions
@@ -95,12 +90,6 @@ def _build_content(runs: Runs) -> dict[str, Any]:
         "subtitle": _describe_runs(runs),
         "findings": describe_findings(runs, compared),
         "caveat": describe_caveat(runs),
-        "cards": [
-            (format_metric(first.final_metric), f"{first.metric_label}, all sites"),
-            (format_bytes(first.sum_directions("payload_bytes")), "sent"),
-            (compare_run(first), "than dense FedAvg"),
-            (f"{100 * first.summary['sparsity']:.1f} %", "of the entries off"),
-        ],
         "runs": [(run, _read_config(run)) for run in runs],
         "tables": [
             *(build(runs) for build in build_first),
@@ -122,10 +111,6 @@ def _describe_runs(runs: Runs) -> str:
     what = what if len(runs) == 1 else f"{len(names)} sites; metric: {first.metric_label}"
     synthetic = "; synthetic data, of no patients" if any(run.is_synthetic for run in runs) else ""
     return f"{what}; ended {ended:%Y-%m-%d %H:%M} UTC{synthetic}"
-
-
-def _list_densities(run: RunResult) -> list[float]:
-    return list(run.layer_densities.values()) or [1.0]
 
 
 def _read_config(run: RunResult) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 from ...rounds.federation.records import Participation
 from ...tasks.task import TEST_EXAMPLES
 from ..runs.progress import compare_with_dense, format_bytes
-from ..runs.results import RunResult, group_by_seed, label_groups
-from ..runs.subgroups import Subgroup, find_largest_gap, pool_subgroups
+from ..runs.results import RunResult, group_by_seed
+from ..runs.subgroups import find_largest_gap, pool_subgroups
 
 NO_TESTS = "no test examples"
 WAYS = ("dense", "sparse", "compact")
@@ -54,16 +54,16 @@ def format_metric(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+def format_interval(value: float | None, bounds: Sequence[float] | None) -> str:
+    """Format a metric with its interval, if it has one, in brackets."""
+    return f"{format_metric(value)} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else format_metric(value)
+
+
 def compare_bytes(sent: float, dense: float) -> str:
     """Return how many times fewer or more bytes were sent than dense FedAvg sends, such as ``12.3x less``."""
     if not dense or not sent:
         return "-"
     return compare_with_dense(sent, dense).removesuffix(" than dense").removesuffix(" as dense")
-
-
-def compare_run(run: RunResult) -> str:
-    """Return how the bytes of a run compare with those of dense FedAvg, as :func:`compare_bytes` does."""
-    return compare_bytes(run.sum_directions("payload_bytes"), run.sum_directions("dense_bytes"))
 
 
 def build_runs(runs: Sequence[RunResult]) -> ReportTable:
@@ -80,7 +80,7 @@ def build_runs(runs: Sequence[RunResult]) -> ReportTable:
             f"{format_metric(best['metrics'].get(run.metric))} ({best['round']})" if best["round"] >= 0 else "-",
             format_bytes(sent),
             format_bytes(dense) if dense else "-",
-            compare_run(run),
+            compare_bytes(sent, dense),
             format_bytes(floor),
         ]
         rest = f"{100 * summary['sparsity']:.1f} %", summary["rounds"], summary["seed"], f"{summary['seconds']:.0f}"
@@ -160,11 +160,11 @@ def describe_means(runs: Sequence[RunResult]) -> str:
 def build_seed_averages(runs: list[RunResult]) -> ReportTable | None:
     """Return mean, standard deviation and range of runs that differ by seed only; None without such runs."""
     groups = group_by_seed(runs)
-    if all(len(group) == 1 for group in groups):
+    if all(len(group) == 1 for _, group in groups):
         return None
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
     rows = []
-    for label, group in zip(label_groups(groups), groups, strict=True):
+    for label, group in groups:
         cells = []
         for name in names:
             values = [v for run in group if (v := run.summary["final"]["metrics"].get(name)) is not None]
@@ -185,46 +185,42 @@ def _format_spread(values: Sequence[float], *, with_range: bool) -> str:
 
 def build_matrices(runs: Sequence[RunResult]) -> list[ReportTable]:
     """Return, for each metric, the values of every model (row) at every site (column)."""
-    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
-    sites = sorted({site for run in runs for site in [*run.sites, *run.cross_site.get("results", {})]})
-    rows = [row for run in runs for row in _list_models(run)]
+    results = [run.cross_site.get("results", {}) for run in runs]
+    sites = sorted({site for run, evaluated in zip(runs, results, strict=True) for site in [*run.sites, *evaluated]})
+    rows = [(f"{run.label}: {label_model(name)}", values) for run in runs for name, values in _list_models(run)]
+    heads = [f"{site} ({_count_tests(runs, site)})" for site in sites]
+    own = (
+        " flare-sparse evaluate RUN evaluates the sites' own models at every other site, where all data is on one "
+        "machine."
+    )
+    note = f"In brackets: test examples of the site.{'' if any(results) else own}"
     tables = []
-    for name in names:
+    for name in dict.fromkeys(name for run in runs for name in run.metric_names):
         cells = [[label, *(format_metric(values.get(site, {}).get(name)) for site in sites)] for label, values in rows]
         # A row without any value of this metric says nothing.
-        kept = [row for row in cells if set(row[1:]) != {"-"}]
-        if kept:
-            heads = [f"{site} ({_count_tests(runs, site)})" for site in sites]
-            tables.append(ReportTable(f"Models by site: {name}", ["model", *heads], kept, _describe_matrix(runs)))
+        if kept := [row for row in cells if set(row[1:]) != {"-"}]:
+            tables.append(ReportTable(f"Models by site: {name}", ["model", *heads], kept, note))
     return tables
+
+
+MODELS = {"own": "each site's own model", "final": "final model", "best": "best model"}
+"""Models of a run that are no single site's, in the order of tables."""
 
 
 def _list_models(run: RunResult) -> list[tuple[str, Mapping[str, Mapping[str, Any]]]]:
     """Return each model of a run with its metrics by site."""
-    results = run.cross_site.get("results", {})
-    evaluated = {model for values in results.values() for model in values}
-    final, best = run.summary["final"]["sites"], run.best_site_metrics
-    models: dict[str, dict[str, Mapping[str, Any]]] = {"own" if run.personal_model else "final": dict(final)}
-    if best:
-        models["best"] = dict(best)
-    for model in sorted(evaluated, key=lambda name: (name != "final", name != "best", name)):
-        models.setdefault(model, {}).update({site: values[model] for site, values in results.items()})
-    order = ["own", "final", "best"]
-    return [(f"{run.label}: {label_model(name)}", models[name])
-            for name in sorted(models, key=lambda n: (order.index(n) if n in order else len(order), n))]  # fmt: skip
+    models = {"own" if run.personal_model else "final": dict(run.summary["final"]["sites"])}
+    if run.best_site_metrics:
+        models["best"] = dict(run.best_site_metrics)
+    for site, values in run.cross_site.get("results", {}).items():
+        for model, metrics in values.items():
+            models.setdefault(model, {})[site] = metrics
+    order = dict.fromkeys([*MODELS, *sorted(models)])
+    return [(name, models[name]) for name in order if name in models]
 
 
 def label_model(name: str) -> str:
-    labels = {"own": "each site's own model", "final": "final model", "best": "best model"}
-    return labels.get(name, f"model of {name}")
-
-
-def _describe_matrix(runs: Sequence[RunResult]) -> str:
-    own = "" if any(run.cross_site for run in runs) else (
-        " flare-sparse evaluate RUN evaluates the sites' own models at every other site, where all data is on "
-        "one machine."
-    )  # fmt: skip
-    return f"In brackets: test examples of the site.{own}"
+    return MODELS.get(name, f"model of {name}")
 
 
 def _count_tests(runs: Sequence[RunResult], site: str) -> str:
@@ -250,18 +246,12 @@ def build_evaluations(runs: Sequence[RunResult]) -> ReportTable | None:
     names += sorted({name for _, record in records for name in record["metrics"]} - set(names))
     rows = [
         [str(record["cohort"]), f"{run.label}: {label_model(str(record['model']))}", f"{record['examples']}"]
-        + [_format_interval(record, name) for name in names]
+        + [format_interval(record["metrics"].get(name), record.get("intervals", {}).get(name)) for name in names]
         for run, record in records
     ]
     notes = [f"{record['cohort']}: {note}" for _, record in records for note in record.get("notes", [])]
     text = "flare-sparse evaluate; in brackets the 95 % bootstrap interval over the cohort's examples."
     return ReportTable("Evaluated cohorts", ["cohort", "model", "examples", *names], rows, " ".join([text, *notes]))
-
-
-def _format_interval(record: Mapping[str, Any], name: str) -> str:
-    bounds = record.get("intervals", {}).get(name)
-    value = format_metric(record["metrics"].get(name))
-    return f"{value} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else value
 
 
 def build_privacy(runs: Sequence[RunResult]) -> ReportTable | None:
@@ -328,7 +318,10 @@ def build_subgroups(runs: Sequence[RunResult]) -> ReportTable | None:
     names = list(dict.fromkeys(name for run, _ in parts for name in run.metric_names))
     rows = [
         [f"{cell.column} {cell.label}", run.label, str(cell.subjects), str(cell.sites)]
-        + [_format_bounds(cell, name) for name in names]
+        + [
+            format_interval(cell.metrics[name][0], cell.compute_interval(name)) if name in cell.metrics else "-"
+            for name in names
+        ]
         for run, cell in parts
     ]
     return ReportTable("Subgroups", ["subgroup", "run", "subjects", "sites", *names], rows, NOTE)
@@ -350,10 +343,3 @@ def describe_gap(run: RunResult) -> str:
         f"It {'is more than' if gap.low > 0 else 'may be'} chance: its 95 % interval, for all pairs of "
         f"subgroups together, is {gap.low:.3g} to {gap.high:.3g}."
     )
-
-
-def _format_bounds(cell: Subgroup, metric: str) -> str:
-    if metric not in cell.metrics:
-        return "-"
-    low, high = cell.compute_interval(metric)
-    return f"{format_metric(cell.metrics[metric][0])} [{low:.3f}, {high:.3f}]"

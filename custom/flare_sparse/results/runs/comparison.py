@@ -20,7 +20,7 @@ from .bootstrap import (
     select_metrics,
 )
 from .predictions import RUN, Predictions, number_labels
-from .results import RunResult, group_by_seed, label_groups
+from .results import RunResult, group_by_seed
 
 TARGET_TOLERANCE = 1e-5
 """Largest relative difference of one subject's target in two runs: their tasks may scale it in single precision."""
@@ -57,12 +57,11 @@ def describe_runs(runs: Sequence[RunResult], notes: Mapping[str, str]) -> dict[s
         runs: the runs, which share one metric.
         notes: by label, why a run has no predictions.
     """
-    groups = group_by_seed(list(runs))
-    tests = [ExampleTests.collect(group) for group in groups]
-    labelled = list(zip(label_groups(groups), tests, strict=True))
+    groups = group_by_seed(runs)
+    labelled = [(label, ExampleTests.collect(group)) for label, group in groups]
     return {
         "runs": [_describe_run(run, notes.get(run.label, "")) for run in runs],
-        "groups": [_describe_group(group, number, labelled) for number, group in enumerate(groups)],
+        "groups": [_describe_group(group, number, labelled) for number, (_, group) in enumerate(groups)],
     }
 
 

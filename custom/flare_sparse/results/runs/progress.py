@@ -17,6 +17,10 @@ LEAST_SHOWN_S = 10
 """Shortest estimate that a round's line shows."""
 
 
+EQUAL = "as much as dense"
+"""Text of a comparison with dense FedAvg whose bytes differ by less than 5 %."""
+
+
 def format_bytes(count: float) -> str:
     """Format a number of bytes with decimal units: 1234567 as ``1.2 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -42,7 +46,7 @@ def compare_with_dense(sent: float, dense: float) -> str:
         return "dense FedAvg has no such messages"
     ratio = dense / sent
     if abs(ratio - 1) < 0.05:
-        return "as much as dense"
+        return EQUAL
     return f"{ratio:.1f}x less than dense" if ratio > 1 else f"{1 / ratio:.1f}x more than dense"
 
 

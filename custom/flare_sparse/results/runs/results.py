@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -182,16 +181,13 @@ class RunResult:
     @property
     def cohorts(self) -> dict[str, dict[str, int | None]]:
         """Examples for training, validation and test by site, as the sites reported them; None: not reported."""
-        final, trained = self.summary["final"]["sites"], self.summary.get("examples", {})
-        counts = {
-            site: (trained.get(site), *(final.get(site, {}).get(name) for name in (VALIDATION_EXAMPLES, TEST_EXAMPLES)))
-            for site in self.sites
-        }
-        parts = "train", "validation", "test"
-        return {
-            site: {part: None if n is None else int(n) for part, n in zip(parts, numbers, strict=True)}
-            for site, numbers in counts.items()
-        }
+        trained, cohorts = self.summary.get("examples", {}), {}
+        for site in self.sites:
+            final = self.summary["final"]["sites"].get(site, {})
+            parts = {"train": trained.get(site), "validation": final.get(VALIDATION_EXAMPLES)}
+            parts["test"] = final.get(TEST_EXAMPLES)
+            cohorts[site] = {part: None if count is None else int(count) for part, count in parts.items()}
+        return cohorts
 
     @property
     def sites(self) -> list[str]:
@@ -259,17 +255,28 @@ class RunResult:
         return {name: live / max(size, 1) for name, (live, size) in layers.items()}
 
 
-def group_by_seed(runs: list[RunResult]) -> list[list[RunResult]]:
-    """Return the runs in groups whose members differ by nothing but their seed and fold, in the order of ``runs``."""
-    groups: dict[str, list[RunResult]] = {}
+def group_by_seed(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
+    """Return the runs in groups whose members differ by nothing but their seed and fold, in the order of ``runs``.
+
+    Each has its label in tables and figures.
+    """
+    alike: dict[str, list[RunResult]] = {}
     for run in runs:
         settings = _select_settings(run.config) or str(run.path)
-        groups.setdefault(json.dumps([settings, run.metric, run.summary["method"]], sort_keys=True), []).append(run)
-    # Two runs of one seed and fold are no independent repetitions: their mean and range would mean nothing.
-    repeated = [
-        group for group in groups.values() if len({(run.summary["seed"], run.fold) for run in group}) == len(group)
-    ]
-    return [part for group in groups.values() for part in ([group] if group in repeated else [[run] for run in group])]
+        alike.setdefault(json.dumps([settings, run.metric, run.summary["method"]], sort_keys=True), []).append(run)
+    groups: list[list[RunResult]] = []
+    for group in alike.values():
+        # Two runs of one seed and fold are no independent repetitions: their mean and range would mean nothing.
+        is_repeated = len({(run.summary["seed"], run.fold) for run in group}) == len(group)
+        groups += [group] if is_repeated else [[run] for run in group]
+    methods = [str(group[0].summary["method"]) for group in groups]
+    labelled = []
+    for method, group in zip(methods, groups, strict=True):
+        counts = {"seeds": len({run.summary["seed"] for run in group}), "folds": len({run.fold for run in group})}
+        repeated = ", ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
+        name = method if methods.count(method) == 1 else group[0].label
+        labelled.append((f"{name} ({repeated})" if repeated else group[0].label, group))
+    return labelled
 
 
 def _select_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -282,23 +289,6 @@ def _select_settings(config: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in {**config, "task": task}.items() if name not in ("seed", "name", "deployment")
     }
-
-
-def label_groups(groups: list[list[RunResult]]) -> list[str]:
-    """Return the labels of the groups of :func:`group_by_seed` in tables and figures."""
-    methods = Counter(str(group[0].summary["method"]) for group in groups)
-    labels = []
-    for group in groups:
-        method = str(group[0].summary["method"])
-        name = method if methods[method] == 1 else group[0].label
-        labels.append(group[0].label if len(group) == 1 else f"{name} ({_count_repetitions(group)})")
-    return labels
-
-
-def _count_repetitions(group: list[RunResult]) -> str:
-    seeds, folds = len({run.summary["seed"] for run in group}), len({run.fold for run in group})
-    counts = [f"{seeds} seeds"] if seeds > 1 else []
-    return ", ".join(counts + ([f"{folds} folds"] if folds > 1 else []))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
