@@ -33,7 +33,7 @@ from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.inputs.scaling import InputScaler
-from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
+from flare_sparse.results.runs.baselines import SiteRows, fit_baselines, label_rows
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation.records import Outcome
 from flare_sparse.tasks.models.brain_age import HemisphereMean
@@ -363,7 +363,7 @@ def run_baselines(arm: Arm, seed: int, fold: int, data: Path, volumes: Volumes) 
     rows = {}
     for name, own in examples.items():
         tables = (task.tabulate_all(part) for part in (own.train, None, own.test))
-        rows[name] = SiteRows(*(BaselineData(x.double().numpy(), y.double().numpy()) for x, y in tables))
+        rows[name] = SiteRows(*(label_rows(name, x.double().numpy(), y.double().numpy()) for x, y in tables))
     predictions, start, subjects = fit_baselines(task.kind, rows), 0, list[dict[str, Any]]()
     for name, own in examples.items():
         part = {key: values[start : start + own.n_test] for key, values in predictions.items()}

@@ -34,7 +34,7 @@ from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.inputs.scaling import build_statistics_mask
-from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
+from flare_sparse.results.runs.baselines import SiteRows, fit_baselines, label_rows
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.tasks.task import Examples, SiteData
 from flare_sparse.training import LocalTask, Site, build_site
@@ -162,7 +162,7 @@ def tabulate(site: Site) -> SiteRows:
     """Return a site's examples as rows."""
     examples = site.trainer.examples
     parts = (site.trainer.task.tabulate_all(part) for part in (examples.train, examples.validation, examples.test))
-    return SiteRows(*(BaselineData(x.double().numpy(), y.double().numpy()) for x, y in parts))
+    return SiteRows(*(label_rows(site.name, x.double().numpy(), y.double().numpy()) for x, y in parts))
 
 
 def run_left_out(cohort: str, left_out: str, label: str, seed: int, data: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from flare_sparse.config.assemble import Assembly, assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.study import prepare_site_data
 from flare_sparse.core.exchange import Contribution
-from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
+from flare_sparse.results.runs.baselines import SiteRows, fit_baselines, label_rows
 from flare_sparse.rounds.federation.records import RoundRecord
 from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.tasks.classes import compute_risk_metrics
@@ -251,7 +251,7 @@ def run_logistic(cohort: Cohort, data: Path, seed: int) -> dict[str, dict[str, f
     for name, site in sites.items():
         own = site.trainer.examples
         tables = (assembly.task.tabulate_all(part) for part in (own.train, own.validation, own.test))
-        rows[name] = SiteRows(*(BaselineData(x.double().numpy(), y.double().numpy()) for x, y in tables))
+        rows[name] = SiteRows(*(label_rows(name, x.double().numpy(), y.double().numpy()) for x, y in tables))
     fitted = fit_baselines("binary", rows)
     died = torch.cat([torch.from_numpy(own.test.y[:, 0]) for own in rows.values() if len(own.test.y)])
     return {name: compute_risk_metrics(torch.from_numpy(fitted[name][:, 0]), died) for name in LOGISTIC}

@@ -11,10 +11,18 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from flare_sparse.results.runs.baselines import PENALTIES, BaselineData, SiteRows, fit_baselines, stack_rows
+from flare_sparse.results.runs.baselines import (
+    PENALTIES,
+    BaselineData,
+    SiteRows,
+    fit_baselines,
+    label_rows,
+    number_labels,
+    stack_rows,
+)
 from flare_sparse.tasks.task import Kind
 
-NONE = BaselineData(np.zeros((0, 1)), np.zeros((0, 1)))
+NONE = BaselineData(np.zeros((0, 1)), np.zeros((0, 1)), np.zeros(0))
 
 
 def build_site(seed: int, kind: Kind, train: int = 60, validation: int = 20, test: int = 30) -> SiteRows:
@@ -26,7 +34,7 @@ def build_site(seed: int, kind: Kind, train: int = 60, validation: int = 20, tes
     if kind == "classes":
         y = np.digitize(signal, [seed - 1, seed + 1]).astype(float)
     parts = np.split(np.arange(len(x)), [train, train + validation])
-    return SiteRows(*(BaselineData(x[rows], y[rows, None]) if len(rows) else NONE for rows in parts))
+    return SiteRows(*(label_rows(str(seed), x[rows], y[rows, None]) if len(rows) else NONE for rows in parts))
 
 
 def test_pooled_ridge_equals_the_best_of_scikit_learn_on_validation_examples() -> None:
@@ -117,9 +125,9 @@ def test_pooled_logistic_regression_equals_that_of_scikit_learn() -> None:
 def test_sites_of_one_class_without_training_or_without_test_examples_are_predicted_or_left_out() -> None:
     full = build_site(1, "binary")
     one_class = SiteRows(
-        BaselineData(full.train.x[:5], np.zeros((5, 1))), NONE, BaselineData(full.test.x[:2], full.test.y[:2])
+        label_rows("", full.train.x[:5], np.zeros((5, 1))), NONE, label_rows("", full.test.x[:2], full.test.y[:2])
     )
-    untrained = SiteRows(NONE, NONE, BaselineData(full.test.x[:3], full.test.y[:3]))
+    untrained = SiteRows(NONE, NONE, label_rows("", full.test.x[:3], full.test.y[:3]))
     untested = SiteRows(full.train, NONE, NONE)
     results = fit_baselines("binary", {"a": one_class, "b": untrained, "c": untested, "d": full})
     assert {len(values) for values in results.values()} == {2 + 3 + 30}
@@ -132,7 +140,7 @@ def test_sites_of_one_class_without_training_or_without_test_examples_are_predic
 def test_penalty_is_chosen_by_cross_validation_without_validation_examples() -> None:
     """Ten noisy rows of fifty features: the largest penalties win."""
     draw = np.random.default_rng(0)
-    train, test = (BaselineData(draw.normal(size=(n, 50)), draw.normal(size=(n, 1))) for n in (10, 40))
+    train, test = (label_rows("", draw.normal(size=(n, 50)), draw.normal(size=(n, 1))) for n in (10, 40))
     results = fit_baselines("regression", {"a": SiteRows(train, NONE, test)})
     assert results["ridge_local"].std() < 0.1 * train.y.std()
 
@@ -143,18 +151,20 @@ def test_cross_validation_holds_out_all_rows_of_a_subject() -> None:
     subjects = np.repeat(np.arange(12), 10)
     x, y = draw.normal(size=(12, 30))[subjects], draw.normal(size=(12, 1))[subjects]
     x = x + 1e-3 * draw.normal(size=x.shape)
-    test = BaselineData(draw.normal(size=(40, 30)), draw.normal(size=(40, 1)))
+    test = label_rows("", draw.normal(size=(40, 30)), draw.normal(size=(40, 1)))
     by_subject = fit_baselines("regression", {"a": SiteRows(BaselineData(x, y, subjects), NONE, test)})
-    by_row = fit_baselines("regression", {"a": SiteRows(BaselineData(x, y), NONE, test)})
+    by_row = fit_baselines("regression", {"a": SiteRows(label_rows("", x, y), NONE, test)})
     for name in ("ridge_local", "ridge_pooled"):
         assert by_subject[name].std() < 0.1 * by_row[name].std()
 
 
-def test_subjects_of_two_sites_are_never_one() -> None:
-    parts = [BaselineData(np.zeros((3, 1)), np.zeros((3, 1)), np.array(numbers)) for numbers in ([5, 2, 5], [2, 2, 7])]
-    assert parts[0].number_subjects().tolist() == [0, 1, 0]
-    stacked = stack_rows([*parts, BaselineData(np.zeros((2, 1)), np.zeros((2, 1))), NONE])
-    assert stacked.number_subjects().tolist() == [0, 1, 0, 2, 2, 3, 4, 5]
+def test_rows_of_several_sites_keep_their_subjects() -> None:
+    parts = [
+        BaselineData(np.zeros((3, 1)), np.zeros((3, 1)), np.array(names))
+        for names in (["a 5", "a 2", "a 5"], ["b 2"] * 3)
+    ]
+    assert number_labels(stack_rows([*parts, NONE]).subjects.tolist()).tolist() == [0, 1, 0, 2, 2, 2]
+    assert len(stack_rows([NONE, NONE]).subjects) == 0
 
 
 def test_penalty_of_the_hazard_is_not_the_worst_one_where_a_subject_is_far_from_all_others() -> None:
@@ -163,8 +173,8 @@ def test_penalty_of_the_hazard_is_not_the_worst_one_where_a_subject_is_far_from_
     x = np.c_[draw.normal(size=(60, 3)), 1 + 1e-3 * draw.normal(size=60)]
     x[draw.integers(60), 3] = 50.0
     times, events = draw.exponential(np.exp(-x[:, 0])), (draw.random(60) < 0.7).astype(float)
-    train = BaselineData(x, np.c_[times, events])
+    train = label_rows("", x, np.c_[times, events])
     new = draw.normal(size=(200, 3))
-    test = BaselineData(np.c_[new, np.ones(200)], np.c_[draw.exponential(np.exp(-new[:, 0])), np.ones(200)])
+    test = label_rows("", np.c_[new, np.ones(200)], np.c_[draw.exponential(np.exp(-new[:, 0])), np.ones(200)])
     found = fit_baselines("survival", {"a": SiteRows(train, NONE, test)})["cox_pooled"][:, 0]
     assert np.corrcoef(found, new[:, 0])[0, 1] > 0.5

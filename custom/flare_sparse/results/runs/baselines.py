@@ -13,9 +13,8 @@ subjects is infinite where one is far from all others. scikit-survival has Bresl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -80,23 +79,31 @@ class BaselineData:
     Attributes:
         x: features ``(n, d)``; NaN where one is missing.
         y: targets: numbers or classes from 0 ``(n, 1)``, or times and events ``(n, 2)``.
-        subjects: ``(n,)`` number of each row's subject; None: every row is a subject of its own.
+        subjects: ``(n,)`` label of each row's subject, which no other site has.
     """
 
     x: np.ndarray
     y: np.ndarray
-    subjects: np.ndarray | None = None
+    subjects: np.ndarray
 
     def take(self, rows: np.ndarray) -> BaselineData:
         """Return some of the rows."""
-        return BaselineData(self.x[rows], self.y[rows], None if self.subjects is None else self.subjects[rows])
+        return BaselineData(self.x[rows], self.y[rows], self.subjects[rows])
 
-    def number_subjects(self) -> np.ndarray:
-        """Return the number ``(n,)`` of each row's subject, from 0 in the order in which they occur."""
-        if self.subjects is None:
-            return np.arange(len(self.x))
-        _, rows, numbers = np.unique(self.subjects, return_index=True, return_inverse=True)
-        return np.argsort(np.argsort(rows))[numbers]
+
+def number_labels(labels: Iterable[Hashable]) -> np.ndarray:
+    """Return the number ``(n,)`` of each label, from 0 in the order in which they occur.
+
+    >>> number_labels(["b", "a", "b"])
+    array([0, 1, 0])
+    """
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
+
+
+def label_rows(site: str, x: np.ndarray, y: np.ndarray, subjects: Sequence[object] = ()) -> BaselineData:
+    """Return the rows of a site whose subjects have these names; without names, every row is a subject of its own."""
+    return BaselineData(x, y, np.array([f"{site} {subject}" for subject in subjects or range(len(x))]))
 
 
 @dataclass(frozen=True)
@@ -187,24 +194,21 @@ class _Linear:
         if self.kind == "survival":
             coefficients = fit_cox(standardize(data.x), data.y[:, 0], targets, penalty)
             return lambda x: (standardize(x) @ coefficients)[:, None]
-        predict = self._fit_standardized(standardize(data.x), targets, penalty)
-        return lambda x: predict(standardize(x))
-
-    def _fit_standardized(self, x: np.ndarray, y: np.ndarray, penalty: float) -> Predict:
         # Only a report needs scikit-learn, which takes a second to import.
         from sklearn.linear_model import LogisticRegression, Ridge
 
         if self.kind == "regression":
-            ridge = Ridge(alpha=penalty).fit(x, y)
-            return lambda new: np.asarray(ridge.predict(new)).reshape(-1, 1)
-        logistic = LogisticRegression(C=1 / penalty, max_iter=2000).fit(x, y.astype(int))
-        return lambda new: self._spread(logistic, new)
+            ridge = Ridge(alpha=penalty).fit(standardize(data.x), targets)
+            return lambda x: np.asarray(ridge.predict(standardize(x))).reshape(-1, 1)
+        logistic = LogisticRegression(C=1 / penalty, max_iter=2000).fit(standardize(data.x), targets.astype(int))
 
-    def _spread(self, logistic: Any, x: np.ndarray) -> np.ndarray:
-        """Return probabilities over all classes: 0 for those that the training examples lack."""
-        probabilities = np.zeros((len(x), self.classes))
-        probabilities[:, logistic.classes_] = logistic.predict_proba(x)
-        return probabilities[:, 1:] if self.kind == "binary" else probabilities
+        def predict(x: np.ndarray) -> np.ndarray:
+            # 0 for classes that the training examples lack.
+            probabilities = np.zeros((len(x), self.classes))
+            probabilities[:, logistic.classes_] = logistic.predict_proba(standardize(x))
+            return probabilities[:, 1:] if self.kind == "binary" else probabilities
+
+        return predict
 
     def compute_loss(self, predictions: np.ndarray, y: np.ndarray) -> float:
         """Return the sum of absolute errors, of the logarithmic losses, or the negative partial log-likelihood."""
@@ -234,24 +238,18 @@ def _choose_penalty(model: _Linear, sets: Mapping[str, tuple[BaselineData, Basel
 
 def _iterate_folds(data: BaselineData) -> Iterable[tuple[BaselineData, BaselineData]]:
     """Yield training and held-out rows, all rows of a subject together; the rows are in the order of the split."""
-    subjects = data.number_subjects()
-    count = len(np.unique(subjects))
-    if count < 2:
-        return
-    fold_of = subjects % FOLDS
-    for fold in range(min(FOLDS, count)):
-        yield data.take(fold_of != fold), data.take(fold_of == fold)
+    subjects = number_labels(data.subjects.tolist())
+    count = subjects.max(initial=-1) + 1
+    for fold in range(min(FOLDS, count) if count > 1 else 0):
+        is_held_out = subjects % FOLDS == fold
+        yield data.take(~is_held_out), data.take(is_held_out)
 
 
 def stack_rows(parts: Iterable[BaselineData]) -> BaselineData:
-    """Return the rows of several sites as one table, in which no two sites share a subject."""
-    filled = [part for part in parts if len(part.x)]
-    if not filled:
-        return BaselineData(np.zeros((0, 1)), np.zeros((0, 1)))
-    numbers = [part.number_subjects() for part in filled]
-    starts = np.cumsum([0, *(own.max() + 1 for own in numbers)])
-    subjects = np.concatenate([own + start for own, start in zip(numbers, starts, strict=False)])
-    return BaselineData(np.vstack([part.x for part in filled]), np.vstack([part.y for part in filled]), subjects)
+    """Return the rows of several sites as one table."""
+    # Without rows the number of columns is not known.
+    filled = [part for part in parts if len(part.x)] or [BaselineData(np.zeros((0, 1)), np.zeros((0, 1)), np.zeros(0))]
+    return BaselineData(*(np.concatenate([getattr(part, name) for part in filled]) for name in ("x", "y", "subjects")))
 
 
 def _count_classes(kind: Kind, sites: Iterable[SiteRows]) -> int:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...tasks.task import VALIDATION, Kind
+from .baselines import number_labels
 from .bootstrap import (
     MOST_PAIRED,
     PairedMetric,
@@ -19,7 +20,7 @@ from .bootstrap import (
     is_too_large,
     select_metrics,
 )
-from .predictions import RUN, Predictions, number_labels
+from .predictions import RUN, Predictions
 from .results import RunResult, group_by_seed
 
 TARGET_TOLERANCE = 1e-5

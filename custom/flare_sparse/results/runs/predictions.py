@@ -11,7 +11,7 @@ Pictures of the best, the median and the worst case of every site, where the dat
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -30,7 +30,7 @@ from ...core.checkpoint.writing import write_json
 from ...core.errors import DataError
 from ...methods.method import describe_site_model
 from ...tasks.task import Examples, Kind, Picture, SiteData, Task, load_examples
-from .baselines import BaselineData, SiteRows, fit_baselines
+from .baselines import SiteRows, fit_baselines, label_rows
 from .load import read_run_model
 from .model_files import list_site_models
 from .received import parse_record
@@ -127,7 +127,7 @@ def compute_predictions(
         # A site that never contributed has no model of its own, and no part in a comparison.
         if name not in recorded or (describe_site_model(assembly.method.config) and name not in own):
             continue
-        rows[name] = _tabulate(task, examples)
+        rows[name] = _tabulate(task, name, examples)
         if not examples.n_test:
             continue
         predictions, targets = _predict_site(run, assembly, name, examples, recorded[name])
@@ -151,16 +151,6 @@ def compute_predictions(
         pooled=task.metrics(predictions, targets),
         note=note,
     )
-
-
-def number_labels(labels: Sequence[Hashable]) -> np.ndarray:
-    """Return the number ``(n,)`` of each label, from 0 in the order in which they occur.
-
-    >>> number_labels(["b", "a", "b"])
-    array([0, 1, 0])
-    """
-    numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
 
 
 def _predict_site(
@@ -199,21 +189,20 @@ def _list_names(examples: Examples) -> list[tuple[str, str]]:
     return [pair for ids, subjects in parts for pair in zip(subjects or ids, ids or subjects, strict=True)]
 
 
-def _tabulate(task: Task, examples: Examples) -> SiteRows | None:
+def _tabulate(task: Task, site: str, examples: Examples) -> SiteRows | None:
     """Return a site's examples as rows; None if the task has no linear baseline."""
     if task.kind is None:
         return None
+    parts = (
+        (examples.train, examples.train_subjects),
+        (examples.validation, examples.validation_subjects),
+        (examples.test, examples.test_subjects),
+    )
     try:
-        parts = [task.tabulate_all(part) for part in (examples.train, examples.validation, examples.test)]
+        tables = [(*map(_to_rows, task.tabulate_all(part)), subjects) for part, subjects in parts]
     except NotImplementedError:
         return None
-    owners = (examples.train_subjects, examples.validation_subjects, examples.test_subjects)
-    return SiteRows(
-        *(
-            BaselineData(_to_rows(x), _to_rows(y), number_labels(subjects) if subjects else None)
-            for (x, y), subjects in zip(parts, owners, strict=True)
-        )
-    )
+    return SiteRows(*(label_rows(site, *table) for table in tables))
 
 
 def _fit(task: Task, rows: Mapping[str, SiteRows | None]) -> tuple[dict[str, np.ndarray], str]:
