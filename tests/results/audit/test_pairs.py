@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flare_sparse.results.audit.membership import attack_between_sites
+from flare_sparse.results.audit.membership import SIGNIFICANCE, attack_between_sites
 
 SITES = np.repeat([f"site-{i}" for i in range(8)], 40)
 IS_MEMBER = np.tile(np.arange(40) < 30, 8)
@@ -20,7 +20,7 @@ def test_all_56_attacks_succeed_on_a_feature_that_tells_members() -> None:
     assert {p.accuracy for p in pairs} == {1.0}
     # One table of 40 examples of 30 members has these margins: 1 / (40 choose 10).
     assert [p.p_value for p in pairs] == pytest.approx([1 / 847660528] * 56)
-    assert all(p.is_successful for p in pairs)
+    assert all(p.p_value < SIGNIFICANCE for p in pairs)
 
 
 def test_few_attacks_succeed_on_features_without_information() -> None:
@@ -28,7 +28,7 @@ def test_few_attacks_succeed_on_features_without_information() -> None:
     pairs = list(attack_between_sites(features, IS_MEMBER, SITES))
     assert np.mean([p.accuracy for p in pairs]) == pytest.approx(0.5, abs=0.05)
     # Fisher's test is conservative: at most 5 % by chance, and attacks of one site are not independent.
-    assert sum(p.is_successful for p in pairs) <= 6
+    assert sum(p.p_value < SIGNIFICANCE for p in pairs) <= 6
 
 
 def test_feature_that_differs_in_sign_between_sites_does_not_transfer() -> None:

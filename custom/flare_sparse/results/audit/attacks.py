@@ -17,8 +17,8 @@ from ...core.errors import ConfigError, DataError
 from ...core.seeds import derive_seed, limit_threads
 from ...tasks.task import SiteData, Task
 from ..runs.load import load_study, read_run_model
-from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, RunResult
-from .membership import attack_between_sites, choose_scale, compute_rmia_scores, guess_below_mean
+from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, RunResult, read_json
+from .membership import SIGNIFICANCE, attack_between_sites, choose_scale, compute_rmia_scores, guess_below_mean
 from .result import Ranking, guess_members, measure_rankings
 from .training import (
     AuditedExamples,
@@ -106,7 +106,7 @@ class RunAttacks:
             **measure_rankings([pair.ranking for pair in pairs], examples.is_member, examples.sites),
             "pairs": len(pairs),
             "above_half": sum(pair.accuracy > 0.5 for pair in pairs),
-            "successful": sum(pair.is_successful for pair in pairs),
+            "successful": sum(pair.p_value < SIGNIFICANCE for pair in pairs),
         }
 
     def _measure(self, attack: str, scores: np.ndarray, guesses: np.ndarray) -> dict[str, Any]:
@@ -116,19 +116,16 @@ class RunAttacks:
 
     def _compute_reference_losses(self, number: int, chosen: np.ndarray) -> np.ndarray:
         """Return the losses in a file of this run, or train, compute and write them: a training takes minutes."""
-        file = self.folder / f"reference-{number}.npz"
-        if file.is_file():
-            with np.load(file) as stored:
-                if str(stored["identity"]) == self.identity:
-                    return np.asarray(stored["losses"])
+        file = self.folder / f"reference-{number}.json"
+        stored = read_json(file)
+        if stored.get("identity") == self.identity:
+            return np.array(stored["losses"])
         self.on_progress(f"reference model {number} of {self.references}: training")
         seed = derive_seed(self.retraining.config.seed, "audit model", number) >> 11
         model = self.retraining.train(select_rows(self.examples, chosen), seed)
         losses = compute_losses(self.task, model, self.examples.dataset)
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"{file.stem}.part.npz")
-        np.savez(part, losses=losses, identity=np.array(self.identity))
-        part.replace(file)
+        write_json(file, {"identity": self.identity, "losses": losses.tolist()})
         return losses
 
 
@@ -164,11 +161,12 @@ def audit_run(
         examples = {site: open_site(assembly, data[site]).trainer.examples for site in contributed}
         retraining, folder = Retraining(run.path, config, data, examples), run.path / AUDIT_FOLDER
         attacks = RunAttacks(assembly.task, model, retraining, run.identity, folder, references, on_progress)
-        for name, attack in (
-            ("loss threshold", attacks.attack_by_loss),
-            ("rmia", attacks.attack_by_rmia),
-            ("gradient classifier", attacks.attack_between_sites),
-        ):
+        by_name = {
+            "loss threshold": attacks.attack_by_loss,
+            "rmia": attacks.attack_by_rmia,
+            "gradient classifier": attacks.attack_between_sites,
+        }
+        for name, attack in by_name.items():
             on_progress(f"attack: {name}")
             try:
                 results.append(attack())

@@ -93,11 +93,6 @@ class PairAttack:
     accuracy: float
     p_value: float
 
-    @property
-    def is_successful(self) -> bool:
-        """Whether the accuracy exceeds 0.5 by the one-sided test."""
-        return self.p_value < SIGNIFICANCE
-
 
 def attack_between_sites(features: np.ndarray, is_member: np.ndarray, sites: np.ndarray) -> Iterator[PairAttack]:
     """Yield the attack of each site on each other site.

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..runs.comparison import describe_runs
 from ..runs.progress import EQUAL, compare_with_dense, format_bytes
-from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed
+from ..runs.results import RunResult, compute_site_gains, group_by_seed
 from .tables import ReportTable, describe_gap, format_metric
 
 VERDICTS = {"ahead": "better", "behind": "worse", "undecided": "undecided"}
@@ -23,7 +23,7 @@ GROUPS_NOTE = "Every subject counts once, with its mean over the seeds and folds
 
 
 def describe_findings(runs: list[RunResult], compared: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the findings, one sentence each: gap between subgroups, baselines, traffic, FedAvg, gains.
+    """Return the findings, one sentence each: gap between subgroups, baselines, traffic, gains.
 
     Args:
         runs: the runs.
@@ -33,7 +33,6 @@ def describe_findings(runs: list[RunResult], compared: Mapping[str, Any] | None 
     sentences = [*(describe_gap(run) for run in runs), *(_describe_absent(run) for run in runs)]
     sentences += [_compare_with_baselines(*pair) for pair in zip(runs, described, strict=True)]
     sentences += [_describe_traffic(label, group) for label, group in group_by_seed(runs)]
-    sentences += [_compare_with_dense(run, dense) for run in runs if (dense := find_dense_run(run, runs))]
     unit = f" {runs[0].summary['metric']['unit']}".rstrip()
     sentences += [_describe_gains(label, gains, unit) for label, gains in compute_site_gains(runs).items()]
     return [sentence for sentence in sentences if sentence]
@@ -116,20 +115,6 @@ def _describe_traffic(label: str, group: list[RunResult]) -> str:
     if not dense or not sent or compared == EQUAL:
         return ""
     return f"{label} sent {format_bytes(sent)}{average}, {compared} FedAvg ({format_bytes(dense)})."
-
-
-def _compare_with_dense(run: RunResult, dense: RunResult) -> str:
-    if dense.final_metric is None or run.final_metric is None:
-        return ""
-    if run.final_metric == dense.final_metric:
-        return f"{run.label} ended with the same {run.metric} as dense FedAvg."
-    comparison = "better" if (run.final_metric < dense.final_metric) == run.lower_is_better else "worse"
-    unit = f" {run.summary['metric']['unit']}".rstrip()
-    difference = f"{abs(run.final_metric - dense.final_metric):.3g}{unit}"
-    return (
-        f"{run.label} ended {difference} {comparison} than dense FedAvg "
-        f"({run.final_metric:.3g} and {dense.final_metric:.3g})."
-    )
 
 
 def _describe_gains(label: str, gains: dict[str, float], unit: str) -> str:

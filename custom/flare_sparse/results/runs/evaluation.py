@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ ADAPTED, ADAPTATION = "adapted", "adaptation.json"
 """Folder of a result folder with a folder for each new site, and the file of figures in it."""
 
 
+NOTHING: Dataset[Any] = TensorDataset(torch.zeros(0))
+"""No examples."""
+
+
 class EvaluationSet:
     """The examples of one site, loaded and preprocessed by the run's own task with the run's settings.
 
@@ -44,7 +49,6 @@ class EvaluationSet:
 
     Attributes:
         size: number of examples.
-        skipped: number of unusable examples that the task skipped.
 
     Raises:
         DataError: the data cannot be loaded.
@@ -52,18 +56,21 @@ class EvaluationSet:
     """
 
     def __init__(self, assembly: Assembly, data: SiteData, split: Part):
-        self.data, self.task, seed = data, assembly.task, assembly.method.seed
-        examples = load_examples(self.task, data, seed)
-        parts: dict[str, Any] = {
-            "train": examples.train, "validation": examples.validation, "test": examples.test
-        }  # fmt: skip
+        self.data, self._task, seed = data, assembly.task, assembly.method.seed
+        self._examples = load_examples(self._task, data, seed)
+        parts = {name: getattr(self._examples, name) for name in ("train", "validation", "test")}
         chosen = [part for name, part in parts.items() if split in ("all", name) and part is not None and len(part)]
-        dataset: Dataset[Any] = ConcatDataset(chosen) if chosen else TensorDataset(torch.zeros(0))
-        self.size, self.skipped = sum(map(len, chosen)), examples.skipped
-        self._notes = tuple(examples.notes)
+        self.size = sum(map(len, chosen))
+        evaluated = Examples(NOTHING, ConcatDataset(chosen) if chosen else NOTHING)
         hardware = assembly.method.config.training.select_hardware(data.device)
-        evaluated = Examples(TensorDataset(torch.zeros(0)), dataset)
-        self._site = build_site(LocalTask.open(data.site, self.task, evaluated, assembly.network, seed, hardware))
+        # A copy, which keeps what the metrics are computed from; the intervals are those of the task itself.
+        task, self._captured = copy(self._task), list[tuple[Tensor, Tensor]]()
+        task.metrics = self._capture  # type: ignore[method-assign]
+        self._site = build_site(LocalTask.open(data.site, task, evaluated, assembly.network, seed, hardware))
+
+    def _capture(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        self._captured.append((predictions, targets))
+        return self._task.metrics(predictions, targets)
 
     def evaluate(self, weights: Tensor, resamples: int = 0) -> dict[str, Any]:
         """Return the metrics of a model ``(P,)``, computed as the sites of the run compute them.
@@ -75,47 +82,35 @@ class EvaluationSet:
         Raises:
             DataError: the model cannot be applied to the examples.
         """
-        captured: list[tuple[Tensor, Tensor]] = []
-        compute_metrics = self.task.metrics
-
-        def capture(predictions: Tensor, targets: Tensor) -> dict[str, float]:
-            captured.append((predictions, targets))
-            return compute_metrics(predictions, targets)
-
-        # The wrapper is an instance attribute; without it the class's own method is found again.
-        self.task.metrics = capture  # type: ignore[method-assign]
+        self._captured.clear()
         try:
             metrics = self._site.evaluate(weights)
         except FlareSparseError:
             raise
         # A user task may raise anything.
         except Exception as error:
-            raise DataError(f"{self.data.path}: {_describe(self.task, 'evaluate', error)}") from error
-        finally:
-            del self.task.metrics
+            raise DataError(f"{self.data.path}: {_describe(self._task, 'evaluate', error)}") from error
         metrics.pop(TEST_EXAMPLES, None)
-        intervals, notes = self._compute_intervals(captured, metrics, resamples)
+        intervals, notes = self._compute_intervals(sorted(metrics), resamples) if resamples else ({}, [])
         return {
             "examples": self.size,
-            "skipped": self.skipped,
+            "skipped": self._examples.skipped,
             "metrics": metrics,
             "intervals": intervals,
-            "notes": [*self._notes, *notes],
+            "notes": [*self._examples.notes, *notes],
         }
 
     def _compute_intervals(
-        self, captured: Sequence[tuple[Tensor, Tensor]], metrics: dict[str, float], resamples: int
+        self, names: Sequence[str], resamples: int
     ) -> tuple[dict[str, tuple[float, float]], list[str]]:
-        if not resamples:
-            return {}, []
-        if len(captured) != 1 or any(len(part) != self.size for part in captured[0]):
+        if len(self._captured) != 1 or any(len(part) != self.size for part in self._captured[0]):
             return {}, ["no intervals: the task does not compute its metrics once over all examples"]
         if self.size < 2:
             return {}, ["no intervals: one example cannot be resampled"]
         try:
-            return bootstrap(self.task, *captured[0], sorted(metrics), resamples)
+            return bootstrap(self._task, *self._captured[0], names, resamples)
         except Exception as error:  # noqa: BLE001
-            return {}, [f"no intervals: {_describe(self.task, 'metrics', error)} on a resample of the examples"]
+            return {}, [f"no intervals: {_describe(self._task, 'metrics', error)} on a resample of the examples"]
 
 
 def choose_evaluation_file(run: Path, cohort: str, model: str, *, overwrite: bool) -> Path:

@@ -208,7 +208,7 @@ class RunResult:
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """Records of ``flare-sparse evaluate --data``, by file name; files that are no such record are passed over."""
-        records = [_read_json(file) for file in sorted((self.path / EVALUATIONS).glob("*.json"))]
+        records = [read_json(file) for file in sorted((self.path / EVALUATIONS).glob("*.json"))]
         return [record for record in records if record.keys() >= {"cohort", "model", "metrics", "examples"}]
 
     @cached_property
@@ -219,7 +219,7 @@ class RunResult:
     @cached_property
     def cost(self) -> dict[str, Any]:
         """What a prediction costs, by ``flare-sparse report``; empty if it is not measured."""
-        record = _read_json(self.path / EVALUATIONS / COST_FILE)
+        record = read_json(self.path / EVALUATIONS / COST_FILE)
         return record if record.get("identity") == self.identity else {}
 
     @property
@@ -230,13 +230,13 @@ class RunResult:
     @cached_property
     def cross_site(self) -> dict[str, Any]:
         """Record of ``flare-sparse evaluate RUN``; empty without one."""
-        record = _read_json(self.path / EVALUATIONS / CROSS_SITE_FILE)
+        record = read_json(self.path / EVALUATIONS / CROSS_SITE_FILE)
         return record if record.keys() >= {"results", "examples"} else {}
 
     @cached_property
     def audit(self) -> dict[str, Any]:
         """Record of ``flare-sparse audit``; empty without one, or if it is of another model."""
-        record = _read_json(self.path / AUDIT_FILE)
+        record = read_json(self.path / AUDIT_FILE)
         is_current = record.get("model_sha256") == self.summary["model_sha256"]
         return record if is_current and record.keys() >= {"attacks", "skipped"} else {}
 
@@ -291,7 +291,8 @@ def _select_settings(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return a record of a result folder; empty if there is none, or a damaged one."""
     try:
         content = parse_record(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -299,38 +300,20 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-DENSE_TOLERANCE = 0.05
-"""Largest difference from 1 of the reduction in bytes of a run that counts as dense: headers are a part of it."""
-
-
-def find_dense_run(run: RunResult, runs: list[RunResult]) -> RunResult | None:
-    """Return the dense FedAvg run with the seed and fold of ``run``: it has the same initial weights and split.
-
-    None if there is no such run, or if ``run`` is dense FedAvg itself.
-    """
-    dense = [other for other in runs if other.summary["method"] == "fedavg" and _is_dense(other)]
-    return None if run in dense else _find_same_split(run, dense)
-
-
-def _is_dense(run: RunResult) -> bool:
-    ratio = run.sum_directions("dense_bytes") / max(run.sum_directions("payload_bytes"), 1)
-    return abs(ratio - 1) < DENSE_TOLERANCE
-
-
 def compute_site_gains(runs: list[RunResult]) -> dict[str, dict[str, float]]:
     """Return the gains of each run's sites over the ``local_only`` run with the same split, by label and site.
 
     Runs without such a ``local_only`` run, or without common sites, are omitted.
     """
-    local_only = [run for run in runs if run.summary["method"] == "local_only"]
-    pairs = [(run, _find_same_split(run, local_only)) for run in runs if run not in local_only]
-    gains_by_label = {run.label: run.compute_gains(other) for run, other in pairs if other}
-    return {label: gains for label, gains in gains_by_label.items() if gains}
-
-
-def _find_same_split(run: RunResult, others: list[RunResult]) -> RunResult | None:
-    split = run.summary["seed"], run.fold
-    return next((other for other in others if (other.summary["seed"], other.fold) == split), None)
+    alone, gains = dict[tuple[int, int | None], RunResult](), dict[str, dict[str, float]]()
+    for run in runs:
+        if run.summary["method"] == "local_only":
+            alone.setdefault((run.summary["seed"], run.fold), run)
+    for run in runs:
+        other = alone.get((run.summary["seed"], run.fold))
+        if run.summary["method"] != "local_only" and other and (own := run.compute_gains(other)):
+            gains[run.label] = own
+    return gains
 
 
 def read_runs(paths: list[Path]) -> list[RunResult]:
