@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from scripts import BENCHMARKS, load_script
 from typer.testing import CliRunner, Result
