@@ -240,7 +240,7 @@ class Run:
         """Write an annex for an impact assessment, which a person completes; return the file.
 
         Args:
-            out: file that ends with .md, .docx or .pdf; None: ``dpia.md`` in the result folder.
+            out: file that ends with .md or .pdf; None: ``dpia.md`` in the result folder.
             policies: policy in force at a site, its file or a preset's name, by site.
             egress: folder of a site's egress log, as the site hands it out, by site.
             kit: startup kit of a participant, to check who signed the job; None: that of the run's POC federation.

@@ -13,7 +13,7 @@ def evidence(
     run: Annotated[Path, typer.Argument(help="Result folder of flare-sparse run")],
     out: Annotated[
         Path | None,
-        typer.Option(help="File that ends with .md, .docx or .pdf; default: dpia.md in the result folder"),
+        typer.Option(help="File that ends with .md or .pdf; default: dpia.md in the result folder"),
     ] = None,
     sites: Annotated[
         list[str] | None,
@@ -32,12 +32,12 @@ def evidence(
     """Write a run's evidence as an annex for an impact assessment, which a person completes.
 
     It states who took part, under which terms, what left each site, the privacy budget and the attacks if the run has
-    them, every deviation (sites left out, retries, steps back), who signed the job, and the digest of each file. A Word
-    file or a PDF needs the extra evidence.
+    them, every deviation (sites left out, retries, steps back), who signed the job, and the digest of each file. A PDF
+    needs the extra evidence.
 
     [dim]flare-sparse evidence runs/neurosfl_brain_age[/]
 
-    [dim]flare-sparse evidence runs/neurosfl_brain_age --out annex.docx[/]
+    [dim]flare-sparse evidence runs/neurosfl_brain_age --out annex.pdf[/]
 
     [dim]flare-sparse evidence runs/study --kit kits/lead@coordination.org --site site-1=careful --out annex.pdf[/]
     """

@@ -1,7 +1,7 @@
 """An annex for a data protection impact assessment: what was recorded, each figure with its source, for a person."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ FILE = "dpia.md"
 def write_dpia(
     run: RunResult, approval: Approval, policies: Mapping[str, Policy], egress: Mapping[str, Path], file: Path
 ) -> None:
-    """Write the annex, in the format that the name of the file ends with: .md, .docx or .pdf.
+    """Write the annex, in the format that the name of the file ends with: .md or .pdf.
 
     Args:
         run: the run.
@@ -35,14 +35,14 @@ def write_dpia(
         ConfigError: the file has another ending, the extra evidence is not installed, or as :func:`format_dpia`.
         EgressError: an egress log was changed.
     """
-    text, writers = format_dpia(run, approval, policies, egress), {".docx": _write_docx, ".pdf": _write_pdf}
+    text = format_dpia(run, approval, policies, egress)
     if file.suffix == ".md":
         file.write_text(text, encoding="utf-8")
-        return
-    if file.suffix not in writers:
-        raise ConfigError(f"{file}: an annex is a file that ends with .md, {', '.join(writers)}")
-    with require_extra(f"an annex as {file.suffix}", "evidence"):
-        writers[file.suffix](text, file)
+    elif file.suffix == ".pdf":
+        with require_extra("an annex as .pdf", "evidence"):
+            _write_pdf(text, file)
+    else:
+        raise ConfigError(f"{file}: an annex is a file that ends with .md or .pdf")
 
 
 def format_dpia(run: RunResult, approval: Approval, policies: Mapping[str, Policy], egress: Mapping[str, Path]) -> str:
@@ -98,17 +98,6 @@ def format_dpia(run: RunResult, approval: Approval, policies: Mapping[str, Polic
 _ENDS = str.maketrans({"|": "/"} | dict.fromkeys("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029", " "))
 
 
-def _read_blocks(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an annex: ``#`` or ``##`` and a heading, ``|`` and the rows of a table, else a paragraph."""
-    for block in text.replace("`", "").strip().split("\n\n"):
-        kind, _, rest = block.partition(" ")
-        if kind == "|":
-            head, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines())
-            yield kind, [head, *rows]
-        else:
-            yield (kind, rest) if kind in ("#", "##") else ("", block.strip())
-
-
 def _write_pdf(text: str, file: Path) -> None:
     """Write pages in landscape, with their numbers; the head of a table stands on each page that it goes on.
 
@@ -124,10 +113,10 @@ def _write_pdf(text: str, file: Path) -> None:
 
     for letter in text:
         if not letter.encode("cp1252", errors="ignore"):
-            raise ConfigError(f"{file}: a PDF has no letter {letter!r}; expected Western European letters. Write .docx")
+            raise ConfigError(f"{file}: a PDF has no letter {letter!r}; expected Western European letters. Write .md")
     styles = getSampleStyleSheet()
     cell = styles["BodyText"].clone("cell", fontSize=8, leading=10)
-    names = {"#": "Title", "##": "Heading2", "": "BodyText"}
+    names = {"#": "Title", "##": "Heading2"}
     look = [
         ("GRID", (0, 0), (-1, -1), 0.4, colors.lightgrey),
         ("BACKGROUND", (0, 0), (-1, 0), colors.whitesmoke),
@@ -138,13 +127,16 @@ def _write_pdf(text: str, file: Path) -> None:
         str(file), pagesize=landscape(A4), leftMargin=50, rightMargin=50, title=title, invariant=1
     )
     story: list[Any] = []
-    for kind, part in _read_blocks(text):
+    for block in text.replace("`", "").strip().split("\n\n"):
+        kind, _, rest = block.partition(" ")
         if kind != "|":
-            story.append(Paragraph(escape(part), styles[names[kind]]))
+            name, part = (names[kind], rest) if kind in names else ("BodyText", block.strip())
+            story.append(Paragraph(escape(part), styles[name]))
             continue
-        rows = [[Paragraph(escape(value), cell) for value in row] for row in part]
+        head, _, *lines = ([part.strip() for part in line[1:-1].split("|")] for line in block.splitlines())
+        rows = [[Paragraph(escape(value), cell) for value in line] for line in (head, *lines)]
         # Wider where the text is longer, or still to be written; none so narrow that words break.
-        lengths = [max(map(len, values)) for values in zip(*part[1:], strict=True)] or [1] * len(part[0])
+        lengths = [max(map(len, values)) for values in zip(*lines, strict=True)] or [1] * len(head)
         shares = [max(min(length or 90, 90), 14) for length in lengths]
         widths = [document.width * share / sum(shares) for share in shares]
         story += [Spacer(1, 6), LongTable(rows, widths, repeatRows=1, style=look)]
@@ -154,32 +146,6 @@ def _write_pdf(text: str, file: Path) -> None:
         canvas.drawRightString(landscape(A4)[0] - 50, 30, f"{title}, page {canvas.getPageNumber()}")
 
     document.build(story, onFirstPage=number_page, onLaterPages=number_page)
-
-
-def _write_docx(text: str, file: Path) -> None:
-    from docx import Document
-    from docx.enum.section import WD_ORIENT
-    from docx.oxml import OxmlElement
-    from docx.shared import Pt
-
-    document = Document()
-    page = document.sections[0]
-    # Wide: tables with digests and terms of a policy.
-    page.orientation, page.page_width, page.page_height = WD_ORIENT.LANDSCAPE, page.page_height, page.page_width
-    page.left_margin = page.right_margin = Pt(50)
-    document.styles["Normal"].font.size = Pt(10)
-    for kind, part in _read_blocks(text):
-        if kind != "|":
-            document.add_paragraph(part, style={"#": "Title", "##": "Heading 1", "": None}[kind])
-            continue
-        table = document.add_table(len(part), len(part[0]), style="Light Grid Accent 1")
-        # On each page that a table goes on.
-        table.rows[0]._tr.get_or_add_trPr().append(OxmlElement("w:tblHeader"))
-        for cells, row in zip(table.rows, part, strict=True):
-            cells._tr.get_or_add_trPr().append(OxmlElement("w:cantSplit"))
-            for cell, value in zip(cells.cells, row, strict=True):
-                cell.text = value
-    document.save(str(file))
 
 
 def _describe_missing(approval: Approval) -> str:
