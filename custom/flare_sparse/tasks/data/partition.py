@@ -33,17 +33,43 @@ _LETTERS = str.maketrans(
 """Latin letters that Unicode does not decompose into a letter and an accent."""
 
 
+Parts = list[tuple[str, Any]]
+"""Name of each site with the positions of its examples."""
+
+
 class Partitioner(Settings, ABC):
     """How a data set is partitioned into simulated sites."""
 
     @abstractmethod
-    def divide(self, cohort: Cohort, sites: Any) -> Partition:
-        """Return the identifiers of the examples of each site.
+    def deal(self, cohort: Cohort, sites: Any) -> Parts:
+        """Return the sites and the positions of their examples.
 
         Args:
             cohort: the examples.
             sites: number of sites.
         """
+
+    def divide(self, cohort: Cohort, sites: Any = None) -> Partition:
+        """Return the identifiers of the examples of each site, under its FLARE name and in the order of the cohort.
+
+        Args:
+            cohort: the examples.
+            sites: number of sites; None: those that the data names.
+
+        Raises:
+            DataError: the examples cannot be divided so, or two sites would have one name.
+        """
+        owners: dict[str, str] = {}
+        partition: Partition = {}
+        for name, rows in self.deal(cohort, sites):
+            flare_name = format_site_name(name)
+            if flare_name in owners:
+                raise DataError(
+                    f"sites {owners[flare_name]!r}, {name!r} would all be named {flare_name!r}, because FLARE accepts "
+                    "only the letters A to Z, digits, - and _; rename one of them in the data"
+                )
+            owners[flare_name], partition[flare_name] = name, tuple(cohort.ids[row] for row in sorted(rows))
+        return dict(sorted(partition.items()))
 
 
 class NaturalPartition(Partitioner):
@@ -58,31 +84,26 @@ class NaturalPartition(Partitioner):
     seed: int = Field(0, ge=0)
     """seed of the random split"""
 
-    def divide(self, cohort: Cohort, sites: int | None = None) -> Partition:
-        """Return the partition.
+    def deal(self, cohort: Cohort, sites: int | None) -> Parts:
+        """Return the sites that the data names, the largest first.
 
         Raises:
-            DataError: there is no such column or site, an example has no site, there are fewer sites than requested,
-                or two sites have the same name.
+            DataError: there is no such column or site, an example has no site, or there are fewer sites than requested.
         """
         labels = _get_labels(cohort, self.column, self.missing)
         members = {str(name): np.flatnonzero(labels == name) for name in np.unique(labels)}
-        parts: list[tuple[str, np.ndarray]] = []
+        parts: Parts = []
         for name in [*members, *(set(self.split) - set(members))]:
             if name not in members:
                 raise DataError(f"split: {describe_unknown(name, members, f'column {self.column!r}')}")
-            pieces = self.split.get(name, 1)
-            order = (
-                np.random.default_rng([self.seed, len(parts)]).permutation(members[name])
-                if pieces > 1
-                else members[name]
-            )
-            chunks = np.split(order, np.cumsum(compute_sizes(len(order), pieces))[:-1])
-            parts += [(f"{name}-{i}" if pieces > 1 else name, np.sort(part)) for i, part in enumerate(chunks, start=1)]
+            rows, pieces = members[name], self.split.get(name, 1)
+            if pieces > 1:
+                rows = np.random.default_rng([self.seed, len(parts)]).permutation(rows)
+            named = [f"{name}-{i}" for i in range(1, pieces + 1)] if pieces > 1 else [name]
+            parts += zip(named, _cut(rows, pieces), strict=True)
         if sites is not None and sites > len(parts):
             raise DataError(f"{sites} sites were requested, but column {self.column!r} has {len(parts)}; request fewer")
-        largest = sorted(parts, key=lambda part: -len(part[1]))[:sites]
-        return _build_partition(cohort, [name for name, _ in largest], [part for _, part in largest])
+        return sorted(parts, key=lambda part: -len(part[1]))[:sites]
 
 
 class IidPartition(Partitioner):
@@ -93,13 +114,14 @@ class IidPartition(Partitioner):
     seed: int = Field(0, ge=0)
     """seed of the shuffle"""
 
-    def divide(self, cohort: Cohort, sites: int) -> Partition:
-        """Return the partition.
+    def deal(self, cohort: Cohort, sites: int) -> Parts:
+        """Return numbered sites.
 
         Raises:
             DataError: there are fewer examples than sites.
         """
-        return _split_in_order(cohort, np.random.default_rng(self.seed).permutation(len(cohort.ids)), sites, self.sizes)
+        order = np.random.default_rng(self.seed).permutation(len(cohort.ids))
+        return _number(_cut(order, sites, self.sizes))
 
 
 class AgePartition(Partitioner):
@@ -110,8 +132,8 @@ class AgePartition(Partitioner):
     sizes: Sizes = "uniform"
     """equal or geometrically decreasing sizes"""
 
-    def divide(self, cohort: Cohort, sites: int) -> Partition:
-        """Return the partition.
+    def deal(self, cohort: Cohort, sites: int) -> Parts:
+        """Return numbered sites.
 
         Raises:
             DataError: there is no such numeric column, or there are fewer examples than sites.
@@ -120,7 +142,7 @@ class AgePartition(Partitioner):
             values = parse_numbers(_get_column(cohort, self.column))
         except ValueError as error:
             raise DataError(f"column {self.column!r}: {error}; sorting by range needs numbers") from error
-        return _split_in_order(cohort, np.argsort(values, kind="stable"), sites, self.sizes)
+        return _number(_cut(np.argsort(values, kind="stable"), sites, self.sizes))
 
 
 class DirichletPartition(Partitioner):
@@ -140,8 +162,8 @@ class DirichletPartition(Partitioner):
     seed: int = Field(0, ge=0)
     """seed of the draws"""
 
-    def divide(self, cohort: Cohort, sites: int) -> Partition:
-        """Return the partition.
+    def deal(self, cohort: Cohort, sites: int) -> Parts:
+        """Return numbered sites.
 
         Raises:
             DataError: there is no such column, or there are fewer than ``min_examples`` examples per site.
@@ -165,7 +187,7 @@ class DirichletPartition(Partitioner):
             drawn_class = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
             remaining[drawn_class] -= 1
             parts[site].append(pools[drawn_class].pop())
-        return _build_partition(cohort, _number_sites(sites), [np.sort(part) for part in parts])
+        return _number(parts)
 
 
 class FewClassesPartition(Partitioner):
@@ -186,8 +208,8 @@ class FewClassesPartition(Partitioner):
     seed: int = Field(0, ge=0)
     """seed of the draws"""
 
-    def divide(self, cohort: Cohort, sites: int) -> Partition:
-        """Return the partition.
+    def deal(self, cohort: Cohort, sites: int) -> Parts:
+        """Return numbered sites.
 
         Raises:
             DataError: there is no such column, there are too few classes or examples, or the limits are reversed.
@@ -203,7 +225,7 @@ class FewClassesPartition(Partitioner):
         sizes = np.exp(rng.uniform(np.log(self.min_examples), np.log(self.max_examples + 1), sites)).astype(int)
         sizes = sizes.clip(self.min_examples, self.max_examples)
         pools = [rng.permutation(np.flatnonzero(labels == c)).tolist() for c in range(len(names))]
-        parts: dict[int, np.ndarray] = {}
+        parts: dict[int, list[int]] = {}
         for site in np.argsort(-sizes, kind="stable"):
             tie_breaks = rng.random(len(pools))
             fullest = sorted(range(len(pools)), key=lambda c: (-len(pools[c]), tie_breaks[c]))[: self.classes]
@@ -213,9 +235,8 @@ class FewClassesPartition(Partitioner):
                     f"{len(labels)} examples are too few for {sites} sites of {self.min_examples} to "
                     f"{self.max_examples}; request fewer or smaller sites"
                 )
-            rows = [pools[c].pop() for c, count in zip(fullest, counts, strict=True) for _ in range(count)]
-            parts[int(site)] = np.sort(np.array(rows))
-        return _build_partition(cohort, _number_sites(sites), [parts[site] for site in range(sites)])
+            parts[int(site)] = [pools[c].pop() for c, count in zip(fullest, counts, strict=True) for _ in range(count)]
+        return _number([parts[site] for site in range(sites)])
 
 
 class SharedPartition(Settings):
@@ -273,27 +294,13 @@ def compute_sizes(total: int, sites: int, sizes: Sizes = "uniform") -> list[int]
     return sorted(counts.tolist(), reverse=True)
 
 
-def _split_in_order(cohort: Cohort, order: np.ndarray, sites: int, sizes: Sizes) -> Partition:
-    """Cut the examples in ``order`` into consecutive sites."""
-    ends = np.cumsum(compute_sizes(len(order), sites, sizes))[:-1]
-    return _build_partition(cohort, _number_sites(sites), [np.sort(part) for part in np.split(order, ends)])
+def _cut(order: np.ndarray, sites: int, sizes: Sizes = "uniform") -> list[np.ndarray]:
+    """Cut examples in ``order`` into consecutive sites."""
+    return np.split(order, np.cumsum(compute_sizes(len(order), sites, sizes))[:-1])
 
 
-def _number_sites(sites: int) -> list[str]:
-    return [f"site-{i}" for i in range(1, sites + 1)]
-
-
-def _build_partition(cohort: Cohort, names: Sequence[str], parts: Sequence[np.ndarray]) -> Partition:
-    """Return the identifiers of each part under its FLARE name."""
-    flare_names = [format_site_name(name) for name in names]
-    if duplicates := [name for i, name in enumerate(names) if flare_names[i] in flare_names[:i]]:
-        flare_name = format_site_name(duplicates[0])
-        others = ", ".join(repr(n) for n, f in zip(names, flare_names, strict=True) if f == flare_name)
-        raise DataError(
-            f"sites {others} would all be named {flare_name!r}, because FLARE accepts only the letters A to Z, digits, "
-            "- and _; rename one of them in the data"
-        )
-    return {name: tuple(cohort.ids[i] for i in part) for name, part in sorted(zip(flare_names, parts, strict=True))}
+def _number(parts: Sequence[Any]) -> Parts:
+    return [(f"site-{number}", rows) for number, rows in enumerate(parts, start=1)]
 
 
 def format_site_name(name: str) -> str:
