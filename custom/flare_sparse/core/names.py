@@ -58,10 +58,11 @@ def format_names(values: np.ndarray) -> list[str]:
     Raises:
         ValueError: a float64 is too large to tell two names apart.
     """
-    return [_format_name(value) for value in values.tolist()]
+    return [format_name(value) for value in values.tolist()]
 
 
-def _format_name(value: object) -> str:
+def format_name(value: object) -> str:
+    """Return one of the names that :func:`format_names` returns."""
     if isinstance(value, float):
         if abs(value) >= EXACT:
             raise ValueError(

@@ -160,11 +160,9 @@ class TableTask(Task):
             parts = (frozenset(split.train), frozenset(split.validation), frozenset(split.test))
             split = Split(*(tuple(name for name in rows if name in part) for part in parts))
         # With federated scaling the network itself scales and imputes: the statistics are not known here.
-        is_federated = config.scales_in_network
-        scaled = features if is_federated else self._scale(features, [rows[name] for name in split.train]).impute()
-        if config.clip is not None and not is_federated:
-            scaled = scaled.clip(config.clip)
-        inputs = scaled.values
+        inputs = features.values
+        if not config.scales_in_network:
+            inputs = self._scale(features, [rows[name] for name in split.train]).complete(config.clip)
 
         def build_dataset(names: Sequence[str]) -> TensorDataset:
             chosen = [rows[name] for name in names]

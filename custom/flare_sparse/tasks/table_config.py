@@ -235,8 +235,8 @@ class TableConfig(TaskConfig):
             raise ValueError("features: the target is among them, so the network would be told what to predict")
         known = set(self.features)
         scaled = set(self.scaling) if isinstance(self.scaling, dict) else set()
-        for name, extra in (("categories", set(self.categories) - known), ("scaling", scaled - known)):
-            if extra:
+        for name, columns in (("categories", self.categories), ("scaling", scaled), ("covariates", self.covariates)):
+            if extra := set(columns) - known:
                 raise ValueError(f"{name}: {min(extra)!r} is not among the features; add it there or remove it")
         return self
 
@@ -270,8 +270,6 @@ class TableConfig(TaskConfig):
 
     @model_validator(mode="after")
     def _check_scaling(self) -> Self:
-        if extra := set(self.covariates) - set(self.features):
-            raise ValueError(f"covariates: {min(extra)!r} is not among the features; add it there or remove it")
         if self.covariates and self.scaling != "combat":
             raise ValueError("covariates have an effect with scaling combat alone; remove them or set scaling: combat")
         if self.scaling == "combat" and self.missing == "impute":

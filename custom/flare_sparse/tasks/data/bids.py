@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -133,11 +134,8 @@ def read_subjects(path: Path, derivative: str | None = None) -> dict[str, CaseFi
     Raises:
         DataError: there is no BIDS data set, or a ``participants.tsv`` is malformed.
     """
-
-    def find(folder: Path) -> dict[str, CaseFiles]:
-        return _read_dataset(folder, derivative) if (folder / TABLE).is_file() else {}
-
     expected = f"expected {TABLE} and sub-*/anat/*_T1w.nii.gz in this folder or its subfolders"
+    find = partial(_read_dataset, derivative=derivative)
     return find_everywhere(path, find, f"{path}: no BIDS data set; {expected}")
 
 
@@ -188,6 +186,8 @@ def read_cohort(path: Path, derivative: str | None = None) -> Cohort:
 
 
 def _read_dataset(folder: Path, derivative: str | None) -> dict[str, CaseFiles]:
+    if not (folder / TABLE).is_file():
+        return {}
     rows, root = read_rows(folder / TABLE), folder if derivative is None else _find_derivative(folder, derivative)
     on_disk = {entry.name for entry in root.glob("sub-*/")}
     subjects = {}

@@ -51,13 +51,10 @@ class Features:
         scaled = np.where(self.numbers, (self.values - center) / spread, self.values)
         return replace(self, values=scaled)
 
-    def clip(self, limit: float) -> Features:
-        """Return the features with numbers between ``-limit`` and ``limit``."""
-        return replace(self, values=np.where(self.numbers, np.clip(self.values, -limit, limit), self.values))
-
-    def impute(self) -> Features:
-        """Return the features with a missing number at 0, the center after scaling."""
-        return replace(self, values=np.nan_to_num(self.values, nan=0.0))
+    def complete(self, clip: float | None) -> np.ndarray:
+        """Return scaled values with a missing number at 0, the center, and numbers between ``-clip`` and ``clip``."""
+        values = np.nan_to_num(self.values, nan=0.0)
+        return values if clip is None else np.where(self.numbers, np.clip(values, -clip, clip), values)
 
     def describe_missing(self, row: int) -> str:
         """Return which columns a row lacks; empty if it is complete."""

@@ -15,7 +15,7 @@ from zipfile import is_zipfile
 import numpy as np
 
 from ...core.errors import DataError, list_first, require_extra, suggest
-from ...core.names import clean_name, decode_text, format_names
+from ...core.names import clean_name, decode_text, format_name
 
 DELIMITERS = ",;\t|"
 Columns = dict[str, np.ndarray]
@@ -114,14 +114,14 @@ def _build_columns(lines: Sequence[Sequence[Any]]) -> Columns:
     Raises:
         ValueError: the names are not different, or rows differ in length.
     """
-    header, rows = [clean_name(_format_cell(name)) for name in lines[0]] if lines else [], list(lines[1:])
-    while rows and not any(map(_format_cell, rows[-1])):
+    header, rows = list(map(format_name, lines[0])) if lines else [], list(lines[1:])
+    while rows and not any(map(format_name, rows[-1])):
         rows.pop()
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
             title = "; the names of all columns stand there: remove a title above them" if len(header) == 1 else ""
             raise ValueError(f"line {number} has {len(row)} fields, the first line {len(header)}{title}")
-    columns = [np.array([_format_cell(row[i]) for row in rows], dtype=_TEXT) for i in range(len(header))]
+    columns = [np.array([format_name(row[i]) for row in rows], dtype=_TEXT) for i in range(len(header))]
     used = {place: name for place, name in enumerate(header, start=1) if name or np.any(columns[place - 1] != "")}
     names = list(used.values())
     if "" in names or not names:
@@ -145,13 +145,6 @@ def _collect(columns: Iterable[tuple[str, np.ndarray]]) -> Columns:
             raise ValueError(f"two columns {name!r}; expected one: remove or rename the other")
         found[name] = column
     return found
-
-
-def _format_cell(value: object) -> str:
-    """Return the text of a cell; whole numbers have no decimal point."""
-    if isinstance(value, float):
-        return format_names(np.array([value]))[0]
-    return "" if value is None else clean_name(str(value))
 
 
 def _read_parquet(path: Path, columns: Collection[str] = (), *, header_only: bool = False) -> Columns:
@@ -255,4 +248,4 @@ def _to_column(values: Sequence[object] | np.ndarray) -> np.ndarray:
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
         is_unsigned = values.dtype == np.uint64
         return values if is_unsigned else values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
-    return np.array(["" if value is None else clean_name(str(value)) for value in values], dtype=_TEXT)
+    return np.array(list(map(format_name, values)), dtype=_TEXT)
