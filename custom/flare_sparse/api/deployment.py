@@ -44,11 +44,11 @@ def run_in_flare(env: Env, study: Study, folder: RunFolder, observer: Observer, 
         JobFailed: the job was refused, or ended without a result.
     """
     # FLARE takes seconds to import; a local run must not wait for it.
-    from ..flare.kits import write_kits
     from ..flare.launch.poc import start_poc
     from ..flare.launch.simulator import Workplace, resolve_folder, simulate
     from ..flare.launch.submission import run_deployed
     from ..flare.recipe import list_user_classes
+    from ..flare.workspace import write_kits
     from ..tasks.data.source import write_site_files
 
     config, out = study.config, resolve_folder(folder.path) if kit is None else folder.path

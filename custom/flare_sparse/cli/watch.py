@@ -173,7 +173,7 @@ def follow_site(kit: Path) -> Iterator[Lines]:
         ConfigError: the folder is no kit.
         RequestRefused: a record cannot be read.
     """
-    from ..flare.running import RUNNING_FOLDER, list_running
+    from ..flare.running import RUNNING_FOLDER, list_uses
     from ..flare.session import REQUESTS_FOLDER
     from ..flare.site.people import summarize_requests
 
@@ -184,7 +184,9 @@ def follow_site(kit: Path) -> Iterator[Lines]:
         if (written := {file: file.stat().st_mtime_ns for file in files}) != read:
             read, runs = written, summarize_requests(kit)
         asked = [f"{run.label}: {len(run.record.requests)} models, to round {run.last_round}" for run in runs]
-        running = {use.job for site in (kit / RUNNING_FOLDER).glob("*") for use in list_running(kit, site.name)}
+        running = {
+            use.job for site in (kit / RUNNING_FOLDER).glob("*") for use in list_uses(kit, site.name, running=True)
+        }
         yield [{"now": text} for text in [*asked, *find_training(kit, jobs=running)]]
         time.sleep(EVERY_S)
 

@@ -39,8 +39,7 @@ def check_shown_settings(owner: object, job: JobConfig, sections: Sequence[str])
         ConfigError: an argument differs, or is missing.
     """
     shown = {name: getattr(owner, name) for name in ("method", "task", "settings")}
-    runs = show_settings(job, sections)
-    before, after = dict(_flatten("", shown)), dict(_flatten("", runs))
+    before, after = (dict(_flatten("", arguments)) for arguments in (shown, show_settings(job, sections)))
     for path in sorted({*before, *after}):
         if path not in before or path not in after or before[path] != after[path]:
             found, expected = (repr(values.get(path, "nothing")) for values in (before, after))

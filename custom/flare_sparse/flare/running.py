@@ -58,20 +58,10 @@ def hold_data(fl_ctx: FLContext) -> None:
     _held[file] = lock
 
 
-def list_running(kit: Path, site: str) -> list[DataUse]:
-    """Return the jobs that use a site's data now."""
-    return _list_uses(kit, site, running=True)
-
-
-def list_ended(kit: Path, site: str) -> list[DataUse]:
-    """Return the jobs that have used a site's data and have ended."""
-    return _list_uses(kit, site, running=False)
-
-
 def wait_for_jobs(kit: Path, site: str, patience_s: float) -> list[DataUse]:
     """Wait until no job uses a site's data, and return those that still do after some seconds."""
     deadline = time.monotonic() + patience_s
-    while (running := list_running(kit, site)) and time.monotonic() < deadline:
+    while (running := list_uses(kit, site, running=True)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return running
 
@@ -79,7 +69,7 @@ def wait_for_jobs(kit: Path, site: str, patience_s: float) -> list[DataUse]:
 def end_jobs(kit: Path, site: str) -> list[DataUse]:
     """End the processes of the jobs that use a site's data, with those that they started; return what still runs."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for use in list_running(kit, site):
+        for use in list_uses(kit, site, running=True):
             with suppress(ProcessLookupError):
                 # FLARE starts each job in a session of its own, so that this ends its script, too.
                 is_leader = os.getpgid(use.process) == use.process
@@ -93,7 +83,8 @@ def _find_folder(kit: Path, site: str) -> Path:
     return kit / RUNNING_FOLDER / site
 
 
-def _list_uses(kit: Path, site: str, *, running: bool) -> list[DataUse]:
+def list_uses(kit: Path, site: str, *, running: bool) -> list[DataUse]:
+    """Return the jobs that use a site's data now, or those that have used it and have ended."""
     uses = []
     # No record is ever removed: a job that starts meanwhile would hold the lock of a removed file.
     for file in sorted(_find_folder(kit, site).glob("*.json")):

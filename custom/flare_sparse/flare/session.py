@@ -55,11 +55,10 @@ from ..wire.ledger import Ledger
 from ..wire.stage import SiteStage, StageRun
 from .checkpoints import KEPT_DAYS, delete_archived, delete_old, find_checkpoint_folder
 from .egress import install_recorder
-from .kits import read_kit
 from .running import hold_data
 from .script import FlareScript
 from .watchdog import watch_command
-from .workspace import JOB_FILE, find_job_file, get_workspace
+from .workspace import JOB_FILE, find_job_file, get_workspace, read_kit
 
 MODELS_FOLDER = "flare_sparse_models"
 """Folder in a startup kit that receives the site's own models, by run id, where tensors stay at the site."""

@@ -15,7 +15,7 @@ import pytest
 
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import ConfigError, DataError
-from flare_sparse.flare.running import RUNNING_FOLDER, list_ended, list_running
+from flare_sparse.flare.running import RUNNING_FOLDER, list_uses
 from flare_sparse.flare.site.people import withdraw_at_site
 from flare_sparse.tasks.data.source import find_site_data
 
@@ -94,7 +94,7 @@ def test_no_way_back_by_a_job_that_runs_meanwhile(kit: Path, tmp_path: Path) -> 
     leaving, scratch = write_list(tmp_path, "s1"), tmp_path / "scratch"
     Store(scratch / "study-0123" / "site-1", {}).save(1, Content(1))
     with run_job(kit, 60, FLARE_SPARSE_CHECKPOINTS=str(scratch)) as job:
-        assert [(use.job, use.process) for use in list_running(kit, "site-1")] == [("job-1", job.pid)]
+        assert [(use.job, use.process) for use in list_uses(kit, "site-1", running=True)] == [("job-1", job.pid)]
         with pytest.raises(ConfigError, match=rf"job job-1 \(process {job.pid}\) is running with their data"):
             withdraw_at_site(kit, leaving)
         assert find_site_data("site-1", kit / "local", {}).withdrawn == {"s0", "s1"}
@@ -104,16 +104,16 @@ def test_no_way_back_by_a_job_that_runs_meanwhile(kit: Path, tmp_path: Path) -> 
     assert not (scratch / "study-0123").exists()
     with run_job(kit, 0.5):
         assert withdraw_at_site(kit, leaving, end_after_s=30)[1] == "deleted: nothing"
-    assert list_running(kit, "site-1") == []
+    assert list_uses(kit, "site-1", running=True) == []
 
 
 def test_command_that_looks_at_the_same_time_is_no_running_job(kit: Path) -> None:
     with run_job(kit, 60):
-        assert list_ended(kit, "site-1") == []
+        assert list_uses(kit, "site-1", running=False) == []
     with (kit / RUNNING_FOLDER / "site-1" / "job-1.json").open() as looked_at:
         fcntl.flock(looked_at, fcntl.LOCK_SH)
-        assert list_running(kit, "site-1") == []
-        assert [use.job for use in list_ended(kit, "site-1")] == ["job-1"]
+        assert list_uses(kit, "site-1", running=True) == []
+        assert [use.job for use in list_uses(kit, "site-1", running=False)] == ["job-1"]
 
 
 def test_checkpoints_that_another_process_has_locked_are_not_passed_over(kit: Path, tmp_path: Path) -> None:

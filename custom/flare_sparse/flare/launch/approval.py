@@ -3,9 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from cryptography.hazmat.primitives import hashes
 from nvflare.lighter.tool_consts import NVFLARE_SUBMITTER_CRT_FILE
-from nvflare.lighter.utils import load_crt_chain, verify_folder_signature_and_get_signers
+from nvflare.lighter.utils import verify_folder_signature_and_get_signers
 
 from ...results.evidence.facts import Approval
 from ...results.runs.received import neutralize, parse_record
@@ -40,8 +39,6 @@ def read_approval(run: Path, kit: Path | None) -> Approval:
     certificate = folders[0] / NVFLARE_SUBMITTER_CRT_FILE if folders else None
     if certificate is None or not certificate.is_file():
         return approval
-    fingerprint = load_crt_chain(str(certificate))[0].fingerprint(hashes.SHA256()).hex()
-    approval = replace(approval, certificate_sha256=fingerprint)
     root = _find_root(run, kit)
     if root is None:
         note = "The signature was not checked: add the startup kit of a participant with --kit."

@@ -31,12 +31,12 @@ from ...results.runs.record import ROUNDS, GrowingRecord
 from ...tasks.data.source import SITE_FILE_VARIABLE
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
-from ..kits import KITS_VARIABLE
 from ..recipe import SparseRecipe
 from ..session import SITE_MODELS_VARIABLE
 from ..site.setup import allow_classes
 from ..tracking import FOLDERS
 from ..watchdog import COMMAND_VARIABLE, end_processes, identify_command
+from ..workspace import KITS_VARIABLE
 from .connection import JobFailed
 
 CHECK_S = 1.0

@@ -21,7 +21,7 @@ from ...tasks.data.absence import check_absence
 from ...tasks.data.source import LOCAL_FILE, WITHDRAWN_FILE, find_site_data, has_site_data, read_withdrawn
 from ...tasks.data.tables import read_table
 from ..checkpoints import delete_old, find_checkpoint_folder
-from ..running import end_jobs, list_ended, wait_for_jobs
+from ..running import end_jobs, list_uses, wait_for_jobs
 from ..session import MODELS_FOLDER, REQUESTS_FOLDER
 from .preflight import read_site_name
 from .setup import find_local_folder
@@ -167,7 +167,7 @@ def _delete_traces(kit: Path, name: str) -> list[str]:
     Raises:
         ConfigError: a job of another kind holds checkpoints; nothing may be left of it unsaid.
     """
-    uses = list_ended(kit, name)
+    uses = list_uses(kit, name, running=False)
     roots = {Path(use.checkpoints) for use in uses if use.checkpoints is not None}
     if (root := find_checkpoint_folder(Workspace(str(kit), name), name)) is not None:
         roots.add(root)

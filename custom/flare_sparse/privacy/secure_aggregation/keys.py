@@ -108,13 +108,12 @@ def agree(private_key: bytes, public_key: bytes, purpose: str, sum_id: SumId, na
         )
     except ValueError as error:
         raise RejectedMessage("E_SIGNATURE", "public key", "an X25519 key", "a key of small order") from error
+    return derive_key(secret, purpose, sum_id, *names)
+
+
+def derive_key(seed: bytes, purpose: str, sum_id: SumId, *names: str) -> bytes:
+    """Return the key, 32 bytes, of a seed of one site or two for one purpose in one sum."""
     info = b"\0".join([b"flare-sparse", purpose.encode(), sum_id.to_bytes(), *(name.encode() for name in names)])
-    return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(secret)
-
-
-def derive_key(seed: bytes, purpose: str, sum_id: SumId, name: str) -> bytes:
-    """Return the key, 32 bytes, of a site's own seed for one purpose in one sum."""
-    info = b"\0".join([b"flare-sparse", purpose.encode(), sum_id.to_bytes(), name.encode()])
     return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(seed)
 
 

@@ -131,7 +131,6 @@ class Approval:
         submitter: name, organization and role of the signer; without a verified signature as the server states them.
         submitted_at: ISO 8601 time, as the server states it.
         deployed: which participants accepted the job, as the server states it.
-        certificate_sha256: fingerprint of the submitter's certificate.
     """
 
     signature: str
@@ -140,7 +139,6 @@ class Approval:
     submitter: Mapping[str, str] | None = None
     submitted_at: str = ""
     deployed: tuple[str, ...] = ()
-    certificate_sha256: str = ""
 
 
 def digest_model(run: RunResult) -> str:

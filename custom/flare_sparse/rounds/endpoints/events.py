@@ -151,9 +151,8 @@ class EventLog:
 
     def add_notes(self, notes: Mapping[str, Sequence[str]]) -> None:
         """Add what the record says of the sites' data, by site."""
-        for site, texts in notes.items():
-            for text in texts:
-                self.add(site, DATA_WARNING, text)
+        for site, text in ((site, text) for site, texts in notes.items() for text in texts):
+            self.add(site, DATA_WARNING, text)
 
     def add(self, site: str, event: str, detail: str) -> bool:
         """Add an event to the next record, unless it was reported earlier; return whether it is new."""
@@ -179,14 +178,11 @@ class EventLog:
             numbers: numbers of the damaged checkpoints.
             is_empty: whether no intact checkpoint is left.
         """
-        events = [
-            (CHECKPOINT_DAMAGED, f"checkpoint {number:08d} failed its checksums and is kept as damaged-{number:08d}")
-            for number in numbers
-        ]
+        text = "checkpoint {0:08d} failed its checksums and is kept as damaged-{0:08d}"
+        events = {text.format(number): CHECKPOINT_DAMAGED for number in numbers}
         if events and is_empty:
-            detail = "no checkpoint is intact: the run starts again at round 1, from the initial model"
-            events.append((STARTED_OVER, detail))
-        return [detail for event, detail in events if self.add(SERVER, event, detail)]
+            events["no checkpoint is intact: the run starts again at round 1, from the initial model"] = STARTED_OVER
+        return [detail for detail, event in events.items() if self.add(SERVER, event, detail)]
 
     def add_steps_back(self, numbers: Iterable[int]) -> None:
         """Add the checkpoints of the server that were set aside intact."""

@@ -105,37 +105,17 @@ def plan_request(layout: Layout, run: str, base: Vector | None, **names: Any) ->
     return Plan(layout, run, is_request=True, **names)
 
 
-def plan_update(
-    layout: Layout,
-    run: str,
-    request: Request,
-    target: Vector,
-    *,
-    request_name: str | None = None,
-    sequence: int | None = None,
-) -> Plan:
-    """Return the plan of the update that answers ``request``, the same at both ends.
+def plan_update(layout: Layout, run: str, asked: Request, target: Vector, **names: Any) -> Plan:
+    """Return the plan of the update that answers a request, the same at both ends.
 
     The base mask of an update is always the trainable mask: the request carries it, so both ends hold it.
 
     Args:
         layout: layout of the model.
         run: id of the run, 16 hex digits.
-        request: the request that the update answers.
+        asked: the request that the update answers.
         target: the vector of the request, with its values if messages carry differences.
-        request_name: name of the answer; None at the server, which compares it with two.
-        sequence: number of the attempt.
+        names: ``sequence``, and ``request``, the name of the answer; without it at the server, which compares two.
     """
-    return Plan(
-        layout,
-        run,
-        target.name,
-        request.trainable,
-        target.values,
-        target=target.name,
-        request=request_name,
-        sequence=sequence,
-        round=request.round,
-        kind=request.kind,
-        is_request=False,
-    )
+    names |= {"target": target.name, "round": asked.round, "kind": asked.kind}
+    return Plan(layout, run, target.name, asked.trainable, target.values, is_request=False, **names)

@@ -311,7 +311,7 @@ class SiteEndpoint:
         assert held is not None, "a request was received"
         target = replace(held, values=self.site.weights) if FORMATS[self.values].sends_differences else held
         return plan_update(
-            self.site.layout, self.run, request, target, request_name=current.answer, sequence=current.header.sequence
+            self.site.layout, self.run, request, target, request=current.answer, sequence=current.header.sequence
         )
 
     @property
