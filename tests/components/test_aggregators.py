@@ -15,11 +15,11 @@ from nvflare.app_common.filters.exclude_vars import ExcludeVars
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from torch import nn
 
-from flare_sparse.components.aggregator import MethodAggregator
 from flare_sparse.components.aggregators import (
     FlexLoRAMean,
     MagnitudePruning,
     MetaStep,
+    MethodAggregator,
     OrderedMean,
     RankMean,
     ScoredMask,

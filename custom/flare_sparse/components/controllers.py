@@ -12,8 +12,7 @@ from nvflare.app_common.abstract.model import ModelLearnableKey
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.fedavg import FedAvg
 
-from .aggregator import check_aggregator
-from .aggregators import MetaStep, ScoredMask
+from .aggregators import MetaStep, ScoredMask, check_aggregator
 
 
 class NeuroSFLController(FedAvg):
