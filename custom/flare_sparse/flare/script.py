@@ -140,7 +140,9 @@ class FlareScript:
         self._context: FLContext | None = None
         self._abort_signal = Signal()
         self._failure = ""
-        self._errors = _ThreadErrors()
+        # The exception with which the script ended, and the hook of ``threading`` before the own one.
+        self._error: BaseException | None = None
+        self._next_hook = threading.excepthook
         # None: no script, or one in a process of its own.
         self._calls: ScriptCalls | None = None
 
@@ -198,7 +200,9 @@ class FlareScript:
             params_exchange_format=ExchangeFormat.PYTORCH,
             server_expected_format=ExchangeFormat.PYTORCH,
         )
-        self._errors.install()
+        self._error = None
+        if threading.excepthook != self._keep_error:
+            self._next_hook, threading.excepthook = threading.excepthook, self._keep_error
         with self._wrap_calls():
             executor.handle_event(EventType.START_RUN, fl_ctx)
         return executor
@@ -243,6 +247,12 @@ class FlareScript:
         # The first cause: FLARE repeats its own messages about it.
         self._failure = self._failure or str(data)
 
+    def _keep_error(self, args: threading.ExceptHookArgs) -> None:
+        # FLARE reports neither an ImportError nor ``sys.exit``, by which argparse refuses a command line.
+        if args.thread is not None and args.thread.name == _THREAD:
+            self._error = args.exc_value
+        self._next_hook(args)
+
     def _explain_failure(self) -> FlareSparseError:
         """Return the error of a script that failed; the traceback of its exception is a note.
 
@@ -251,7 +261,7 @@ class FlareScript:
         if self._abort_signal.triggered:
             return ScriptFailed("the task was aborted while the script was running it")
         # Not kept: its frames hold the script's data.
-        error, self._errors.error = self._errors.error, None
+        error, self._error = self._error, None
         if isinstance(error, BudgetSpent):
             return BudgetSpent(str(error))
         failed = ScriptFailed(f"script {self._script.name}: {self._describe_end(error)}", self._log)
@@ -274,28 +284,6 @@ class FlareScript:
 
 
 _DATA = "flare_sparse.client.site_data().path, which simulator.data.path or the site file sets"
-
-
-class _ThreadErrors:
-    """Hook of ``threading`` that keeps the exception with which a script ends.
-
-    FLARE does not report each of them: not an ImportError, nor ``sys.exit``, by which argparse refuses a command line.
-    """
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self._next = threading.excepthook
-
-    def install(self) -> None:
-        """Forget the last exception; call this hook before the one that is installed."""
-        self.error = None
-        if threading.excepthook is not self:
-            self._next, threading.excepthook = threading.excepthook, self
-
-    def __call__(self, args: threading.ExceptHookArgs) -> None:
-        if args.thread is not None and args.thread.name == _THREAD:
-            self.error = args.exc_value
-        self._next(args)
 
 
 def _build_task(request: ScriptRequest) -> Shareable:
