@@ -63,6 +63,10 @@ class SiteFile(Settings):
     """where this site computes if the job leaves it open"""
 
 
+SAME_FIELDS = ("subset", "methods", "device", "id")
+"""Fields that a site file and :class:`SiteData` have in common."""
+
+
 def has_site_data(local_dir: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether one of the sources of :func:`find_site_data` is present."""
     is_set = any(environment.get(name) for name in (SITE_FILE_VARIABLE, DATA_VARIABLE))
@@ -142,16 +146,9 @@ def write_site_files(folder: Path, sites: Iterable[SiteData]) -> str:
 
 def format_site_file(site: SiteData) -> str:
     """Return the content of a site file as JSON, which is also valid YAML."""
-    methods = {name: dict(settings) for name, settings in site.methods.items()}
-    content = SiteFile(
-        data=site.path.absolute(),
-        subset=site.subset,
-        methods=methods,
-        withdrawn=tuple(sorted(site.withdrawn)),
-        device=site.device,
-        id=site.id,
-    )
-    return content.model_dump_json(exclude_defaults=True)
+    fields = {name: getattr(site, name) for name in SAME_FIELDS}
+    content = {"data": site.path.absolute(), "withdrawn": sorted(site.withdrawn), **fields}
+    return SiteFile.model_validate(content).model_dump_json(exclude_defaults=True)
 
 
 def _read_site_file(site: str, file: Path) -> SiteData:
@@ -162,11 +159,9 @@ def _read_site_file(site: str, file: Path) -> SiteData:
         raise DataError(f"{file}: {explain(error, SiteFile)}") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
+    fields = {name: getattr(content, name) for name in SAME_FIELDS}
     path = file.parent / content.data.expanduser()
-    withdrawn = frozenset(content.withdrawn)
-    return _check_exists(
-        SiteData(site, path, content.subset, content.methods, withdrawn, content.device, content.id), str(file)
-    )
+    return _check_exists(SiteData(site, path, withdrawn=frozenset(content.withdrawn), **fields), str(file))
 
 
 def _check_exists(data: SiteData, source: str) -> SiteData:
