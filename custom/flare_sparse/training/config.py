@@ -186,18 +186,14 @@ class TrainingConfig(Settings):
             return torch.optim.SGD(
                 [parameter], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov
             )
+        kind: Any = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        pieces: Sequence[int] = _cut(parameter.numel())
         if self.optimizer == "novograd":
-            # Its second moment is one number a tensor.
-            return _InPieces(parameter, sizes, self._build_novograd(lr))
-        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
-        build = partial(kind, lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
-        return _InPieces(parameter, _cut(parameter.numel()), build)
+            # Ginsburg et al. 2019. Its second moment is one number a tensor.
+            from monai.optimizers import Novograd
 
-    def _build_novograd(self, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-        """Return what builds MONAI's Novograd (Ginsburg et al. 2019)."""
-        from monai.optimizers import Novograd
-
-        return partial(Novograd, lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad)
+            kind, pieces = Novograd, sizes
+        return _InPieces(parameter, pieces, partial(kind, lr=lr, weight_decay=self.weight_decay, amsgrad=self.amsgrad))
 
     def select_hardware(self, own: str | None = None) -> Hardware:
         """Return what a site computes on.

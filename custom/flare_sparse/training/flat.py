@@ -4,6 +4,7 @@ Masks, clipping and optimisers operate on a single tensor, and a vector is loade
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -147,17 +148,12 @@ class FlatModel:
             written.add(number)
 
         # As soon as autograd has it: the gradients of all parameters are never in memory beside those of the entries.
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(collect, number))
-            for number, parameter in enumerate(self.parameters)
-            if parameter.requires_grad
-        ]
-        try:
+        with ExitStack() as hooks:
+            for number, parameter in enumerate(self.parameters):
+                if parameter.requires_grad:
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(collect, number)))
             for loss in losses:
                 loss.backward()
-        finally:
-            for handle in handles:
-                handle.remove()
         for number in set(range(len(self.parameters))) - written:
             out[live.parameters[number].entries] = 0
         return out

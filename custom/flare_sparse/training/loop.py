@@ -4,7 +4,6 @@ Values of a minibatch that are not finite: the most frequent cause of a loss tha
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -202,7 +201,7 @@ def _compute_losses(
         TrainingDiverged: a loss is NaN or infinite.
     """
     for batch in group:
-        with _autocast(model, precision):
+        with torch.autocast(model.device.type, getattr(torch, precision), enabled=precision != "float32"):
             loss = task.loss(model.module, model.to_device(batch))
         if not torch.isfinite(loss):
             remedy = "lower training.lr or set clip_norm"
@@ -210,13 +209,6 @@ def _compute_losses(
             raise TrainingDiverged(text, is_first_step=step == 1)
         # Divided, and not the gradient: the tensors that stay at the site have gradients of their own.
         yield loss / len(group) if len(group) > 1 else loss
-
-
-def _autocast(model: FlatModel, precision: Precision) -> AbstractContextManager[Any]:
-    """Return a context in which operations compute in a number format, where they allow it."""
-    if precision == "float32":
-        return nullcontext()
-    return torch.autocast(model.device.type, getattr(torch, precision))
 
 
 def explain_divergence(loss: Tensor, batch: Any, step: str, remedy: str) -> str:

@@ -82,7 +82,8 @@ class PrivateTrainer(Wrapper):
 
     def __init__(self, inner: Trainer, local: LocalTask, mechanism: SiteMechanism):
         super().__init__(inner)
-        self._local, self.mechanism, self._mechanism = local, mechanism, mechanism
+        self._local = local
+        self.mechanism: SiteMechanism = mechanism
         examples = local.examples
         self._records = group_subjects(examples.n_train, examples.train_subjects)
 
@@ -91,7 +92,7 @@ class PrivateTrainer(Wrapper):
         private = self._open(training, labels)
         trained = self._inner.train(replace(training, source=private))
         # Before anything can leave: a crash after it repeats the training to the same bits, at no further charge.
-        private.record(trained)
+        private.question.record(trained)
         return trained
 
     def compute_private_gradient(
@@ -138,7 +139,7 @@ class PrivateTrainer(Wrapper):
             plan = replace(plan, steps=-(-training.steps // config.accumulate))
         local, examples = self._local, self._local.examples
         decisive = *labels, config, self._records, tuple(examples.train_ids)
-        question = self._mechanism.open(training.start, training.trainable, plan, training.round, decisive)
+        question = self.mechanism.open(training.start, training.trainable, plan, training.round, decisive)
         local.train_examples.count_sampling(plan.steps * plan.lot_size * examples.n_train // plan.subjects, plan.steps)
         generator = local.make_generator("augment", *training.labels)
         return PrivateTraining(question, local, self._records, config.batch_size, generator)
@@ -186,12 +187,8 @@ class PrivateTraining:
         mean = torch.zeros(live.count)
         for step, subjects in enumerate(self.iterate_lots(), start=1):
             mean += self.compute_gradient([subjects], step, live, None).cpu() / self.question.plan.steps
-        self.record(mean)
+        self.question.record(mean)
         return mean
-
-    def record(self, values: Tensor) -> None:
-        """Charge the subjects for the trained values."""
-        self.question.record(values)
 
     @torch.no_grad()
     def _compute_rows(self, subjects: Sequence[int], live: LiveEntries) -> Tensor:

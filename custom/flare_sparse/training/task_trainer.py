@@ -4,7 +4,7 @@ Observation of channel gates. A gate is a submodule named ``gate`` that returns 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,30 +24,6 @@ from .local_task import LocalTask, weigh_batches
 from .loop import TrainingDiverged, disable_dropout, train
 from .sample_usage import SampleUsage
 from .trainer import Trainer, Training
-
-
-@contextmanager
-def observe_gates(network: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Record the gates ``(B, channels)`` of every forward pass within the context, by name of the gated layer."""
-    observed: dict[str, list[Tensor]] = {}
-    hooks = []
-    for name, part in network.named_modules():
-        prefix, _, last = name.rpartition(".")
-        if last == "gate":
-            observed[prefix] = []
-            hooks.append(part.register_forward_hook(lambda _, __, q, to=observed[prefix]: to.append(q.detach().cpu())))
-    try:
-        yield observed
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def compute_channel_sparsity(observed: Mapping[str, list[Tensor]]) -> float | None:
-    """Return the share of closed gates over examples and gated layers (MetaGater, section 5); None without gates."""
-    gates = [q.flatten() for layer in observed.values() for q in layer]
-    return float((torch.cat(gates) == 0).double().mean()) if gates else None
-
 
 OBSERVED_BATCH = 16
 """Batch size of passes that observe units."""
@@ -147,17 +123,13 @@ class TaskTrainer(Trainer):
         examples = own if limit is None else Subset(self.examples.train, range(min(limit, self.num_examples)))
         inputs: dict[str, list[Tensor]] = {}
         self._load_to_observe(weights)
-        hooks = [
-            part.register_forward_pre_hook(partial(_append_input, inputs.setdefault(name, [])))
-            for name, part in self._model.module.named_modules()
-            if isinstance(part, kind)
-        ]
-        try:
-            if hooks:
+        with ExitStack() as hooks:
+            for name, part in self._model.module.named_modules():
+                if isinstance(part, kind):
+                    append = partial(_append_input, inputs.setdefault(name, []))
+                    hooks.enter_context(part.register_forward_pre_hook(append))
+            if inputs:
                 self._predict(examples, self._model.module)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return {name: torch.cat(parts) for name, parts in inputs.items() if parts and parts[0].dim() == 2}
 
     def evaluate(self, weights: Tensor, memory: Mapping[str, Tensor]) -> dict[str, float]:
@@ -200,10 +172,16 @@ class TaskTrainer(Trainer):
         return self._measure(self.examples.validation)
 
     def _measure_with_gates(self, dataset: Dataset[Any]) -> dict[str, float]:
-        with observe_gates(self._model.module) as observed:
+        gates: list[Tensor] = []
+        with ExitStack() as hooks:
+            for name, part in self._model.module.named_modules():
+                if name.rpartition(".")[2] == "gate":
+                    hook = part.register_forward_hook(lambda _, __, q: gates.append(q.detach().cpu().flatten()))
+                    hooks.enter_context(hook)
             metrics = self._measure(dataset)
-        sparsity = compute_channel_sparsity(observed)
-        return metrics if sparsity is None else {**metrics, "channel_sparsity": sparsity}
+        # MetaGater, section 5: the share of closed gates over examples and gated layers.
+        closed = {"channel_sparsity": float((torch.cat(gates) == 0).double().mean())} if gates else {}
+        return {**metrics, **closed}
 
     def _measure(self, dataset: Dataset[Any]) -> dict[str, float]:
         """Return the exact metrics of the loaded model."""

@@ -149,7 +149,7 @@ def test_inputs_of_ever_new_sizes_do_not_fill_the_memory(monkeypatch: pytest.Mon
             inputs = torch.randn(1, 1, 1, size, 5)
             torch.testing.assert_close(network(inputs), reference(inputs), atol=1e-5, rtol=1e-5)
             assert len(blocks[0]._geometries) <= 6
-            assert len(blocks[0]._layers) <= 4
+            assert len(blocks[0]._plans) <= 4
 
 
 class DoublingConv3d(nn.Conv3d):

@@ -13,7 +13,6 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.models import ModelConfig, build_model
 from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates, binarize_straight_through
-from flare_sparse.training.task_trainer import compute_channel_sparsity
 
 NETWORKS = {
     "image_cnn": ({"image": (3, 16, 16), "channels": (4, 8, 8)}, ("1", "2"), (3, 16, 16)),
@@ -111,12 +110,6 @@ def test_running_statistics_include_closed_channels() -> None:
     with torch.no_grad():
         wrapped(torch.randn(3, 2, 6, 6) + 2)
     assert block[1].running_mean.count_nonzero() == 4
-
-
-def test_channel_sparsity_is_counted_over_layers_and_examples() -> None:
-    gates_by_layer = {"a": [torch.tensor([[1.0, 0.0], [1.0, 1.0]])], "b": [torch.tensor([[0.0, 0.0]])]}
-    assert compute_channel_sparsity(gates_by_layer) == pytest.approx(3 / 6)
-    assert compute_channel_sparsity({}) is None
 
 
 def test_gate_noise_is_added_in_training_only() -> None:

@@ -69,7 +69,7 @@ class Block:
         weight: Any = self.chain.layer.weight
         self.live, self.count, self._version = live, int(live.sum()), (weight.data_ptr(), weight._version)
         self._geometries: dict[tuple[Any, ...], Geometry | None] = {}
-        self._layers: dict[tuple[Geometry, BlockSpec], Layer] = {}
+        self._plans: dict[Geometry, LiveWeights] = {}
 
     def _has_other_weights(self, *, is_sparse: bool) -> bool:
         """Return whether other weights than the live ones differ from 0.
@@ -138,14 +138,11 @@ class Block:
         return inputs
 
     def _get_layer(self, geometry: Geometry) -> Layer:
-        key = (geometry, self._build_spec())
-        layer = self._layers.get(key)
-        if layer is None:
-            # A copy: another thread may add a layer meanwhile.
-            live = next((known.live for known in list(self._layers.values()) if known.geometry == geometry), None)
-            layer = Layer(geometry, live or LiveWeights.from_mask(self.live, geometry), key[1])
-            _remember(self._layers, key, layer, _PLANS)
-        return layer
+        live = self._plans.get(geometry)
+        if live is None:
+            live = LiveWeights.from_mask(self.live, geometry)
+            _remember(self._plans, geometry, live, _PLANS)
+        return Layer(geometry, live, self._build_spec())
 
     def _build_work(self, geometry: Geometry, samples: int) -> Work:
         chain = self.chain
