@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,6 @@ from .console import JSON, Screen, build_table, print_json
 from .console import out as console
 
 if TYPE_CHECKING:
-    from ..api.run import Run
     from ..tasks.task import Metric
 
 
@@ -60,51 +60,44 @@ def evaluate(
         flare-sparse evaluate runs/metagater_cifar10 --data new_hospital.npz --model adapted
     """
     from ..api.run import Run
-    from ..results.runs.evaluation import choose_evaluation_file
+    from ..results.runs.evaluation import ADAPTATION, ADAPTED, choose_evaluation_file
     from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS
 
     records = []
     for folder in runs:
         run = Run(folder, Screen())
+        show: Callable[[dict[str, Any], Metric], None]
         if model == "adapted":
             if data is None:
                 raise ConfigError("--model adapted: name the data of the new site with --data")
             if split != "all" or name is not None:
                 raise ConfigError("--model adapted: has a split and a name of its own; leave --split and --name out")
-            records.append(_adapt(run, data))
-            continue
-        record = run.evaluate(data, model=model, split=split, name=name)
+            record, show = run.adapt(data), _show_adapted
+            file = folder / ADAPTED / record["site"] / ADAPTATION
+        else:
+            record, show = run.evaluate(data, model=model, split=split, name=name), _show if data else _show_matrix
+            file = folder / EVALUATIONS / CROSS_SITE_FILE
+            if data:
+                file = choose_evaluation_file(folder, record["cohort"], model, overwrite=True)
         records.append(record)
         if not JSON.get():
-            (_show if data else _show_matrix)(record, run.study.assembly.task.metric)
-            file = (
-                choose_evaluation_file(folder, record["cohort"], model, overwrite=True)
-                if data
-                else (folder / EVALUATIONS / CROSS_SITE_FILE)
-            )
+            show(record, run.study.assembly.task.metric)
+            if model == "adapted":
+                console.print(f"model:  {file.with_name('model.safetensors')}")
             console.print(f"record: {file}")
     print_json(records[0] if len(records) == 1 else records)
 
 
-def _adapt(run: Run, data: Path) -> dict[str, Any]:
-    """Adapt the run's model to the data, show the figures unless they are asked for as JSON, and return them."""
-    from ..results.runs.evaluation import ADAPTATION, ADAPTED
-
-    figures = run.adapt(data)
-    if not JSON.get():
-        metric, folder = run.study.assembly.task.metric, run.path / ADAPTED / figures["site"]
-        rows = [
-            [_label_metric(name, metric), f"{figures['before'][name]:.3f}", f"{after:.3f}"]
-            for name, after in sorted(figures["after"].items())
-        ]
-        console.print(build_table(f"{figures['method']} at {figures['site']}", ("", "before", "after"), rows))
-        console.print(
-            f"{figures['training_examples']} training examples, {figures['adaptation_seconds']:.2f} s; "
-            f"{figures['sparsity']:.1%} of the weights are zero"
-        )
-        console.print(f"model:  {folder / 'model.safetensors'}")
-        console.print(f"record: {folder / ADAPTATION}")
-    return figures
+def _show_adapted(figures: dict[str, Any], metric: Metric) -> None:
+    rows = [
+        [_label_metric(name, metric), f"{figures['before'][name]:.3f}", f"{after:.3f}"]
+        for name, after in sorted(figures["after"].items())
+    ]
+    console.print(build_table(f"{figures['method']} at {figures['site']}", ("", "before", "after"), rows))
+    console.print(
+        f"{figures['training_examples']} training examples, {figures['adaptation_seconds']:.2f} s; "
+        f"{figures['sparsity']:.1%} of the weights are zero"
+    )
 
 
 def _show(result: dict[str, Any], metric: Metric) -> None:
@@ -115,7 +108,8 @@ def _show(result: dict[str, Any], metric: Metric) -> None:
     examples = f"{result['examples']}{of_split} examples{skipped}"
     title = f"{result['run']}: {label_model(result['model'])} on {result['cohort']}, {examples}"
     rows = []
-    for name in _order_metrics(result["metrics"], metric):
+    # The task's own metric first.
+    for name in sorted(result["metrics"], key=lambda name: (name != metric.name, name)):
         bounds = result["intervals"].get(name)
         interval = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"
         rows.append([_label_metric(name, metric), f"{result['metrics'][name]:.3f}", interval])
@@ -134,11 +128,6 @@ def _show_matrix(record: dict[str, Any], metric: Metric) -> None:
         values = [record["results"][site][model].get(metric.name) for site in sites]
         rows.append([label_model(model), *("-" if value is None else f"{value:.3f}" for value in values)])
     console.print(build_table(title, ["model", *(f"{site}\n{record['examples'][site]}" for site in sites)], rows))
-
-
-def _order_metrics(metrics: dict[str, float], metric: Metric) -> list[str]:
-    """Return the names with the task's own metric first."""
-    return sorted(metrics, key=lambda name: (name != metric.name, name))
 
 
 def _label_metric(name: str, metric: Metric) -> str:

@@ -47,7 +47,7 @@ def measure_rankings(
     Raises:
         DataError: a score is not a number, or a ranking has no members or no non-members.
     """
-    statistics: dict[str, list[Statistic]] = {name: [] for name in FIGURES}
+    parts: list[tuple[np.ndarray, tuple[Statistic, ...]]] = []
     for ranking in rankings:
         labels = is_member[ranking.rows]
         if np.isnan(ranking.scores).any():
@@ -56,18 +56,19 @@ def measure_rankings(
             raise DataError("an attack needs members and non-members: training examples and test examples of a site")
         auc = build_auc(ranking.scores, labels[:, None].astype(float))
         accuracy, tpr = build_balanced_accuracy(ranking.guesses, labels), build_tpr(ranking.scores, labels, 0.01)
-        for name, statistic in zip(FIGURES, (auc, accuracy, tpr), strict=True):
-            statistics[name].append(_select_rows(statistic, ranking.rows))
-    all_once = np.ones((1, len(is_member)), dtype=np.int64)
-    figures: dict[str, Any] = {n: float(np.mean([s(all_once)[0] for s in parts])) for n, parts in statistics.items()}
+        parts.append((ranking.rows, (auc, accuracy, tpr)))
+
+    def measure(weights: np.ndarray) -> np.ndarray:
+        """Return the figures ``(ranking, figure, resample)``."""
+        return np.array([[statistic(weights[:, rows]) for statistic in own] for rows, own in parts])
+
+    figures = measure(np.ones((1, len(is_member)), dtype=np.int64))[:, :, 0].T
     strata = np.array([f"{site} {label}" for site, label in zip(sites, is_member, strict=True)])
-    drawn: dict[str, list[np.ndarray]] = {name: [] for name in statistics}
-    for weights in iterate_resamples(strata, resamples):
-        for name, parts in statistics.items():
-            drawn[name].append(np.mean([s(weights) for s in parts], axis=0))
-    ends = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
-    intervals = {name: np.nanquantile(np.concatenate(values), ends).tolist() for name, values in drawn.items()}
-    return {**figures, "interval": intervals["auc"], "intervals": intervals}
+    drawn = [measure(weights).mean(axis=0) for weights in iterate_resamples(strata, resamples)]
+    bounds = np.nanquantile(np.concatenate(drawn, axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=1)
+    intervals = dict(zip(FIGURES, bounds.T.tolist(), strict=True))
+    values = {name: float(np.mean(own)) for name, own in zip(FIGURES, figures, strict=True)}
+    return {**values, "interval": intervals["auc"], "intervals": intervals}
 
 
 def build_balanced_accuracy(guesses: np.ndarray, is_member: np.ndarray) -> Statistic:
@@ -127,7 +128,3 @@ def choose_threshold(scores: np.ndarray, is_member: np.ndarray) -> float:
     below = np.searchsorted(others, values) / len(others)
     best = int(np.argmax(above + below))
     return float(values[best] if best == 0 else (values[best - 1] + values[best]) / 2)
-
-
-def _select_rows(statistic: Statistic, rows: np.ndarray) -> Statistic:
-    return lambda weights: statistic(weights[:, rows])

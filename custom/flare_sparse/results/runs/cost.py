@@ -49,7 +49,8 @@ def measure_cost(model: nn.Module, inputs: Tensor) -> dict[str, Any]:
     one, batch = inputs[:1], inputs[torch.arange(BATCH) % len(inputs)].contiguous()
     macs = count_macs(model, one)
     total = macs.pop("")
-    off = sum(round(count * _share_of_zeros(model.get_submodule(name))) for name, count in macs.items())
+    shares = {name: (model.get_submodule(name).get_parameter("weight") == 0).float().mean() for name in macs}
+    off = sum(round(count * float(shares[name])) for name, count in macs.items())
     cost: dict[str, Any] = {"threads": torch.get_num_threads(), "batch": BATCH}
     cost["dense"] = {"macs": total, "examples_per_second": _time(model, batch)}
     cost["sparse"] = {"macs": total - off}
@@ -74,17 +75,8 @@ def count_macs(model: nn.Module, inputs: Tensor) -> dict[str, int]:
     found = {name: sum(parts.values()) // 2 for name, parts in counter.get_flop_counts().items()}
     root = type(model).__name__
     by_module = {name.removeprefix(f"{root}."): count for name, count in found.items() if name.startswith(f"{root}.")}
-    own = {name: n for name, n in by_module.items() if isinstance(_find(model, name, "weight"), Tensor)}
+    own = {name: n for name, n in by_module.items() if model.get_submodule(name)._parameters.get("weight") is not None}
     return {**own, "": counter.get_total_flops() // 2}
-
-
-def _find(model: nn.Module, path: str, name: str) -> object:
-    return getattr(model.get_submodule(path), name, None)
-
-
-def _share_of_zeros(part: nn.Module) -> float:
-    weight = part.get_parameter("weight") if "weight" in part._parameters else None
-    return 0.0 if weight is None else float((weight == 0).float().mean())
 
 
 def _time(model: nn.Module, batch: Tensor) -> float:

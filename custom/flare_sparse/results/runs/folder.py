@@ -104,11 +104,6 @@ class RunFolder:
             ConfigError: the run cannot be continued with these settings, or the folder holds another run.
             CheckpointError: a checkpoint could not be written.
         """
-        if not run.is_dir():
-            raise ConfigError(
-                f"--start {run}: expected last, new, or the result folder of a finished run, and there is no folder of "
-                "this name"
-            )
         run, rounds = run.resolve(), study.config.method.config.rounds
         folder = cls((out or run.with_name(f"{run.name}-{rounds}")).resolve(), resume=True)
         if folder.path != run and folder.has_checkpoint:

@@ -37,6 +37,8 @@ from .received import parse_record
 
 PREDICTIONS_FILE = "test_predictions.json"
 """File in the folder of evaluations with the predictions of every test subject."""
+PARTS = ("train", "validation", "test")
+"""Parts of a site's examples."""
 RUN = "run"
 """Name of the run's own predictions."""
 TOLERANCE = 1e-3
@@ -181,11 +183,7 @@ def _rank_subjects(examples: Examples) -> np.ndarray:
 
 def _list_names(examples: Examples) -> list[tuple[str, str]]:
     """Return subject and identifier of each example; an example without a subject is one of its own."""
-    parts = (
-        (examples.train_ids, examples.train_subjects),
-        (examples.validation_ids, examples.validation_subjects),
-        (examples.test_ids, examples.test_subjects),
-    )
+    parts = ((getattr(examples, f"{part}_ids"), getattr(examples, f"{part}_subjects")) for part in PARTS)
     return [pair for ids, subjects in parts for pair in zip(subjects or ids, ids or subjects, strict=True)]
 
 
@@ -193,16 +191,11 @@ def _tabulate(task: Task, site: str, examples: Examples) -> SiteRows | None:
     """Return a site's examples as rows; None if the task has no linear baseline."""
     if task.kind is None:
         return None
-    parts = (
-        (examples.train, examples.train_subjects),
-        (examples.validation, examples.validation_subjects),
-        (examples.test, examples.test_subjects),
-    )
     try:
-        tables = [(*map(_to_rows, task.tabulate_all(part)), subjects) for part, subjects in parts]
+        tables = [(*map(_to_rows, task.tabulate_all(getattr(examples, part))), part) for part in PARTS]
     except NotImplementedError:
         return None
-    return SiteRows(*(label_rows(site, *table) for table in tables))
+    return SiteRows(*(label_rows(site, x, y, getattr(examples, f"{part}_subjects")) for x, y, part in tables))
 
 
 def _fit(task: Task, rows: Mapping[str, SiteRows | None]) -> tuple[dict[str, np.ndarray], str]:

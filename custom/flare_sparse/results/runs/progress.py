@@ -184,15 +184,15 @@ def format_progress(line: Mapping[str, Any], seconds_left: float | None = None) 
         line: a line of ``rounds.jsonl``.
         seconds_left: estimate of the time until the run ends; None: unknown.
     """
-    sent = line["bytes_up"] + line["bytes_down"]
-    value = line["metrics"].get(line["metric"])
+    number, kind, sites, value, size, seconds = format_cells(line)
+    compared = compare_with_dense(line["bytes_up"] + line["bytes_down"], line["dense_bytes"])
     parts = [
-        "final model" if line["round"] > line["rounds"] else f"round {line['round']}/{line['rounds']}",
-        line["kind"] if line["kind"] not in ("train", "evaluate") else "",
-        f"{len(line['sites_contributed'])}/{len(line['sites_asked'])} sites",
-        "" if value is None else f"{line['metric']} {value:.3f} {line['unit']}".strip(),
-        format_bytes(sent) + (f" ({compare_with_dense(sent, line['dense_bytes'])})" if line["dense_bytes"] else ""),
-        f"{line['seconds']:.1f} s",
+        "final model" if number == "final" else f"round {number}",
+        kind if kind not in ("train", "evaluate") else "",
+        f"{sites} sites",
+        "" if value == "-" else f"{line['metric']} {value} {line['unit']}".strip(),
+        f"{size} ({compared})" if line["dense_bytes"] else size,
+        f"{seconds} s",
         f"{format_duration(seconds_left)} left" if seconds_left else "",
         f"rejected: {_list_reasons(line['rejected'])}" if line["rejected"] else "",
         f"excluded: {_list_reasons(line['excluded'])}" if line.get("excluded") else "",
