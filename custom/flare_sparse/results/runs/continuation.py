@@ -117,8 +117,8 @@ def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> Non
     """
     if not (run / SUMMARY).is_file():
         raise ConfigError(
-            f"--start {run}: no record of a finished run; expected last, new, or the result folder of a finished run. An "
-            f"interrupted one needs --out {run} --start last"
+            f"--start {run}: no record of a finished run; expected last, new, or the result folder of a finished run. "
+            f"An interrupted one needs --out {run} --start last"
         )
     # With the code that the longer run executes: the folder's own may be somebody else's, and is not executed.
     choices: dict[str, Choice[Any]] = {"method": study.config.method, "task": study.config.task}
