@@ -14,8 +14,8 @@ from nvflare.apis.shareable import Shareable
 from torch import Tensor
 
 from ..core.params import TensorSpec
-from .arrays import ComponentError, is_float
-from .filters import MODELS, ModelFilter, check_last
+from .arrays import MODELS, ComponentError, is_float
+from .filters import ModelFilter, check_last
 
 CSR_KIND = "flare_sparse_csr_of"
 """Key in a DXO's meta: the kind of the DXO before ``ToCSR``."""

@@ -21,9 +21,8 @@ from nvflare.app_common.ccwf.client_ctl import ClientSideController
 from ..core.errors import get_failure_code, list_first
 from ..flare.egress import install_recorder
 from ..flare.payload import get_sender
-from .arrays import ComponentError, check_plain
+from .arrays import MODELS, ComponentError, check_plain
 
-MODELS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _READS = "requires_materialized_task_result"
 """Function by which FLARE asks the executor of a task whether this process reads a script's results."""
 WITHHELD = "flare_sparse_withheld"

@@ -24,8 +24,8 @@ from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
 from torch import Tensor
 
 from ..core.errors import get_failure_code, list_first
-from .arrays import MASK, ComponentError, check_plain, hold, is_float, unpack_mask
-from .filters import MODELS, ModelFilter
+from .arrays import MASK, MODELS, ComponentError, check_plain, hold, is_float, unpack_mask
+from .filters import ModelFilter
 
 _TASK, _MESSAGE = "flare_sparse.received_task", "flare_sparse.received_message"
 

@@ -30,8 +30,8 @@ from ..flare.payload import get_sender
 from ..results.runs.progress import compare_with_dense, format_bytes
 from ..rounds.streams import Model, ServerStream, SiteStream, StreamSettings
 from ..wire.formats import ValueType
-from .arrays import ComponentError, check_plain, guess_layout, is_float, to_arrays, to_vector
-from .filters import MODELS, ModelFilter, check_last
+from .arrays import MODELS, ComponentError, check_plain, guess_layout, is_float, to_arrays, to_vector
+from .filters import ModelFilter, check_last
 from .uploads import check_settings
 
 PACKET = "flare_sparse"

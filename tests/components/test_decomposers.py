@@ -13,8 +13,7 @@ from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.fuel.utils import fobs
 from torch import nn
 
-from flare_sparse.components.arrays import MASK, ComponentError
-from flare_sparse.components.converters import dxo_to_patch, patch_to_dxo
+from flare_sparse.components.arrays import MASK, ComponentError, dxo_to_patch, patch_to_dxo
 from flare_sparse.components.decomposers import MaskDecomposer, PatchDecomposer
 from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
