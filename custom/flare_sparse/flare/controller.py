@@ -188,13 +188,8 @@ class FederatedController(Controller):
         outcome = federation.run(assembly.weights, resume=True)
         folder.finish(outcome)
         # `nvflare job download` reads this file to name the model of the job.
-        write_json(
-            app_dir / "artifact_manifest.json",
-            {
-                "schema_version": "1",
-                "artifacts": {"global_model": f"{RESULTS}/model.safetensors"},
-            },
-        )
+        artifacts = {"global_model": f"{RESULTS}/model.safetensors"}
+        write_json(app_dir / "artifact_manifest.json", {"schema_version": "1", "artifacts": artifacts})
         # The mark comes last, because it promises that the complete result is on disk.
         if session.store is not None:
             mark_job_finished(session.store, get_workspace(fl_ctx), fl_ctx.get_job_id())

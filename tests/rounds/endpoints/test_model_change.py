@@ -10,7 +10,7 @@ from flare_sparse.core.errors import RequestRefused
 from flare_sparse.core.exchange import Content, Patch, RequestId, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
-from flare_sparse.rounds.endpoints.request_checks import ChangeLimit
+from flare_sparse.rounds.endpoints.request_log import ChangeLimit
 
 LAYOUT = Layout.from_module(nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)))
 FULL = Mask.full(LAYOUT.size)

@@ -10,7 +10,7 @@ from toy import Plain, ToyBench
 from flare_sparse.core.exchange import Content, Patch, Update
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
-from flare_sparse.rounds.endpoints.request_checks import is_standstill
+from flare_sparse.rounds.endpoints.request_log import is_standstill
 from flare_sparse.rounds.federation.progress import describe_cut_tensors
 from flare_sparse.training import TrainingConfig
 

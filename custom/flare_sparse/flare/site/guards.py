@@ -201,7 +201,17 @@ class SiteLastGate(FLComponent):
                 "this site's policy: a filter of the job added something to the message, the examples and the metrics"
             )
         expected = _encode_approved(approved, endpoint, policy)
-        _check_approved(message, meta, approved, expected)
+        # Compare bytes: a message is a function of its update, the request and what the site has left to send.
+        stated = meta.get("metrics", {})
+        if not (
+            np.array_equal(np.asarray(message), expected.data)
+            and meta.get("examples") == approved.num_examples
+            and all(name in approved.metrics and approved.metrics[name] == value for name, value in stated.items())
+        ):
+            raise PolicyRefusal(
+                "this site's policy: the message is not the update that the site approved: a filter of the job changed "
+                "it"
+            )
         # Checked again on the encoded message: only now is its size known, and rounding may have changed the norm.
         rounded = None if endpoint.stage.hides_values else expected.received
         values = approved.patch.values if rounded is None else rounded
@@ -209,7 +219,7 @@ class SiteLastGate(FLComponent):
         size = max(len(message), endpoint.stage.message_bytes)
         mask, layout = approved.patch.mask, endpoint.site.layout
         raise_refusals(policy.find_refusals(approved.content, _count_usage(endpoint), mask, values, layout, size))
-        metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
+        metrics = {name: value for name, value in approved.metrics.items() if name in stated}
         # The endpoint's own events: a filter of the job may have changed those of the message.
         return payload.update_to_shareable(np.asarray(message), replace(approved, metrics=metrics), endpoint.events)
 
@@ -331,21 +341,3 @@ def _find_initial_refusals(endpoint: SiteEndpoint, initial: torch.Tensor) -> Ite
 def _get_reference(update: Update, endpoint: SiteEndpoint) -> Any:
     """Return what to subtract from an update's values: for weights, those that the site received; else 0."""
     return update.patch.mask.take(endpoint.site.weights) if update.content == "weights" else 0.0
-
-
-def _check_approved(message: Any, meta: dict[str, Any], approved: Update, expected: Encoded) -> None:
-    """Compare bytes: a message is a function of its update, the request and what the site has left to send.
-
-    Raises:
-        PolicyRefusal: the message is not that of the approved update.
-    """
-    is_approved = (
-        np.array_equal(np.asarray(message), expected.data)
-        and meta.get("examples") == approved.num_examples
-        and set(meta.get("metrics", {})) <= set(approved.metrics)
-        and all(approved.metrics[name] == value for name, value in meta.get("metrics", {}).items())
-    )
-    if not is_approved:
-        raise PolicyRefusal(
-            "this site's policy: the message is not the update that the site approved: a filter of the job changed it"
-        )

@@ -34,8 +34,7 @@ from ...wire.stage import SiteStage
 from ..link import Answer, SiteLink, Vector, name_new_start, name_vector
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event
 from .plans import InitialModel, choose_values, correct_variances, plan_request, plan_update
-from .request_checks import ChangeLimit, check_kind, check_trainable, is_standstill
-from .request_log import RequestLog
+from .request_log import ChangeLimit, RequestLog, check_kind, check_trainable, is_standstill
 
 _LOG = logging.getLogger(__name__)
 
