@@ -53,7 +53,9 @@ def describe_study(
 
     recipe = QuestionRecipe(study.config.job, StatisticsExecutor(least), DescriptionController)
     content = run_statistics_job(study, recipe, DescriptionController.result, out, kit, observer)
-    record = build_record(study.config.name, least, content, list_expected(study))
+    settings = study.load_task().config
+    expected = [*settings.features, settings.target] if isinstance(settings, TableConfig) else []
+    record = build_record(study.config.name, least, content, expected)
     write_json(out / RECORD, record)
     write_description(record, out)
     return record
@@ -85,12 +87,6 @@ def run_statistics_job(
     # Site files name identifiers of subjects, which belong to no result.
     site_files = write_site_files(out / "workspace" / "sites", sites.values())
     return simulate_statistics(recipe, Workplace(sorted(sites), site_files), out, result, observer)
-
-
-def list_expected(study: Study) -> list[str]:
-    """Return the columns that a study of a table needs; empty for other tasks."""
-    settings = study.load_task().config
-    return [*settings.features, settings.target] if isinstance(settings, TableConfig) else []
 
 
 def build_record(

@@ -91,7 +91,9 @@ def sweep(
     """
     file, shared = Path(config), list_overrides(overrides)
     if isinstance(grid, Mapping):
-        grid = [f"{key}={values if isinstance(values, str) else _join(values)}" for key, values in grid.items()]
+        encode = partial(json.dumps, default=str)
+        lists = {key: [values] if isinstance(values, str) else map(encode, values) for key, values in grid.items()}
+        grid = [f"{key}={','.join(values)}" for key, values in lists.items()]
     study = Study.load(file, shared)
     base = study.config
     if not base.task.config.split.validation:
@@ -148,10 +150,6 @@ def _compare_methods(
         yield {**row, "value": group.get(paired), "difference": difference}
 
 
-def _join(values: Sequence[Any]) -> str:
-    return ",".join(json.dumps(value, default=str) for value in values)
-
-
 def _run_trial(study: Study, trial: Trial, folder: Path, observer: Observer) -> str | None:
     """Run a trial, or resume it, say a line about it, and return why it failed; None if it did not."""
     out = folder / trial.folder
@@ -202,8 +200,7 @@ def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
     best, unit = ranked[0], metric["unit"]
     rows = [{**asdict(result), "mean": result.mean, "deviation": result.deviation} for result in ranked]
     record = {"metric": metric, "config": str(file), "overrides": overrides, "results": rows, "warning": sweep.warning}
-    record["methods"] = list(sweep.methods)
-    write_json(folder / RECORD, record)
+    write_json(folder / RECORD, {**record, "methods": list(sweep.methods)})
     won = f"{folder.name} of {len(ranked)} settings with {len(best.validation)} seeds: {', '.join(best.settings)}."
     lines = [
         f"# Settings that won {won}",

@@ -1,16 +1,16 @@
 """``flare-sparse audit``: measure what finished runs reveal about their training examples."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .console import Screen, build_table, err, print_json
 from .console import out as console
+from .options import Runs
 
 
 def audit(
-    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs")],
+    runs: Runs,
     references: Annotated[
         int,
         typer.Option(

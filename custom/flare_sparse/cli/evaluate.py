@@ -12,13 +12,14 @@ from ..cohorts.split import Part
 from ..core.errors import ConfigError
 from .console import JSON, Screen, build_table, print_json
 from .console import out as console
+from .options import ModelName, Runs
 
 if TYPE_CHECKING:
     from ..tasks.task import Metric
 
 
 def evaluate(
-    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs")],
+    runs: Runs,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -27,14 +28,7 @@ def evaluate(
         ),
     ] = None,
     split: Annotated[Part, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all",
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="final|best|adapted|SITE",
-            help="Which of the run's models: the last one, the best on validation examples, the last one adapted to "
-            "80 % of the data, or a site's own",
-        ),
-    ] = "final",
+    model: ModelName = "final",
     name: Annotated[
         str | None,
         typer.Option(help="Name of the cohort in file, table and report; default: that of the data"),

@@ -7,14 +7,12 @@ import typer
 
 from ..core.errors import ConfigError
 from .console import out as console
+from .options import Out
 
 
 def evidence(
     run: Annotated[Path, typer.Argument(help="Result folder of flare-sparse run")],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="File that ends with .md or .pdf; default: dpia.md in the result folder"),
-    ] = None,
+    out: Out = None,
     sites: Annotated[
         list[str] | None,
         typer.Option(
@@ -32,8 +30,8 @@ def evidence(
     """Write a run's evidence as an annex for an impact assessment, which a person completes.
 
     It states who took part, under which terms, what left each site, the privacy budget and the attacks if the run has
-    them, every deviation (sites left out, retries, steps back), who signed the job, and the digest of each file. A PDF
-    needs the extra evidence.
+    them, every deviation (sites left out, retries, steps back), who signed the job, and the digest of each file. The
+    file --out ends with .md or .pdf; without it, it is dpia.md in the result folder. A PDF needs the extra evidence.
 
     [dim]flare-sparse evidence runs/neurosfl_brain_age[/]
 

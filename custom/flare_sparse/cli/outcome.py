@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -98,34 +98,24 @@ class RunProgress:
         return "safe: no round was committed yet, so there is nothing to lose"
 
 
-@dataclass
-class Interruption:
-    """A signal that asked the command to stop.
-
-    Attributes:
-        number: the signal; None: there was none.
-        processes: processes that the command had started when it arrived.
-    """
-
-    number: int | None = None
-    processes: list[psutil.Process] = field(default_factory=list)
-
-
 @contextmanager
-def watch_signals() -> Iterator[Interruption]:
-    """Raise KeyboardInterrupt for the first SIGINT or SIGTERM in the block, and note which one it was."""
-    interruption = Interruption()
+def watch_signals() -> Iterator[dict[int, list[psutil.Process]]]:
+    """Raise KeyboardInterrupt for the first SIGINT or SIGTERM in the block.
+
+    Yields:
+        Receives that signal, with the processes that the command had started when it arrived.
+    """
+    stopped: dict[int, list[psutil.Process]] = {}
     if threading.current_thread() is not threading.main_thread():
-        yield interruption
+        yield stopped
         return
     first = 0.0
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         nonlocal first
-        if interruption.number is None:
-            first, interruption.number = time.monotonic(), number
+        if not stopped:
             # Listed now: a grandchild can no longer be found once FLARE has killed its parent.
-            interruption.processes = psutil.Process().children(recursive=True)
+            first, stopped[number] = time.monotonic(), psutil.Process().children(recursive=True)
             # Ending a POC federation takes half a minute.
             os.write(2, b"\nstopping ...\n")
         elif time.monotonic() - first < PATIENCE_S:
@@ -135,7 +125,7 @@ def watch_signals() -> Iterator[Interruption]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     try:
-        yield interruption
+        yield stopped
     finally:
         # Not the handlers from before: those of the start (__main__.py) say that nothing was changed.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -154,14 +144,14 @@ def explain_outcome(progress: RunProgress) -> Iterator[None]:
         DiskFull, OutOfMemory: the run failed because its disk is full, or for lack of memory.
         FlareSparseError: the run's own error, with what is safe and what to type as notes.
     """
-    with watch_signals() as interruption:
+    with watch_signals() as stopped:
         try:
             yield
         # Any exception: a library whose import is interrupted may raise one of its own.
         except (KeyboardInterrupt, Exception) as error:
-            if isinstance(error, KeyboardInterrupt) or interruption.number is not None:
-                end_processes(interruption.processes)
-                number = interruption.number or signal.SIGINT
+            if isinstance(error, KeyboardInterrupt) or stopped:
+                number, processes = next(iter(stopped.items()), (signal.SIGINT, []))
+                end_processes(processes)
                 for line in progress.describe_interruption(number):
                     err.print(line)
                 raise typer.Exit(128 + number) from None

@@ -7,7 +7,7 @@ import typer
 
 from ..core.errors import ConfigError
 from .console import out as console
-from .options import ModelName
+from .options import ModelName, Out
 
 
 def predict(
@@ -16,17 +16,13 @@ def predict(
         Path,
         typer.Argument(help="A data set in the form of the run's sites, a folder of images, or one image"),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder to write; must be new or empty", show_default="RUN/predictions/NAME, NAME as the data"
-        ),
-    ] = None,
+    out: Out = None,
     model: ModelName = "final",
 ) -> None:
     """Write a label map for every image with the model of a segmentation run; no labels are needed.
 
-    Each file OUT/CASE_dseg.nii.gz has orientation, affine and voxels of the image and the values of task.classes.
+    The folder --out must be new or empty; without it, it is RUN/predictions/NAME, with the name of the data. Each file
+    OUT/CASE_dseg.nii.gz has orientation, affine and voxels of the image and the values of task.classes.
     Nothing leaves this machine.
 
     [dim]flare-sparse predict runs/neurosfl_hippocampus /data/new_hospital --out predictions[/]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,16 +9,12 @@ import typer
 from ..core.errors import ConfigError
 from .console import JSON, Screen, err, print_json
 from .console import out as console
+from .options import Out, Runs
 
 
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Result folders of flare-sparse run"),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder to write; default: report/ in the first result folder")
-    ] = None,
+    runs: Runs,
+    out: Out = None,
     plain: Annotated[
         bool,
         typer.Option(
@@ -29,6 +24,8 @@ def report(
     ] = False,
 ) -> None:
     """Draw quality, bytes, sites and sparsity of one or several runs, as PNG files and as a page that opens offline.
+
+    They go to the folder --out, or else to report/ in the first result folder.
 
     Runs of fedavg and local_only serve as baselines for the others. Beside every run stand trivial baselines: the mean
     of each site, and a ridge or logistic regression of each site alone and of all sites pooled, with paired differences

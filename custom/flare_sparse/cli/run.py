@@ -20,7 +20,7 @@ from ..core.threads import run_beside
 from ..results.runs.progress import find_training
 from .console import JSON, PageConsole, Screen
 from .console import out as stdout
-from .options import ConfigFile, Overrides, StartFrom
+from .options import AdminKit, ConfigFile, Out, Overrides
 
 if TYPE_CHECKING:
     from .outcome import RunProgress
@@ -36,17 +36,12 @@ def run(
             "see --kit)"
         ),
     ] = "sim",
-    kit: Annotated[
-        Path | None, typer.Option(help="Startup kit of an admin who may submit jobs; only with --env prod")
+    kit: AdminKit = None,
+    out: Out = None,
+    start: Annotated[
+        str | None,
+        typer.Option(metavar="last|new|RUN", help="Continue or replace a run; default: a new run, nothing is replaced"),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Result folder; default: runs/<name>, with --env local runs/<name>-local; with -2, -3, ... if that "
-            "holds a finished run"
-        ),
-    ] = None,
-    start: StartFrom = None,
     set_: Overrides = None,
 ) -> None:
     """Run a job, show a line for each round, and write model and record to the result folder.
@@ -54,7 +49,16 @@ def run(
     The same settings end with the same model in every environment, bit for bit. Unless --env is given, the job runs in
     FLARE's simulator. The section deployment of the configuration says what the job carries (packaging: byoc: the
     package's source) and which service receives the figures of its rounds (track: tensorboard, mlflow, wandb). Ctrl-C
-    stops the run after its last committed round and prints the command that continues it.
+    stops the run after its last committed round and prints the command that continues it. --env prod needs --kit, the
+    startup kit of an admin who may submit jobs.
+
+    The result folder is runs/<name>, with --env local runs/<name>-local, and with -2, -3, ... after it if that holds a
+    finished run; --out names another one.
+
+    --start last continues the interrupted run of the result folder from its last committed round; --start new replaces
+    the run of the result folder. --start RUN, the result folder of a finished run, which is not changed, continues it
+    up to the larger total of method.rounds, as if it had had all rounds at once; the default of --out is then
+    RUN-ROUNDS. It is not for --env prod, nor for methods whose schedule depends on the number of rounds.
 
     With --json, standard output has the line of each round as in rounds.jsonl, then the summary, with the folder.
 

@@ -11,7 +11,7 @@ import typer
 from ..core.errors import ConfigError
 from .console import Screen
 from .console import out as console
-from .options import ModelName
+from .options import ModelName, Out
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,7 +25,7 @@ Format = Literal["network", "sparse", "int8", "csr", "compact", "onnx"]
 
 def save(
     run: Annotated[Path, typer.Argument(help="Result folder of a run")],
-    out: Annotated[Path | None, typer.Option(help="Folder to write; default: saved/ in the result folder")] = None,
+    out: Out = None,
     model: ModelName = "final",
     form: Annotated[
         Format,
@@ -43,7 +43,8 @@ def save(
 ) -> None:
     """Write a run's model as other libraries read it: adapters in the format of peft, networks as safetensors.
 
-    A folder in $FLARE_SPARSE_MODELS can serve other tasks as their base model, by the folder's name.
+    They go to the folder --out, or else to saved/ in the result folder. A folder in $FLARE_SPARSE_MODELS can
+    serve other tasks as their base model, by the folder's name.
 
     [dim]flare-sparse save runs/lora_a2_brain_age --out adapters/nsk[/]
 

@@ -41,9 +41,15 @@ def settings(
     [dim]flare-sparse settings my_tasks.Dose[/]
     """
     if name is None:
-        for section, table in (("method", _list_methods()), ("task", _list_tasks())):
-            console.print(table)
-            _print_plugins(section)
+        from ..methods.registry import METHODS
+        from ..tasks.registry import TASKS
+
+        methods = [(name, get_first_line(method), find_source(method)) for name, method in METHODS.items()]
+        console.print(_build_table(("name", "what happens in a round", "source"), methods))
+        _print_plugins("method")
+        tasks = [(name, _describe_target(task), _describe_metric(task), task.reads) for name, task in TASKS.items()]
+        console.print(_build_table(("name", "what it predicts", "metric", "data that it reads"), tasks))
+        _print_plugins("task")
         console.print(f"\nconfigurations, for flare-sparse run NAME: {', '.join(list_configurations())}")
         return
     section, entry = _load(name)
@@ -86,20 +92,6 @@ def _print_plugins(section: str) -> None:
 def find_source(method: type[Method[Any, Any]]) -> str:
     """Return the paper that the method's module cites in its first line."""
     return get_first_line(inspect.getmodule(method)).partition(":")[0]
-
-
-def _list_methods() -> Table:
-    from ..methods.registry import METHODS
-
-    rows = [(name, get_first_line(method), find_source(method)) for name, method in METHODS.items()]
-    return _build_table(("name", "what happens in a round", "source"), rows)
-
-
-def _list_tasks() -> Table:
-    from ..tasks.registry import TASKS
-
-    rows = [(name, _describe_target(task), _describe_metric(task), task.reads) for name, task in TASKS.items()]
-    return _build_table(("name", "what it predicts", "metric", "data that it reads"), rows)
 
 
 def _describe_target(task_class: type[Task]) -> str:

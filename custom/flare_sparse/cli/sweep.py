@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +11,7 @@ from rich.table import Table
 from ..results.runs.progress import format_bytes
 from .console import JSON, Screen, build_table, err
 from .console import out as console
-from .options import ConfigFile, Overrides
+from .options import ConfigFile, Out, Overrides
 
 if TYPE_CHECKING:
     from ..results.runs.sweep import SettingsResult
@@ -28,19 +27,16 @@ def sweep(
         ),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting, from the configuration's on")] = 3,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the sweep; default: runs/NAME-sweep; the same folder continues a sweep"),
-    ] = None,
+    out: Out = None,
     set_: Overrides = None,
 ) -> None:
     """Run a configuration with several settings, and choose by the metric on validation examples.
 
-    All combinations of the values are run, as local runs (--env local), without FLARE. The same command continues an
-    interrupted sweep: finished runs are kept, others resumed, failed ones too. Settings with a run without a result are
-    ranked last. Writes a table (sweep.json), a figure (sweep.png, with the extra report) and the configuration with the
-    settings that won (best.yaml). With several seeds, some test subjects of one seed are validation subjects of
-    another; with --seeds 1 they choose nothing (docs/evaluation.md).
+    All combinations of the values are run, as local runs (--env local), without FLARE, in the folder --out, or else
+    runs/NAME-sweep. The same command continues an interrupted sweep: finished runs are kept, others resumed, failed
+    ones too. Settings with a run without a result are ranked last. Writes a table (sweep.json), a figure (sweep.png,
+    with the extra report) and the configuration with the settings that won (best.yaml). With several seeds, some test
+    subjects of one seed are validation subjects of another; with --seeds 1 they choose nothing (docs/evaluation.md).
 
     Methods are values like others; a setting that one of them lacks is left out of its runs. The best settings of each
     are then compared on the same test subjects, with paired 95 % intervals.

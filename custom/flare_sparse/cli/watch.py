@@ -36,6 +36,7 @@ from ..results.runs.progress import (
 from .console import JSON, err
 from .console import build_table as build_plain_table
 from .console import out as stdout
+from .options import AdminKit
 
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session
@@ -46,7 +47,7 @@ SHOWN_ROUNDS = 12
 """Lines of the live table; older ones scroll away."""
 EVERY_S, REFRESH_S = 2.0, 5
 """Seconds between two looks, and after which a page loads itself again."""
-_PORT, MAX_PORT = re.compile(r"-?\d+"), 65535
+_PORT = re.compile(r"-?\d+")
 WIDTH = 64
 """Characters of a line of a page; so many fit a phone."""
 _PAGE = """<!doctype html>
@@ -65,9 +66,7 @@ def watch(
             help="Result folder of a run, startup kit of a site, or with --kit the id of a job",
         ),
     ],
-    kit: Annotated[
-        Path | None, typer.Option(help="Startup kit of an admin of the federation that runs the job")
-    ] = None,
+    kit: AdminKit = None,
     page: Annotated[
         str | None,
         typer.Option(
@@ -138,12 +137,11 @@ def serve_page(file: Path, port: int) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             """Print no line for a request: the terminal has the table."""
 
-    if not 0 <= port <= MAX_PORT:
-        raise ConfigError(f"--page {port}: a port is 0 to {MAX_PORT}; a file of this name is ./{port}")
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        raise ConfigError(f"--page {port}: {error.strerror}; choose another port") from error
+    except (OSError, OverflowError) as error:
+        text = getattr(error, "strerror", error)
+        raise ConfigError(f"--page {port}: {text}; choose another port; a file of this name is ./{port}") from error
     with server, run_beside(lambda _: server.serve_forever()):
         try:
             yield f"http://127.0.0.1:{server.server_port}"

@@ -146,21 +146,17 @@ def load_config(
     """
     file = Path(path)
     data = _resolve_paths(read_yaml(file), file.parent)
-    data = apply_overrides(drop_settings(data, overrides, file.parent), overrides)
+    known = _list_method_settings(overrides, file.parent)
+    if known is not None and isinstance(section := data.get("method"), dict):
+        # Settings that the method of an override lacks, as in method.name=fedavg.
+        data["method"] = {key: value for key, value in section.items() if key in known}
+    data = apply_overrides(data, overrides)
     data = _locate_script_data(data, file.parent)
     data = insert_bundle(_resolve_paths(data, Path.cwd()))
     if classes is None:
         data, classes = resolve_classes(data, file.parent)
     registries = _build_registries(data, classes)
     return _validate(RunConfig, _read_files(data, registries["task"], file), registries, str(file))
-
-
-def drop_settings(data: dict[str, Any], overrides: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Drop the settings of a file's method that the method of an override lacks: ``method.name=fedavg``."""
-    section, known = data.get("method"), _list_method_settings(overrides, folder)
-    if known is None or not isinstance(section, dict):
-        return data
-    return {**data, "method": {key: value for key, value in section.items() if key in known}}
 
 
 def keep_known_settings(overrides: Sequence[str], folder: Path) -> tuple[str, ...]:
