@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import DataError, suggest
+from .errors import DataError, list_first, suggest
 
 EXACT = 2**53
 """Whole numbers below it are exact as float64; above it, neighbours become equal."""
@@ -162,6 +162,17 @@ def describe_unknown(name: str, known: Collection[str], where: str) -> str:
     if similar := find_similar(name, known):
         return f"{name!r} is not in {where}, which has {similar!r}; names are compared character by character"
     return f"{name!r} is not in {where}{suggest(name, known).replace(' Did', '. Did')}"
+
+
+def describe_absent(column: str, columns: Collection[str]) -> str:
+    """Return that there is no such column, with the most similar one and those that there are.
+
+    >>> describe_absent("aeg", ["age", "sex"])
+    "no column 'aeg'. Did you mean 'age'? Found: age, sex"
+    """
+    similar = find_similar(column, columns)
+    hint = f" Did you mean {similar!r}?" if similar else suggest(column, columns)
+    return f"no column {column!r}.{hint} Found: {list_first(columns) or 'none'}"
 
 
 def _fold(name: str) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..core.errors import ConfigError, DataError, list_first, suggest
-from ..core.names import clean_names
+from ..core.errors import ConfigError, DataError
+from ..core.names import clean_names, describe_absent
 from ..core.needs import Need, Needs
 from ..inputs.harmonization import Harmonizer
 from ..inputs.scaling import InputScaler, StatisticsLayer
@@ -129,7 +129,7 @@ def match_columns(pattern: str, columns: Sequence[str]) -> list[str]:
     """
     expression = re.escape(pattern).replace(r"\*", ".*")
     if not (found := [name for name in columns if name == pattern or re.fullmatch(expression, name)]):
-        raise ValueError(f"no column {pattern!r}.{suggest(pattern, columns)} Found: {list_first(columns)}")
+        raise ValueError(describe_absent(pattern, columns))
     return found
 
 

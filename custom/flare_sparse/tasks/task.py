@@ -21,7 +21,7 @@ from ..cohorts.split import Split, SplitConfig
 from ..cohorts.subgroups import ERROR, LONGEST_CELL, label_values, parse_subgroup, split_metric
 from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed, abbreviate, list_first
 from ..core.findings import Finding
-from ..core.names import list_beginnings
+from ..core.names import describe_absent, list_beginnings
 from ..core.needs import Needs
 from ..core.params import separate_tensors
 from ..core.reading import MinibatchReader, move_batch, stack_examples
@@ -688,10 +688,7 @@ def _label_tests(task: Task, data: SiteData, examples: Examples) -> dict[str, li
     labels = {}
     for column, width in map(parse_subgroup, task.config.subgroups):
         if column not in cohort.columns:
-            raise DataError(
-                f"{data.path}: task.subgroups: there is no column {column!r}; the columns are "
-                f"{', '.join(cohort.columns)}"
-            )
+            raise DataError(f"{data.path}: task.subgroups: {describe_absent(column, cohort.columns)}")
         try:
             values = label_values(np.asarray(cohort.columns[column]), width)
         except ValueError as error:

@@ -172,5 +172,5 @@ def test_policy_and_setting_keep_small_subgroups_at_the_site(run: Run, tmp_path:
 def test_subgroups_by_a_column_that_is_not_there_are_refused(tmp_path: Path) -> None:
     file = write_study(tmp_path, subgroups=["scanner"])
     study = Study.load(file)
-    with pytest.raises(DataError, match="there is no column 'scanner'; the columns are subject, hospital, sex"):
+    with pytest.raises(DataError, match=r"no column 'scanner'\. Found: subject, hospital, sex"):
         load_examples(study.load_task(), study.prepare_sites(tmp_path)["A"], 2)

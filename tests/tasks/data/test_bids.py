@@ -95,7 +95,7 @@ def test_missing_image_is_explained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("subject\tage\nsub-01\t3\n", "no column 'participant_id'; found subject, age"),
+        ("subject\tage\nsub-01\t3\n", "no column 'participant_id'. Found: subject, age"),
         ("participant_id\tage\n../x\t3\n", "line 2: participant_id '../x'; expected sub- and letters or digits"),
         ("participant_id\nsub-01\nsub-01\n", "line 3: sub-01 occurs twice"),
         ("participant_id\tage\nsub-01\t3\t4\n", "line 2 has 3 fields, the first line 2"),

@@ -160,7 +160,7 @@ def test_natural_site_is_split_further_at_random() -> None:
         (
             ["A", "B"],
             {"column": "sites"},
-            "no column 'sites' to partition by. Did you mean 'site'? The columns are: site, label, age",
+            "no column 'sites'. Did you mean 'site'? Found: site, label, age",
         ),
         (["A", "B"], {"split": {"AA": 2}}, "split: 'AA' is not in column 'site'. Did you mean 'A'?"),
         (["A", "A"], {"split": {"A": 3}}, "2 examples cannot fill 3 sites"),

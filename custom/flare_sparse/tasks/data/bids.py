@@ -16,8 +16,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from ...core.errors import DataError, list_first, suggest
-from ...core.names import find_number
+from ...core.errors import DataError, list_first
+from ...core.names import describe_absent, find_number
 from ..task import Cohort
 from .table_files import read_columns
 from .tables import MISSING
@@ -90,8 +90,7 @@ class CaseFiles:
         if not self.is_listed:
             raise DataError(f"unknown participant: it has no row in {TABLE}")
         if column not in self.row:
-            hint = suggest(column, self.row)
-            raise DataError(f"{TABLE} has no column {column!r}.{hint} Found: {', '.join(self.row)}")
+            raise DataError(f"{TABLE} has {describe_absent(column, self.row)}")
         value = self.row[column]
         if value.lower() in MISSING:
             raise DataError(f"{column} is missing in {TABLE}")
@@ -254,7 +253,7 @@ def read_rows(table: Path, column: str = PARTICIPANT, pattern: re.Pattern[str] =
     """
     columns = read_columns(table, may_be_empty=True)
     if column not in columns:
-        raise DataError(f"{table}: no column {column!r}; found {', '.join(columns)}")
+        raise DataError(f"{table}: {describe_absent(column, columns)}")
     rows: dict[str, dict[str, str]] = {}
     for number, cells in enumerate(zip(*columns.values(), strict=True), start=2):
         row = dict(zip(columns, map(str, cells), strict=True))

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from ...core.errors import DataError, suggest
-from ...core.names import clean_name, describe_unknown, format_names, parse_numbers
+from ...core.errors import DataError
+from ...core.names import clean_name, describe_absent, describe_unknown, format_names, parse_numbers
 from ...core.settings import Settings
 from ..task import Cohort
 
@@ -339,11 +339,7 @@ def list_renamed_sites(cohort: Cohort, column: str = "site", missing: str | None
 def _get_column(cohort: Cohort, column: str) -> np.ndarray:
     column = clean_name(column)
     if column not in cohort.columns:
-        known = ", ".join(cohort.columns) or "none"
-        raise DataError(
-            f"no column {column!r} to partition by.{suggest(column, cohort.columns)} The columns are: {known}. Set "
-            "simulator.data.partition.column"
-        )
+        raise DataError(f"{describe_absent(column, cohort.columns)}. Set simulator.data.partition.column")
     return np.asarray(cohort.columns[column])
 
 

@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from ...core.errors import DataError, list_first, suggest
-from ...core.names import find_number, find_similar, format_names
+from ...core.errors import DataError
+from ...core.names import describe_absent, find_number, format_names
 from .table_files import Columns, read_columns
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
@@ -154,10 +154,7 @@ class Table:
             DataError: there is no such column.
         """
         if name not in self.columns:
-            names = list(self.columns)
-            similar = find_similar(name, names)
-            hint = f" Did you mean {similar!r}?" if similar else suggest(name, names)
-            raise DataError(f"{self.source}: no column {name!r}.{hint} Found: {list_first(names)}")
+            raise DataError(f"{self.source}: {describe_absent(name, self.columns)}")
         return self.columns[name]
 
     def get_names(self, name: str) -> list[str]:
