@@ -1,10 +1,10 @@
 """Brain age and sex from T1-weighted volumes in BIDS data sets."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -132,18 +132,18 @@ class BrainConfig(CaseSettings, AdaptedTaskConfig):
 
 
 class BrainTask(AdaptableTask, ABC):
-    """Prediction of one number, the target, from volumes ``(B, 1, depth, height, width)``."""
+    """Prediction of one number, the target, from volumes ``(B, 1, depth, height, width)``.
+
+    Attributes:
+        parse_target: returns the value to predict for a subject.
+    """
 
     config: BrainConfig
+    parse_target: ClassVar[Callable[[CaseFiles], float]]
     reads = (
         "a BIDS data set, or a folder of several: participants.tsv with age or sex (F or 0, M or 1), and "
         "sub-*/[ses-*/]anat/*_T1w.nii.gz; a session is an example of its subject"
     )
-
-    @staticmethod
-    @abstractmethod
-    def get_target(subject: CaseFiles) -> float:
-        """Return the value to predict for a subject."""
 
     def build_network(self) -> nn.Module:
         """Return the configured network with one output."""
@@ -159,7 +159,7 @@ class BrainTask(AdaptableTask, ABC):
         preprocess = build_preprocessing(config.downsample, config.normalization)
 
         def read_example(subject: CaseFiles) -> tuple[Tensor, Tensor]:
-            target = torch.tensor([self.get_target(subject)])
+            target = torch.tensor([self.parse_target(subject)])
             return preprocess(read_voxels(subject.require_images()[0], config.shape, config.spacing)), target
 
         used, warnings = set(data.select(subjects, lambda name: subjects[name].subject)), []
@@ -192,13 +192,9 @@ class BrainAge(BrainTask):
 
     Config = BrainAgeConfig
     config: BrainAgeConfig
+    parse_target = staticmethod(CaseFiles.parse_age)
     metric = Metric("mae", "years", "min")
     kind = "regression"
-
-    @staticmethod
-    def get_target(subject: CaseFiles) -> float:
-        """Return the age in years."""
-        return subject.parse_age()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the smooth L1 or the squared error of the standardised age, a scalar."""
@@ -226,13 +222,9 @@ class SexClassification(BrainTask):
     """Sex (1: male) from a T1-weighted volume, by one logit (NeuroSFL, section 4.2)."""
 
     Config = BrainConfig
+    parse_target = staticmethod(CaseFiles.parse_sex)
     metric = Metric("accuracy", "", "max")
     kind = "binary"
-
-    @staticmethod
-    def get_target(subject: CaseFiles) -> float:
-        """Return 1 for male, 0 for female."""
-        return subject.parse_sex()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the binary cross-entropy, a scalar."""

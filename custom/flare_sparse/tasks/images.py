@@ -7,7 +7,7 @@ The splits of a file are pooled, because each site makes its own. An example's i
 
 import io
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -141,9 +141,8 @@ def read_images(path: Path, ids: Iterable[str]) -> tuple[np.ndarray, np.ndarray]
     with _open(path) as arrays:
         labels = _read_labels(arrays)
         keys = [_parse_id(name, labels) for name in ids]
-        numbers = {split: sorted({number for s, number in keys if s == split}) for split, _ in keys}
-        images = {split: dict(zip(n, _read_split(arrays, split, n), strict=True)) for split, n in numbers.items()}
-        selected = [images[split][number] for split, number in keys]
+        images = {split: _open_split(arrays, split) for split in {split for split, _ in keys}}
+        selected = [images[split](number) for split, number in keys]
         stacked = np.stack(selected) if selected else np.empty((0, 1, 1, 1), np.uint8)
         return stacked, np.array([labels[split][number] for split, number in keys], dtype=np.int64)
 
@@ -167,20 +166,19 @@ def _parse_id(name: str, labels: Mapping[str, np.ndarray]) -> tuple[str, int]:
     return split, int(number)
 
 
-def _read_split(arrays: Mapping[str, np.ndarray], split: str, numbers: Sequence[int]) -> Iterator[np.ndarray]:
-    """Yield the images ``numbers`` of a split, each ``(height, width, channels)``."""
+def _open_split(arrays: Mapping[str, np.ndarray], split: str) -> Callable[[int], np.ndarray]:
+    """Return what reads an image ``(height, width, channels)`` of a split by its number."""
     if f"{split}_images" in arrays:
         images = arrays[f"{split}_images"]
         if images.dtype != np.uint8 or images.ndim not in (3, 4):
             raise ValueError(
                 f"{split}_images is {images.dtype} {images.shape}; expected uint8 (n, h, w) or (n, h, w, c)"
             )
-        yield from (np.atleast_3d(images[number]) for number in numbers)
-    elif f"{split}_blob" in arrays and f"{split}_ends" in arrays:
+        return lambda number: np.atleast_3d(images[number])
+    if f"{split}_blob" in arrays and f"{split}_ends" in arrays:
         blob, ends = arrays[f"{split}_blob"].tobytes(), [0, *arrays[f"{split}_ends"].tolist()]
-        yield from (_decode(blob[ends[number] : ends[number + 1]]) for number in numbers)
-    else:
-        raise ValueError(f"neither {split}_images nor {split}_blob and {split}_ends")
+        return lambda number: _decode(blob[ends[number] : ends[number + 1]])
+    raise ValueError(f"neither {split}_images nor {split}_blob and {split}_ends")
 
 
 def _decode(data: bytes) -> np.ndarray:

@@ -158,22 +158,20 @@ class Segmentation(AdaptableTask):
         loss: Tensor = compute_loss(model(images).float(), labels[:, None])
         return loss
 
-    def compute_logits(self, model: nn.Module, image: Tensor) -> Tensor:
-        """Return the logits ``(1 + classes, d, h, w)`` of a whole image ``(channels, d, h, w)``, by sliding windows."""
+    def segment(self, model: nn.Module, image: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the classes of a whole image ``(channels, d, h, w)``, by sliding windows.
+
+        They are uint8 of ``shape``, the grid that the image was resampled from.
+        """
         from monai.inferers import sliding_window_inference
 
-        logits = sliding_window_inference(
+        logits: Any = sliding_window_inference(
             image[None], self.config.patch, 1, model, overlap=self.config.overlap, mode="gaussian"
         )
-        assert isinstance(logits, Tensor), "the network has one output"
-        return logits[0]
-
-    def segment(self, model: nn.Module, image: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the classes, uint8 of ``shape``: the grid that the image was resampled from."""
-        logits = self.compute_logits(model, image)
-        if tuple(logits.shape[1:]) != tuple(shape):
-            logits = functional.interpolate(logits[None], size=tuple(shape), mode="trilinear")[0]
-        return logits.argmax(dim=0).to(torch.uint8)
+        if tuple(logits.shape[2:]) != tuple(shape):
+            logits = functional.interpolate(logits, size=tuple(shape), mode="trilinear")
+        classes: Tensor = logits[0].argmax(dim=0).to(torch.uint8)
+        return classes
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return predicted and true classes ``(B, d, h, w)`` of volumes of one shape."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core.errors import ConfigError, abbreviate
-from ..task import METRIC_NAMES, Metric, is_metric_name
+from ..task import METRIC_NAMES, is_metric_name
 from .components import CLASSES, Component, Kind, Refusal, parse_component
 
 Purpose = Literal["segmentation", "classification"]
@@ -49,11 +49,6 @@ class Declaration:
     postprocessing: tuple[Component, ...]
     metric: Component
     metric_name: str
-
-    @property
-    def main_metric(self) -> Metric:
-        """The metric that compares rounds; undefined for cases without any label."""
-        return Metric(self.metric_name, "", "max", may_be_undefined=True)
 
     @property
     def num_outputs(self) -> int | None:

@@ -93,7 +93,9 @@ class BundleTask(AdaptableTask):
         self.code = dict(zip(self.config.code, own, strict=True))
         self._declaration = read_declaration(self.config.declaration, SOURCE, self.code)
         self._segments = self._declaration.purpose == "segmentation"
-        self.metric, self.kind = self._declaration.main_metric, None if self._segments else "classes"
+        # It is undefined for cases without any label.
+        self.metric = Metric(self._declaration.metric_name, "", "max", may_be_undefined=True)
+        self.kind = None if self._segments else "classes"
 
     def build_network(self) -> nn.Module:
         network = self._declaration.network.build()

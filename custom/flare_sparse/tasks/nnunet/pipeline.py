@@ -74,12 +74,8 @@ class Pipeline:
     @property
     def regions(self) -> dict[str, tuple[int, ...]]:
         """Values of the label map by name of each foreground class or region, in nnU-Net's order."""
-        values = {name: value for name, value in self.dataset["labels"].items() if name != "ignore"}
-        regions = {
-            name: tuple(map(int, value)) if isinstance(value, (list, tuple)) else (int(value),)
-            for name, value in values.items()
-        }
-        return {name: region for name, region in regions.items() if set(region) != {0}}
+        labels = {name: np.ravel(value).tolist() for name, value in self.dataset["labels"].items() if name != "ignore"}
+        return {name: tuple(values) for name, values in labels.items() if any(values)}
 
     def build_network(self) -> nn.Module:
         """Return the plan's network with an output at every resolution, as nnU-Net trains it.
@@ -229,12 +225,12 @@ class Pipeline:
                 inner.benchmark = False
         return {True: (augmenting, size), False: (trainer.get_validation_transforms(scales, **arguments), patch)}
 
-    def compute_logits(self, network: nn.Module, image: np.ndarray) -> Tensor:
-        """Return the logits ``(heads, d, h, w)`` of a prepared image: mirrored sliding windows with a Gaussian."""
+    def segment(self, network: nn.Module, case: Prepared) -> np.ndarray:
+        """Return the label map ``(d, h, w)`` on the image's own grid, by mirrored sliding windows with a Gaussian."""
+        from nnunetv2.inference.export_prediction import convert_predicted_logits_to_segmentation_with_correct_shape
         from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
-        device = next(network.parameters()).device
-        benchmark = torch.backends.cudnn.benchmark
+        device, benchmark = next(network.parameters()).device, torch.backends.cudnn.benchmark
         with redirect_stdout(StringIO()):
             predictor = nnUNetPredictor(device=device, allow_tqdm=False)
         # The predictor lets cuDNN choose by time, and the last bits would differ between two runs.
@@ -243,15 +239,8 @@ class Pipeline:
         predictor.manual_initialization(
             full, self.plans, self.configuration, None, self.dataset, TRAINER, self.mirror_axes
         )
-        logits: Tensor = predictor.predict_sliding_window_return_logits(torch.from_numpy(image)).cpu()
-        return logits
-
-    def segment(self, network: nn.Module, case: Prepared) -> np.ndarray:
-        """Return the label map ``(d, h, w)`` on the image's own grid."""
-        from nnunetv2.inference.export_prediction import convert_predicted_logits_to_segmentation_with_correct_shape
-
         labels: np.ndarray = convert_predicted_logits_to_segmentation_with_correct_shape(
-            self.compute_logits(network, case.image),
+            predictor.predict_sliding_window_return_logits(torch.from_numpy(case.image)).cpu(),
             self.plans,
             self.configuration,
             self.labels,
