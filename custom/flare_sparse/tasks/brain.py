@@ -135,11 +135,11 @@ class BrainTask(AdaptableTask, ABC):
     """Prediction of one number, the target, from volumes ``(B, 1, depth, height, width)``.
 
     Attributes:
-        parse_target: returns the value to predict for a subject.
+        target: what is predicted for a subject.
     """
 
     config: BrainConfig
-    parse_target: ClassVar[Callable[[CaseFiles], float]]
+    target: ClassVar[Literal["age", "sex"]]
     reads = (
         "a BIDS data set, or a folder of several: participants.tsv with age or sex (F or 0, M or 1), and "
         "sub-*/[ses-*/]anat/*_T1w.nii.gz; a session is an example of its subject"
@@ -159,7 +159,7 @@ class BrainTask(AdaptableTask, ABC):
         preprocess = build_preprocessing(config.downsample, config.normalization)
 
         def read_example(subject: CaseFiles) -> tuple[Tensor, Tensor]:
-            target = torch.tensor([self.parse_target(subject)])
+            target = torch.tensor([subject.parse_age() if self.target == "age" else subject.parse_sex()])
             return preprocess(read_voxels(subject.require_images()[0], config.shape, config.spacing)), target
 
         used, warnings = set(data.select(subjects, lambda name: subjects[name].subject)), []
@@ -192,7 +192,7 @@ class BrainAge(BrainTask):
 
     Config = BrainAgeConfig
     config: BrainAgeConfig
-    parse_target = staticmethod(CaseFiles.parse_age)
+    target = "age"
     metric = Metric("mae", "years", "min")
     kind = "regression"
 
@@ -222,7 +222,7 @@ class SexClassification(BrainTask):
     """Sex (1: male) from a T1-weighted volume, by one logit (NeuroSFL, section 4.2)."""
 
     Config = BrainConfig
-    parse_target = staticmethod(CaseFiles.parse_sex)
+    target = "sex"
     metric = Metric("accuracy", "", "max")
     kind = "binary"
 

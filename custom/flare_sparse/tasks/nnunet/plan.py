@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from math import prod
@@ -91,7 +91,8 @@ class Configuration(_Section):
         if prod(self.patch_size) > MAX_PATCH_VOXELS:
             raise ValueError(f"patch_size: found {self.patch_size}, over {MAX_PATCH_VOXELS:,} voxels")
         network, axes = self.architecture.arch_kwargs, len(self.patch_size)
-        if wrong := [sides for sides in (self.spacing, *network.kernel_sizes, *network.strides) if len(sides) != axes]:
+        sides: list[Sequence[float]] = [self.spacing, *network.kernel_sizes, *network.strides]
+        if wrong := [own for own in sides if len(own) != axes]:
             raise ValueError(f"spacing, kernel_sizes and strides: found {wrong[0]}; expected {axes} numbers")
         return self
 
