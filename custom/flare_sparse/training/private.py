@@ -42,7 +42,8 @@ def group_subjects(count: int, subjects: Sequence[str]) -> tuple[tuple[int, ...]
     (((0, 2), (1, 4), (3,)), ((0,), (1,)))
     """
     records: dict[str | int, list[int]] = {}
-    for index, subject in enumerate(subjects or range(count)):
+    keys: Sequence[str | int] = subjects or range(count)
+    for index, subject in enumerate(keys):
         records.setdefault(subject, []).append(index)
     return tuple(map(tuple, records.values()))
 

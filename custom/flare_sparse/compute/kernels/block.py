@@ -170,9 +170,9 @@ class SparseBlock(torch.autograd.Function):
             ctx.layer, ctx.source, ctx.weights, ctx.weight_shape = layer, source, weights, weight.shape
             ctx.gamma, ctx.mean, ctx.inverse, ctx.scales, ctx.shifts = gamma, mean, inverse, scales, shifts
             ctx.kept, ctx.positions, ctx.values = kept, positions, values
-        statistics = [torch.from_numpy(moment.astype(np.float32)) for moment in (mean, variance)]
-        ctx.mark_non_differentiable(*statistics)
-        return output, *statistics
+        kept_mean, kept_variance = (torch.from_numpy(moment.astype(np.float32)) for moment in (mean, variance))
+        ctx.mark_non_differentiable(kept_mean, kept_variance)
+        return output, kept_mean, kept_variance
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

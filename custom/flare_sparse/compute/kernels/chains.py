@@ -24,7 +24,7 @@ class Chain:
     """
 
     name: str
-    layer: nn.Conv3d
+    layer: nn.Module
     norm: nn.Module | None = None
     pool: nn.Module | None = None
     activation: nn.Module | None = None

@@ -196,8 +196,8 @@ class Geometry:
             for phase, target in zip(buffer.unbind(2), self._slice_phases(padded), strict=True):
                 depth, height, width = target.shape[2:]
                 target.copy_(phase[:, :, :depth, :height, :width])
-        depth, height, width = (slice(p, p + size) for p, size in zip(self.padding, self.shape, strict=True))
-        return padded[:, :, depth, height, width]
+        planes, rows, columns = (slice(p, p + size) for p, size in zip(self.padding, self.shape, strict=True))
+        return padded[:, :, planes, rows, columns]
 
     def _slice_phases(self, volume: Tensor) -> list[Tensor]:
         """Return the strided slices of a padded volume, one for each phase."""

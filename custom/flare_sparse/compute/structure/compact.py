@@ -103,7 +103,7 @@ def _find_closed_channels(network: nn.Sequential) -> Iterator[tuple[RemovableLay
 def _find_readers(modules: Mapping[str, Any], following: Sequence[str], channels: int) -> tuple[str, ...]:
     """Return the next convolution or linear layer, and the hidden layer of its gate."""
     for name in following:
-        part, first, gate = modules[name], name, ()
+        part, first, gate = modules[name], name, tuple[str, ...]()
         if is_gated(part):
             first = next(path for path in modules if path.startswith(f"{name}.body"))
             gate = (f"{name}.gate.hidden",)
