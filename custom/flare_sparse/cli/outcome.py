@@ -50,8 +50,9 @@ class RunProgress:
 
     def format_command(self, start: str = "") -> str:
         """Return the command with a value of ``--start``, quoted for a shell."""
-        options = [("--env", "" if self.env == "sim" else self.env), ("--kit", self.kit or "")]
-        options += [*(("--set", override) for override in self.overrides), ("--out", self.out), ("--start", start)]
+        options: list[tuple[str, str | Path | None]] = [("--env", None if self.env == "sim" else self.env)]
+        options += [("--kit", self.kit), *(("--set", override) for override in self.overrides)]
+        options += [("--out", self.out), ("--start", start)]
         given = (str(word) for name, value in options if value for word in (name, value))
         return shlex.join(["flare-sparse", "run", str(self.config), *given])
 
