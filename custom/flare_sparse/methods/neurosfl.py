@@ -107,11 +107,6 @@ class NeuroSFLConfig(AveragingConfig):
         return needs
 
     @property
-    def is_score_weighted(self) -> bool:
-        """Whether the sites' scores are weighted by examples; else all weigh the same."""
-        return self.scores == "weighted_snip"
-
-    @property
     def score_steps(self) -> int:
         """Exchanges of scores before training starts."""
         if self.scores == "random":
@@ -320,7 +315,7 @@ class NeuroSFL(AveragingMethod[NeuroSFLConfig, NeuroSFLState]):
         return [weighted_sum(contributions, self.get_sum_weights(SCORE))]
 
     def get_sum_weights(self, kind: str) -> Weights:
-        return weigh_equally if kind == SCORE and not self.config.is_score_weighted else weigh_by_examples
+        return weigh_equally if kind == SCORE and self.config.scores != "weighted_snip" else weigh_by_examples
 
     def _start_training(self, state: NeuroSFLState, masks: Sequence[Mask]) -> NeuroSFLState:
         """Return the state of round 1: theta <- theta_0 (.) m; entries that are not maskable stay live."""

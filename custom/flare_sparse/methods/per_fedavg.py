@@ -49,10 +49,6 @@ class PerFedAvgConfig(AdaptationConfig):
     def needs(self) -> Needs:
         return super().needs() | {Need.FLOAT32_STEPS.because("a meta-step is one of plain SGD in float32")}
 
-    @property
-    def epochs_remedy(self) -> str:
-        return "leave it out: a meta-step takes minibatches of its own, and local_steps says how many"
-
 
 @final
 class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):

@@ -51,22 +51,43 @@ from .support.selective import (
 from .support.unit_pruning import PruningConfig, PruningMethod
 
 
-class ChannelConfig(MethodConfig):
+class RevealingConfig(MethodConfig):
+    """Settings of rounds in which sites reveal a share of their change."""
+
+    rate: float = Field(0.3, gt=0, le=1)
+    """share of the parameters that a site uploads in a round"""
+    download_rate: float = Field(1.0, gt=0, le=1)
+    """share of the parameters that a site receives in a round, those that have changed most since it received them"""
+    aggregation: Aggregation = "sum"
+    """sum: add all deltas (the papers; a server learning rate of K); mean: weighted by examples, absent deltas are
+    zero; count: average over the sites that reveal an entry"""
+
+
+RevealingConfigT = TypeVar("RevealingConfigT", bound=RevealingConfig)
+
+
+class RevealingMethod(SelectiveMethod[RevealingConfigT]):
+    """A selective method whose server adds the revealed deltas or takes a mean."""
+
+    @property
+    def download_rate(self) -> float:
+        return self.config.download_rate
+
+    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
+        return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)
+
+
+class ChannelConfig(RevealingConfig):
     """Settings of SCBF's rounds."""
 
     rate: float = Field(0.3, gt=0, le=1)
     """alpha: share of the channel paths that a site selects in a round"""
     budget: float | None = Field(None, gt=0, le=1)
     """instead of rate: exact share of the parameters that a site uploads"""
-    download_rate: float = Field(1.0, gt=0, le=1)
-    """share of the parameters that a site receives in a round, those that have changed most since it received them"""
     selection: Selection = "positive"
     """positive: reveal the entries on a selected path; negative: those on no other path"""
     biases: Biases = "selected"
     """biases travel with the selected paths, never (as printed in the paper), or all"""
-    aggregation: Aggregation = "sum"
-    """sum: add all deltas (the paper; a server learning rate of K); mean: weighted by examples, absent deltas are zero;
-    count: average over the sites that reveal an entry"""
 
     def needs(self) -> Needs:
         return super().needs() | list_selective_needs(self.aggregation) | {WHOLE_UNITS}
@@ -122,14 +143,10 @@ class ChannelSelector:
         return self._groups
 
 
-class ChannelMethod(SelectiveMethod[ChannelConfigT]):
-    """A method whose sites reveal channels, and whose server adds their deltas or takes a mean."""
+class ChannelMethod(RevealingMethod[ChannelConfigT]):
+    """A method whose sites reveal channels."""
 
     SiteConfig = ChannelSiteConfig
-
-    @property
-    def download_rate(self) -> float:
-        return self.config.download_rate
 
     @cached_property
     def selector(self) -> ChannelSelector:
@@ -137,9 +154,6 @@ class ChannelMethod(SelectiveMethod[ChannelConfigT]):
 
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         return self.selector.select(delta.cpu(), site.layout, site.name, t, site.site_settings)
-
-    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
-        return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)
 
     def describe(self, state: SelectiveState | None = None) -> str:
         return self.selector.describe(self.layout) if state is None else ""
@@ -188,33 +202,19 @@ class FAwP(PruningMethod[PruningConfig]):
         return weighted_sum(contributions, weigh_by_examples)
 
 
-class DSSGDConfig(MethodConfig):
-    rate: float = Field(0.3, gt=0, le=1)
-    """share of the parameters that a site uploads in a round"""
-    download_rate: float = Field(1.0, gt=0, le=1)
-    """theta_d: share that a site downloads; as in scbf"""
-    aggregation: Aggregation = "sum"
-    """sum (the paper), mean or count; as in scbf"""
-
+class DSSGDConfig(RevealingConfig):
     def needs(self) -> Needs:
         return list_selective_needs(self.aggregation)
 
 
 @final
-class DSSGD(SelectiveMethod[DSSGDConfig]):
+class DSSGD(RevealingMethod[DSSGDConfig]):
     """Sites return the single parameters that changed most, and all running statistics; the server adds the deltas."""
 
     name = "dssgd"
     Config = DSSGDConfig
     trains_all_entries = True
 
-    @property
-    def download_rate(self) -> float:
-        return self.config.download_rate
-
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         parameters = Mask.from_tensors(site.layout, lambda tensor: tensor.role != "buffer")
         return top_k(delta.abs(), floor_fraction(self.config.rate, parameters.count), within=parameters) | ~parameters
-
-    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
-        return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)

@@ -31,7 +31,7 @@ from .aggregation.server_step import (
     ModelAverage,
     ServerMemory,
     ServerOptimizer,
-    take_server_step,
+    find_direction,
     update_model_average,
 )
 from .aggregation.weighted import weigh_by_examples, weighted_sum
@@ -185,11 +185,11 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
         mean, server = weighted_sum(contributions, weigh_by_examples), self.config.server
         if server.is_average:
             return mean, state.memory
-        # The mean as the model of one site: entries that no site sent have a delta of 0, and their moments decay.
-        patch = Patch.from_vector(state.weights + mean, Mask.full(self.layout.size))
-        averaged = [Contribution("mean", patch, "weights", 1)]
-        weights, memory = take_server_step(averaged, state.weights, state.memory, server, self.layout.num_parameters)
-        return weights - state.weights, memory
+        # Entries that no site sent have a delta of 0, and their moments decay.
+        direction, memory = find_direction(mean.double(), Mask.full(self.layout.size), state.memory, server)
+        parameters = slice(self.layout.num_parameters)
+        mean[parameters] = (server.lr * direction).float()[parameters]
+        return mean, memory
 
     def _count(self, fraction: float) -> int:
         """Return the number of parameters that a share of all entries selects."""

@@ -126,14 +126,14 @@ def take_server_step(
     if optimizer.is_average:
         return average, memory
     mask, delta = sum_deltas(contributions, weigh_by_examples, weights)
-    direction, memory = _find_direction(delta, mask, memory, optimizer)
+    direction, memory = find_direction(delta, mask, memory, optimizer)
     stepped = mask.put((mask.take(weights).double() + optimizer.lr * direction).float(), weights.clone())
     # Running statistics are always averaged: an extrapolated variance could be negative.
     average[:num_parameters] = stepped[:num_parameters]
     return average, memory
 
 
-def _find_direction(
+def find_direction(
     delta: Tensor, mask: Mask, memory: ServerMemory, optimizer: ServerOptimizer
 ) -> tuple[Tensor, ServerMemory]:
     """Return what times lr is the step, for the entries of the mask, and the memory; moments elsewhere become zero.

@@ -15,7 +15,7 @@ from ...core.needs import Need, Needs
 from ...tasks.task import COUNTS
 from ...training import Site, TrainingConfig
 from ...training.loop import TrainingDiverged
-from ..method import Method, MethodConfig, StateT, sample_sites
+from ..method import Method, MethodConfig, StateT
 
 
 class PersonalTrainingDiverged(FlareSparseError):
@@ -85,7 +85,8 @@ class AdaptationConfig(MethodConfig):
         if self.local_steps is not None and self.training.epochs != 1:
             raise ValueError(
                 f"training.epochs {self.training.epochs} has no effect with local_steps {self.local_steps}, which "
-                f"counts minibatches; {self.epochs_remedy}"
+                "counts minibatches; leave it out or, in methods other than per_fedavg, set local_steps: null to train "
+                "whole epochs"
             )
         return self
 
@@ -98,24 +99,6 @@ class AdaptationConfig(MethodConfig):
                 Need.OWN_MODEL.because("adapted at the site"),
             }
         )
-
-    @property
-    def epochs_remedy(self) -> str:
-        """What to do about epochs that have no effect, as a part of an error."""
-        return "set local_steps: null to train whole epochs, or leave training.epochs out"
-
-    def sample_training_sites(self, sites: Sequence[str], seed: int, t: int) -> list[str]:
-        """Return the sites of round ``t``, sampled from those that are not targets.
-
-        Raises:
-            ConfigError: all sites are targets.
-        """
-        training = [site for site in sites if site not in self.targets]
-        if not training:
-            raise ConfigError(
-                f"method.targets: all sites present ({', '.join(sites)}) are targets; leave some to train"
-            )
-        return sample_sites(training, self.participation, seed, t)
 
 
 AdaptationConfigT = TypeVar("AdaptationConfigT", bound=AdaptationConfig)
@@ -136,7 +119,17 @@ class AdaptationMethod(Method[AdaptationConfigT, StateT]):
         """Return a site's update of an ordinary round."""
 
     def select_sites(self, state: StateT, sites: Sequence[str]) -> list[str]:
-        return self.config.sample_training_sites(sites, self.seed, state.round)
+        """Return the sites of the round, sampled from those that are not targets.
+
+        Raises:
+            ConfigError: all sites are targets.
+        """
+        training = [site for site in sites if site not in self.config.targets]
+        if not training:
+            raise ConfigError(
+                f"method.targets: all sites present ({', '.join(sites)}) are targets; leave some to train"
+            )
+        return super().select_sites(state, training)
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind == ADAPT:

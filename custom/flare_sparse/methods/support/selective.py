@@ -116,9 +116,8 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
         training = self.config.get_training(request.round)
         trained = narrowed.train(start, Mask.full(narrowed.layout.size), training, request.round)
         revealed = self.reveal(trained - start, narrowed, request.round)
-        bits = torch.zeros(self.layout.size, dtype=torch.bool)
-        bits[request.trainable.indices] = revealed.bits
-        patch = Patch(revealed.take(trained), Mask(bits))
+        mask = Mask.from_positions(request.trainable.indices[revealed.bits], self.layout.size)
+        patch = Patch(revealed.take(trained), mask)
         metrics = narrowed.evaluate(narrowed.weights) if is_evaluated(self.config, request.round - 1) else {}
         return Update(patch, self.update_content, site.num_examples, metrics)
 

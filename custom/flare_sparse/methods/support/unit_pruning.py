@@ -201,9 +201,7 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
 
     @cached_property
     def _count_mask(self) -> Mask:
-        bits = torch.zeros(self.layout.size, dtype=torch.bool)
-        bits[self._count_entries] = True
-        return Mask(bits)
+        return Mask.from_positions(self._count_entries.sort().values, self.layout.size)
 
     def describe(self, state: SelectiveState | None = None) -> str:
         return f"{self.num_units} units of {len(self.layers)} layers can be removed" if state is None else ""

@@ -64,8 +64,6 @@ class Groups(ABC):
         biases: whether groups of kind ``bias`` are revealed with the selected units, never, or always.
     """
 
-    is_exact: bool
-    """Whether exactly ``ceil(rate * paths)`` channel paths are selected; otherwise the threshold is an estimate."""
     description: str
     """Summary of the groups, as display text."""
     threshold_description: str
@@ -104,7 +102,7 @@ class Groups(ABC):
 
         Args:
             delta: ``(P,)`` delta of local training.
-            rate: alpha, 0 to 1; 0 reveals nothing, 1 everything (except biases with ``biases="never"``).
+            rate: alpha, above 0; 1 reveals everything (except biases with ``biases="never"``).
             selection: "positive" reveals a group that at least one selected path passes through, "negative" a group
                 that only selected paths pass through.
             generator: source of randomness for networks with too many paths to list.
@@ -113,11 +111,9 @@ class Groups(ABC):
             UndefinedScores: an entry of the delta is not finite.
         """
         _require_finite(delta)
-        if rate in (0.0, 1.0):
-            selected = torch.full((self.count,), bool(rate))
-        else:
-            selected = self._append_always(self.select_groups(delta, rate, selection, generator), True)
-        return self._build_mask(selected) if rate else Mask.empty(self.layout.size)
+        if rate == 1:
+            return self._build_mask(torch.ones(self.count, dtype=torch.bool))
+        return self._build_mask(self._append_always(self.select_groups(delta, rate, selection, generator), True))
 
     def select_by_budget(self, delta: Tensor, fraction: float) -> Mask:
         """Select exactly ``floor(fraction * parameters)`` parameters, those on the most active paths first.

@@ -135,7 +135,7 @@ class NeuronGroups(Groups):
         reason: why there is no channel graph.
     """
 
-    is_exact, threshold_description = True, "threshold exact"
+    threshold_description = "threshold exact"
 
     def __init__(self, layout: Layout, biases: Biases = "selected", *, reason: str = ""):
         shapes = {spec.name: spec.shape for spec in layout.tensors}
