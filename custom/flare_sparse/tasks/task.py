@@ -595,9 +595,10 @@ class Task(ABC):
                     f"{source}: the name {name!r} is {type(name).__name__}; expected text that does not start with "
                     f"{VALIDATION!r}, which is reserved"
                 )
-            if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            found = float(value) if isinstance(value, numbers.Real) else value
+            if not isinstance(found, float) or not math.isfinite(found):
                 raise MetricsError(
-                    f"{source}: {name!r} is {abbreviate(value)}; expected a finite number, such as float(value). Omit "
+                    f"{source}: {name!r} is {abbreviate(found)}; expected a finite number, such as float(value). Omit "
                     "a metric that is undefined for these examples, and look for NaN in predictions and targets"
                 )
         if self.metric.name not in metrics and not self.metric.may_be_undefined:
