@@ -53,7 +53,7 @@ class Features:
 
     def complete(self, clip: float | None) -> np.ndarray:
         """Return scaled values with a missing number at 0, the center, and numbers between ``-clip`` and ``clip``."""
-        values = np.nan_to_num(self.values, nan=0.0)
+        values: np.ndarray = np.nan_to_num(self.values, nan=0.0)
         return values if clip is None else np.where(self.numbers, np.clip(values, -clip, clip), values)
 
     def describe_missing(self, row: int) -> str:

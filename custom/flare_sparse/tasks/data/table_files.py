@@ -5,7 +5,7 @@ import gzip
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
 from io import StringIO
 from pathlib import Path
@@ -51,7 +51,7 @@ def read_header(path: Path) -> list[str]:
     return list(_read(path, (), header_only=True))
 
 
-def _read(path: Path, columns: Collection[str], *, header_only: bool = False) -> Mapping[str, Any]:
+def _read(path: Path, columns: Collection[str], *, header_only: bool = False) -> Columns:
     reader = next((read for suffix, read in _READERS.items() if path.name.lower().endswith(suffix)), None)
     if reader is None:
         raise DataError(f"{path}: expected a file that ends with one of {', '.join(_READERS)}")
