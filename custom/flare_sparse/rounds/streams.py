@@ -25,7 +25,7 @@ from torch import Tensor
 from ..compute.structure.nodes import clip_variances
 from ..core.checkpoint.writing import replace_atomically
 from ..core.errors import ConfigError, MissingBase, RejectedMessage
-from ..core.exchange import Patch
+from ..core.exchange import Base, Content, Patch
 from ..core.mask import Mask, floor_fraction, top_k
 from ..core.params import Layout
 from ..core.seeds import make_generator
@@ -35,6 +35,8 @@ from ..wire.formats import ValueType, load_format
 from ..wire.plan import Plan, is_name
 from .link import Answer, ServerLink, SiteLink, Vector, name_request
 
+CONTENTS: dict[Base, Content] = {"zeros": "weights", "previous": "delta"}
+"""What a message says of a patch, by its base."""
 KIND = "model"
 """Kind of all messages."""
 _LOG = logging.getLogger(__name__)
@@ -158,7 +160,10 @@ class ServerStream:
 
         # A message that leads to the same model is rounded alike.
         generator = make_generator(int(model.held.name, 16) >> 4, "stream", model.round)
-        encoded = encode(patch, plan, values=settings.values, generator=generator, name_target=name_target)
+        content = CONTENTS[patch.base]
+        encoded = encode(
+            patch, plan, content=content, values=settings.values, generator=generator, name_target=name_target
+        )
         return encoded.data, sent
 
     def decode_update(self, message: np.ndarray, site: str, *, is_delta: bool) -> tuple[Model, Tensor]:
@@ -253,6 +258,7 @@ class SiteStream:
         encoded = encode(
             patch,
             model.build_answer_plan(self._run),
+            content=CONTENTS[patch.base],
             values=settings.values,
             generator=make_generator(int(model.answer, 16) >> 1, "stream"),
         )
@@ -350,7 +356,7 @@ def decode_change(message: np.ndarray, plan: Plan, sender: str = "server") -> tu
         RejectedMessage: the message is malformed or damaged, or not what the plan expects.
     """
     decoded = decode(message, plan, sender)
-    if (decoded.content, decoded.patch.base) not in (("weights", "zeros"), ("delta", "previous")):
+    if decoded.content != CONTENTS[decoded.patch.base]:
         raise RejectedMessage("E_KIND", "content", "a model, or a difference to one", decoded.content, sender)
     return decoded.patch, decoded.header.target
 

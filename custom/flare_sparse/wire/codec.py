@@ -106,7 +106,7 @@ def encode(
     patch: Patch,
     plan: Plan,
     *,
-    content: Content | None = None,
+    content: Content = "weights",
     trainable: Mask | None = None,
     values: ValueType = "float32",
     residual: Tensor | None = None,
@@ -118,7 +118,7 @@ def encode(
     Args:
         patch: values and the entries that they belong to.
         plan: the receiver's plan; everything from ``target`` on must be given, if ``name_target`` is not.
-        content: kind of the values; None: weights, or the delta that a patch of differences has.
+        content: kind of the values.
         trainable: second selection of a request, encoded relative to ``patch.mask``.
         values: number format. ``Encoded.residual`` is its rounding error. A quantized format sends weights as
             differences to ``plan.base_vector``; without that, in ``WITHOUT_BASE``.
@@ -133,7 +133,6 @@ def encode(
     """
     check_sender_plan(plan, is_named=name_target is None)
     check_patch(patch, plan)
-    content = content or ("weights" if patch.base == "zeros" else "delta")
     if FORMATS[values].sends_differences and content == "weights" and plan.base_vector is None:
         values = WITHOUT_BASE
     selection = _encode_selection(patch.mask, plan.base_mask, plan)
