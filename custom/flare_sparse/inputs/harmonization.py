@@ -102,17 +102,13 @@ class Harmonizer(StatisticsLayer):
         # and a buffer that is a view of a vector has the version and the address of the vector.
         statistics = self.statistics.tolist(), self.site.tolist()
         if self._fit is None or self._fit[0] != statistics:
-            self._fit = statistics, self._compute_fit().tolist()
+            pooled, own = self._unpack(self.statistics), self._unpack(self.site)
+            beta, sigma = self._fit_covariates(pooled)
+            is_harmonized = self._find_harmonized(sigma)
+            divisor = torch.where(is_harmonized, sigma, 1.0)
+            gamma, delta = self._estimate_site_effects(own, pooled, beta, divisor, is_harmonized)
+            self._fit = statistics, torch.vstack([beta, sigma, gamma, delta]).tolist()
         return torch.tensor(self._fit[1], dtype=torch.float64, device=self.statistics.device)
-
-    def _compute_fit(self) -> Tensor:
-        """Return the rows of the fit: effects of the covariates, spread, and shift and scale of the site."""
-        pooled, own = self._unpack(self.statistics), self._unpack(self.site)
-        beta, sigma = self._fit_covariates(pooled)
-        is_harmonized = self._find_harmonized(sigma)
-        divisor = torch.where(is_harmonized, sigma, 1.0)
-        gamma, delta = self._estimate_site_effects(own, pooled, beta, divisor, is_harmonized)
-        return torch.vstack([beta, sigma, gamma, delta])
 
     def _find_harmonized(self, sigma: Tensor) -> Tensor:
         """Return which inputs ``(d,)`` are harmonised: those that are to be, and vary within sites."""
@@ -162,12 +158,9 @@ class Harmonizer(StatisticsLayer):
 
     def pool_statistics(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the statistics of all sites, with squares and products about the mean of each site."""
-        moments = [self._unpack(part) for part in parts]
-        count = torch.stack([part.count for part in moments]).sum(0)
-        weighted = torch.stack([part.count * part.mean for part in moments]).sum(0)
-        squares = torch.stack([part.squares for part in moments]).sum(0)
-        products = torch.stack([part.products for part in moments]).sum(0)
-        return self._pack(Moments(count, weighted / count.clamp_min(1), squares, products))
+        sites = [self._unpack(part) for part in parts]
+        sums = torch.stack([torch.vstack([s.count, s.count * s.mean, s.squares, s.products]) for s in sites]).sum(0)
+        return self._pack(Moments(sums[0], sums[1] / sums[0].clamp_min(1), sums[2], sums[3:]))
 
     def is_valid(self, statistics: Tensor, examples: int) -> bool:
         """Return whether statistics can be those of ``examples`` examples."""
