@@ -201,6 +201,8 @@ def test_run_writes_a_consistent_record(tmp_path: Path) -> None:
         "model.safetensors",
         "best_model.safetensors",
         "config.yaml",
+        "metrics_summary.json",
+        "round_metrics.jsonl",
         "flare.log",
     } <= {path.name for path in out.iterdir()}
     ledger = jsonl(out / "ledger.jsonl")
@@ -212,6 +214,8 @@ def test_run_writes_a_consistent_record(tmp_path: Path) -> None:
     # Three sites: scores, then three rounds of weights.
     assert Counter(line["content"] for line in values) == {"scores": 3, "weights": 9}
     assert [line["kind"] for line in jsonl(out / "rounds.jsonl")] == ["score", "train", "train", "train", "evaluate"]
+    metrics = json.loads((out / "metrics_summary.json").read_text())
+    assert metrics["best_round"] == summary["best"]["round"]
     app = out / "workspace" / "sum" / "server" / "simulate_job" / "app_server"
     manifest = json.loads((app / "artifact_manifest.json").read_text())
     model = app / manifest["artifacts"]["global_model"]

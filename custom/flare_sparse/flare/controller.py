@@ -21,6 +21,9 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
+from nvflare.app_common.abstract.fl_model import FLModel
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.app_event_type import AppEventType
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from ..core.checkpoint.writing import write_json
@@ -29,8 +32,9 @@ from ..results.runs.progress import format_events, format_progress
 from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.server import Attempt, ServerEndpoint
 from ..rounds.federation.loop import Federation
-from ..rounds.federation.records import RoundRecord
+from ..rounds.federation.records import BestModel, RoundRecord
 from ..rounds.federation.roster import Connections
+from ..tasks.task import TEST_EXAMPLES, Metric
 from ..wire.stage import Questions, Reply
 from . import payload
 from .checkpoints import mark_job_finished
@@ -134,6 +138,7 @@ class FederatedController(Controller):
 
         def commit(record: RoundRecord) -> None:
             line = folder.commit(record)
+            self._announce_round(record, fl_ctx)
             if isinstance(tracker, Tracker):
                 tracker.log(list_figures(record), record.evaluated_round, run_dir)
             for event in format_events(line):
@@ -187,12 +192,42 @@ class FederatedController(Controller):
         # it was interrupted. Without checkpoints the run starts from round 0.
         outcome = federation.run(assembly.weights, resume=True)
         folder.finish(outcome)
+        self._announce_best(outcome.best, assembly.task.metric, fl_ctx)
         # `nvflare job download` reads this file to name the model of the job.
         artifacts = {"global_model": f"{RESULTS}/model.safetensors"}
         write_json(app_dir / "artifact_manifest.json", {"schema_version": "1", "artifacts": artifacts})
         # The mark comes last, because it promises that the complete result is on disk.
         if session.store is not None:
             mark_job_finished(session.store, get_workspace(fl_ctx), fl_ctx.get_job_id())
+
+    def _announce_round(self, record: RoundRecord, fl_ctx: FLContext) -> None:
+        """Publish the metrics of the model after ``record.evaluated_round`` to FLARE's MetricsArtifactWriter."""
+        if not record.evaluation.sites:
+            return
+        sites = [
+            {"name": name, "metrics": metrics, "weight": metrics.get(TEST_EXAMPLES, 1.0)}
+            for name, metrics in sorted(record.evaluation.sites.items())
+        ]
+        model = FLModel(
+            metrics=dict(record.evaluation.overall),
+            current_round=record.evaluated_round,
+            meta={AppConstants.METRICS_AGGREGATION_INFO: {"metric_source": "site_test_examples", "sites": sites}},
+        )
+        self.fire_event_with_data(AppEventType.AFTER_AGGREGATION, fl_ctx, AppConstants.AGGREGATION_RESULT, model)
+
+    def _announce_best(self, best: BestModel, metric: Metric, fl_ctx: FLContext) -> None:
+        """Name the best round in FLARE's metrics summary; none if no model was evaluated."""
+        if best.round < 0:
+            return
+        info = {
+            "best_round": best.round,
+            "best_metrics": best.metrics,
+            "best_aggregated_metrics": best.metrics,
+            "key_metric": {"name": metric.name, "mode": metric.mode},
+            "source": "flare_sparse",
+        }
+        event, key = AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, AppConstants.METRICS_SELECTION_INFO
+        self.fire_event_with_data(event, fl_ctx, key, info)
 
     def _list_returned(self, sites: list[str], timeout_s: float, fl_ctx: FLContext) -> set[str]:
         """Return the quarantined sites that have sent a hello, and leave an invitation for the others."""

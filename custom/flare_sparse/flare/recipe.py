@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
 from nvflare.utils.job_launcher_utils import PORTABLE_RESOURCE_DEFAULT_KEY
@@ -97,6 +98,7 @@ class SparseRecipe(_JobRecipe):
         if config.federation.gpus:
             job.job.add_resource_spec(PORTABLE_RESOURCE_DEFAULT_KEY, {"num_of_gpus": config.federation.gpus})
         job.to_server(FederatedController(**show_settings(config, SERVER_SECTIONS)), id="controller")
+        job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
         if tracker is not None:
             job.to_server(tracker, id=TRACKER_ID)
         steps = [SUM] if config.stage.hides_values else []

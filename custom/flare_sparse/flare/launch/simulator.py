@@ -152,6 +152,9 @@ def simulate(recipe: SparseRecipe, workplace: Workplace, out: Path, observer: Ob
     replace_record(record, out)
     workspace = out / "workspace" / recipe.name
     _copy_site_models(workspace, out)
+    for name in ("metrics_summary.json", "round_metrics.jsonl"):
+        if (server / "metrics" / name).is_file():
+            shutil.copy2(server / "metrics" / name, out / name)
     for name in FOLDERS.values():
         if (server / name).is_dir():
             shutil.copytree(server / name, out / name, dirs_exist_ok=True)

@@ -32,6 +32,8 @@ RECORD = (
     SUMMARY,
     *APPENDED_FILES,
     "model_card.md",
+    "metrics_summary.json",
+    "round_metrics.jsonl",
     "job_id.txt",
     "dpia.md",
     AUDIT_FILE,
