@@ -157,6 +157,21 @@ def test_base_model_does_not_depend_on_the_run_seed_but_adapters_do() -> None:
     assert not torch.equal(a, b)
 
 
+def test_a_starts_as_peft_starts_it_or_normal_as_in_the_paper() -> None:
+    torch.manual_seed(0)
+    starts = {init: add_adapters(brain(), AdapterConfig(rank=4, init=init)) for init in ("kaiming", "gaussian")}
+    a, b = (
+        {
+            init: torch.cat([w.flatten() for name, w in net.named_parameters() if part in name])
+            for init, net in starts.items()
+        }
+        for part in ("lora_A", "lora_B")
+    )
+    assert a["gaussian"].std().item() == pytest.approx(1 / 4, rel=0.05)
+    assert a["gaussian"].abs().max() > 3 / 4 > a["kaiming"].abs().max()
+    assert not b["gaussian"].any()
+
+
 def test_targets_match_the_ends_of_module_names() -> None:
     slots = Slots(Layout.from_module(add_adapters(vit(), AdapterConfig(rank=2, targets=("qkv", "mlp.linear1")))))
     assert [adapter.module.rpartition("model.")[2] for adapter in slots.adapters] == [

@@ -26,6 +26,8 @@ class AdapterConfig(Settings):
     """r_G: rank of every adapter"""
     alpha: float = Field(16.0, gt=0)
     """the product is scaled by alpha / rank"""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """initialisation of A: peft's default, or N(0, 1/r)"""
     site_rank: int = Field(0, ge=0, le=4096)
     """rank of a second adapter beside each one, which stays at the site (dual LoRA); needs method.personal: site; 0:
     none"""
@@ -67,7 +69,8 @@ def add_adapters(network: nn.Module, config: AdapterConfig, new: Sequence[str] =
     targets = _select_modules(body, config.targets) if config.targets else body
     if not targets:
         raise ConfigError("task.adapter: the network has no linear layer or 3D convolution beside its head to adapt")
-    settings: dict[str, Any] = {"lora_alpha": config.alpha, "target_modules": targets}
+    start = True if config.init == "kaiming" else config.init
+    settings: dict[str, Any] = {"lora_alpha": config.alpha, "target_modules": targets, "init_lora_weights": start}
     adapter = peft.LoraConfig(r=config.rank, modules_to_save=sorted(saved) or None, **settings)
     adapted: PeftModel = peft.get_peft_model(network, adapter)
     # peft takes whole modules, and all whose names end as asked.
