@@ -223,3 +223,11 @@ def test_exponent_one_is_linear_and_a_single_round_is_one_shot() -> None:
     assert FedSparsifyConfig(sparsity=0.5, rounds=11, exponent=1).compute_sparsity(6) == pytest.approx(0.25)
     assert FedSparsifyConfig(sparsity=0.5, rounds=1).compute_sparsity(1) == 0.5
     assert FedSparsifyConfig(sparsity=0.5, rounds=5, first_round=5).compute_sparsity(3) == 0
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_last_round_reaches_the_final_sparsity_only_by_force(force: bool) -> None:
+    """F = 4 does not divide T = 10: the formula stops at s_8 = 0.9 - 0.9 * (2 / 9) ** 3 (docs/algorithms.md, 2.7.2)."""
+    config = FedSparsifyConfig(sparsity=0.9, rounds=10, prune_every=4, force_final=force)
+    by_formula = 0.9 - 0.9 * (2 / 9) ** 3
+    assert [config.compute_sparsity(t) for t in (9, 10)] == pytest.approx([by_formula, 0.9 if force else by_formula])

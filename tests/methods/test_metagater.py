@@ -195,20 +195,48 @@ def test_first_model_sent_is_the_initial_one_bit_for_bit(gated: Net) -> None:
 
 
 @pytest.mark.slow
-def test_without_acceleration_a_round_equals_fedprox(gated: Net) -> None:
-    """Step = 1 / lambda: the uniform mean of the sites' models."""
-    method = gated.method(local_steps=3, momentum_cap=0, step=5.0, proximity=0.2)
+@pytest.mark.parametrize("local_proximity", [None, 0.0])
+def test_without_acceleration_a_round_equals_fedprox_or_fedavg(gated: Net, local_proximity: float | None) -> None:
+    """Step = 1 / lambda: the uniform mean of the sites' models, with proximal term (FedProx) or without (FedAvg)."""
+    settings = {"momentum_cap": 0, "step": 5.0, "proximity": 0.2, "local_proximity": local_proximity}
+    method = gated.method(local_steps=3, **settings)
     state = method.init(gated.weights, sorted(gated.examples))
+    pull = 0.2 if local_proximity is None else 0.0
     for t in (1, 2):
         sites = {name: gated.site(name) for name in gated.examples}
         start = state.w
         alone = [
-            s.train(start, Mask.full(method.layout.size), method.config.training, t, steps=3, proximal_strength=0.2)
+            s.train(start, Mask.full(method.layout.size), method.config.training, t, steps=3, proximal_strength=pull)
             for s in sites.values()
         ]
         state = method.learn(state, collect_updates(method, state, sites))
         assert torch.allclose(state.w, torch.stack(alone).mean(0), atol=1e-6)
         assert torch.equal(state.w, state.ag)
+
+
+@pytest.mark.slow
+def test_without_acceleration_a_run_equals_uniform_fedavg(gated: Net) -> None:
+    settings = {"local_steps": 2, "rounds": 3}
+    ours, _ = gated.run(momentum_cap=0, step=5.0, local_proximity=0.0, output="ag", **settings)
+    sites = {name: gated.site(name) for name in gated.examples}
+    method = METHODS["fedavg_one_step"](
+        METHODS["fedavg_one_step"].Config.model_validate({"weighting": "uniform", "training": FULL_BATCH, **settings}),
+        gated.layout,
+        1,
+    )
+    theirs, _ = run_locally(method, gated.weights, sites, gated.task.metric)
+    assert torch.allclose(ours.weights, theirs.weights, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epsilon", [0.1, 0.5])
+def test_shorter_step_equals_reptile(gated: Net, epsilon: float) -> None:
+    before, after = gated.states(1, momentum_cap=0, step=epsilon / 0.2, local_proximity=0.0, local_steps=4)
+    method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
+    ends = [
+        s.train(before.w, Mask.full(method.layout.size), method.config.training, 1, steps=4) for s in sites.values()
+    ]
+    assert torch.allclose(after.w, before.w + epsilon * (torch.stack(ends).mean(0) - before.w), atol=1e-6)
 
 
 def test_one_local_step_gives_the_mean_gradient(gated: Net) -> None:
@@ -360,11 +388,12 @@ def test_sites_weigh_equally_whatever_their_number_of_examples() -> None:
     assert torch.allclose(net.run()[0].weights, uneven.run()[0].weights, atol=1e-6)
 
 
-def test_result_is_the_model_sent_last(two: Net) -> None:
+@pytest.mark.parametrize("output", ["pr", "ag"])
+def test_output_selects_the_sequence(two: Net, output: str) -> None:
     """After three rounds of vector 11: 0.8 was sent last; 1.04 is w^ag."""
-    training = {**FULL_BATCH, "lr": 1.0}
-    assert two.run(training=training)[0].weights.item() == pytest.approx(0.8, abs=1e-6)
-    assert two.states(3, training=training)[-1].ag.item() == pytest.approx(1.04, abs=1e-6)
+    outcome, _ = two.run(output=output, training={**FULL_BATCH, "lr": 1.0})
+    wanted = {"pr": 0.8, "ag": 1.04}[output]
+    assert outcome.weights.item() == pytest.approx(wanted, abs=1e-6)
 
 
 def test_momentum_cap_bounds_alpha(two: Net) -> None:
@@ -372,6 +401,16 @@ def test_momentum_cap_bounds_alpha(two: Net) -> None:
     assert all(torch.equal(s.w, s.ag) for s in states)
     capped = two.method(momentum_cap=0.5).config
     assert [capped.compute_alpha(t) for t in (1, 2, 3, 4, 100)] == pytest.approx([1, 2 / 3, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.slow
+def test_unscaled_prox_shrinks_less(gated: Net) -> None:
+    shrunk: list[float] = []
+    for scale in (True, False):
+        states = gated.states(8, lasso=0.01, scale_prox=scale)
+        groups = gated.method().gates.groups
+        shrunk.append(sum(float(states[-1].w[g].norm()) for g in groups))
+    assert shrunk[0] < shrunk[1]
 
 
 def test_running_statistics_are_plain_means(bench: Any) -> None:

@@ -446,7 +446,7 @@ class MetaStep(MethodAggregator[MetaGaterState]):
 
     method_class = MetaGater
     state_class = MetaGaterState
-    rarer = ("step", "momentum_cap", "closed_channels")
+    rarer = ("step", "momentum_cap", "scale_prox", "closed_channels", "output")
 
 
 @dataclass(eq=False)
@@ -464,7 +464,7 @@ class MagnitudePruning(MethodAggregator[FedSparsifyState]):
 
     method_class = FedSparsify
     state_class = FedSparsifyState
-    rarer = ("initial_sparsity", "first_round", "prune_every", "exponent", "prunable")
+    rarer = ("initial_sparsity", "first_round", "prune_every", "exponent", "force_final", "prunable")
 
 
 @dataclass(eq=False)

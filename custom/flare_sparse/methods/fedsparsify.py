@@ -32,6 +32,8 @@ class FedSparsifyConfig(AveragingConfig):
     """F: rounds between prunings"""
     exponent: float = Field(3.0, gt=0)
     """n in Eq. 1; 1 is linear"""
+    force_final: bool = False
+    """reach S_T in the last round even if prune_every does not divide it"""
     prunable: MaskPreset = "all_but_norm"
     """which parameters may be pruned"""
 
@@ -59,7 +61,7 @@ class FedSparsifyConfig(AveragingConfig):
         ``s_t = S_T + (S_0 - S_T) * (1 - (F * floor(t / F) - t_0) / (T - t_0)) ** n``; one-shot pruning for T = t_0.
         """
         first, last, step = self.first_round, self.rounds, self.prune_every * (t // self.prune_every)
-        if t >= first >= last:
+        if t >= first >= last or (self.force_final and t >= last):
             return self.sparsity
         if step < first:
             return self.initial_sparsity

@@ -39,6 +39,8 @@ class MetaLearningConfig(AdaptationConfig):
 
     proximity: float = Field(0.2, gt=0)
     """lambda: weight of the distance to the meta-model"""
+    local_proximity: float | None = Field(None, ge=0)
+    """lambda in the sites' problem; null: as proximity"""
     local_accuracy: float | None = Field(None, gt=0)
     """xi_t: squared norm of the gradient of a site's proximal problem at which it stops, local_steps or training.epochs
     at the latest; null: no other end"""
@@ -46,14 +48,18 @@ class MetaLearningConfig(AdaptationConfig):
     """beta_t, the server's step; eta_t = beta_t / alpha_t"""
     momentum_cap: float = Field(1.0, ge=0, le=1)
     """largest momentum of the acceleration; 1: as in the paper; 0: none, alpha_t = 1, which is FedProx with step
-    1 / lambda"""
+    1 / lambda, and Reptile with less"""
     lasso: float = Field(1e-4, ge=0)
     """mu: weight of the penalty H on the gates' output channels"""
     penalty: Literal["group_lasso", "l1"] = "group_lasso"
     """H: group_lasso closes whole channels, l1 zeroes single weights of their gates"""
+    scale_prox: bool = True
+    """true: the penalty's threshold grows with eta_t, as in the paper; false: with beta_t"""
     closed_channels: Literal["permanent", "reopenable"] = "reopenable"
     """reopenable: a zero group is sent and may grow again, as in the paper; permanent: neither it nor its filter is
     sent or trained again"""
+    output: Literal["pr", "ag"] = "pr"
+    """the result: the model last sent (the paper), or w_T^ag"""
 
     def needs(self) -> Needs:
         if self.local_accuracy is None:
@@ -184,7 +190,9 @@ def predict(w: Tensor, ag: Tensor, alpha: float) -> Tensor:
     return w if alpha == 1 else alpha * w + (1 - alpha) * ag
 
 
-def advance(w: Tensor, pr: Tensor, g: Tensor, alpha: float, beta: float, prox: Prox) -> tuple[Tensor, Tensor]:
+def advance(
+    w: Tensor, pr: Tensor, g: Tensor, alpha: float, beta: float, prox: Prox, *, scale: bool = True
+) -> tuple[Tensor, Tensor]:
     """Return w_t and w_t^ag (lines 10 to 13): proximal steps along ``g`` from w_{t-1} and from w_t^pr.
 
     Args:
@@ -194,9 +202,10 @@ def advance(w: Tensor, pr: Tensor, g: Tensor, alpha: float, beta: float, prox: P
         alpha: alpha_t, which gives the length of the step from w_{t-1}: ``alpha_t * eta_t = beta_t``.
         beta: beta_t, the length of the step from w_t^pr.
         prox: proximal operator of ``step * H`` for a given step.
+        scale: False: the thresholds of both operators grow with beta_t.
     """
     eta = beta / alpha
-    return prox(w - eta * g, eta), prox(pr - beta * g, beta)
+    return prox(w - eta * g, eta if scale else beta), prox(pr - beta * g, beta)
 
 
 ConfigT = TypeVar("ConfigT", bound=MetaLearningConfig)
@@ -211,13 +220,14 @@ class MetaLearningMethod(AdaptationMethod[ConfigT, MetaGaterState]):
         return MetaGaterState(1, weights, weights, weights)
 
     def train(self, request: Request, site: Site) -> Update:
+        own = self.config.local_proximity
         return train_locally(
             request,
             site,
             self.config.get_training(request.round),
             self.update_content,
             steps=self.config.local_steps,
-            proximal_strength=self.config.proximity,
+            proximal_strength=self.config.proximity if own is None else own,
             tolerance=self.config.local_accuracy,
         )
 
@@ -229,7 +239,8 @@ class MetaLearningMethod(AdaptationMethod[ConfigT, MetaGaterState]):
         alpha, pr = self.config.compute_alpha(state.round), self._predict(state)
         delta = weighted_sum(contributions, weigh_equally)
         gradient = -self.config.proximity * delta
-        advanced = advance(state.w, pr, gradient, alpha, self.config.step, self.apply_prox)
+        step, scale = self.config.step, self.config.scale_prox
+        advanced = advance(state.w, pr, gradient, alpha, step, self.apply_prox, scale=scale)
         w, ag = (torch.where(self._buffers.bits, pr + delta, x) for x in advanced)
         return MetaGaterState(state.round + 1, w, ag, pr)
 
@@ -249,8 +260,9 @@ class MetaLearningMethod(AdaptationMethod[ConfigT, MetaGaterState]):
         return {"gradient_mapping": float(mapping.double().square().sum())}
 
     def model(self, state: MetaGaterState) -> Patch:
-        """Return w_t^pr, which round t sends; after the last round the model that was sent last, as in the paper."""
-        vector = state.sent if state.round > self.config.rounds else self._predict(state)
+        """Return w_t^pr, which round t sends; after the last round the sequence that ``output`` names."""
+        result = state.sent if self.config.output == "pr" else state.ag
+        vector = result if state.round > self.config.rounds else self._predict(state)
         if self.config.closed_channels == "reopenable":
             return Patch.from_vector(vector, Mask.full(self.layout.size))
         return Patch.from_vector(vector, Mask.full(self.layout.size) - self.gates.select_closed(vector))

@@ -9,7 +9,7 @@ A baseline of "MetaGater: Fast Learning of Conditional Channel Gated Networks vi
 """
 
 from collections.abc import Sequence
-from typing import Self, final
+from typing import Literal, Self, final
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..core.mask import Mask
 from ..core.needs import Need, Needs
 from ..training import Site, TrainingConfig
 from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
-from .method import ModelState, train_locally
+from .method import TRAIN, ModelState, train_locally
 from .support.adaptation import AdaptationConfig, AdaptationMethod
 
 _IGNORED = ("optimizer", "accumulate", "momentum", "weight_decay", "proximal")
@@ -103,16 +103,24 @@ class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
         return weigh_equally
 
 
+class FedAvgOneStepConfig(AdaptationConfig):
+    weighting: Literal["examples", "uniform"] = "examples"
+    """weight of a site in the average"""
+
+
 @final
-class FedAvgOneStep(AdaptationMethod[AdaptationConfig, ModelState]):
+class FedAvgOneStep(AdaptationMethod[FedAvgOneStepConfig, ModelState]):
     """Rounds as in FedAvg, of a few steps each; at the end every target takes one step and reports its metrics."""
 
     name = "fedavg_one_step"
-    Config = AdaptationConfig
+    Config = FedAvgOneStepConfig
     trains_all_entries = True
 
     def train(self, request: Request, site: Site) -> Update:
         return train_locally(request, site, self.config.get_training(request.round), steps=self.config.local_steps)
 
     def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
-        return ModelState(state.round + 1, weighted_sum(contributions, weigh_by_examples))
+        return ModelState(state.round + 1, weighted_sum(contributions, self.get_sum_weights(TRAIN)))
+
+    def get_sum_weights(self, kind: str) -> Weights:
+        return weigh_by_examples if self.config.weighting == "examples" else weigh_equally
