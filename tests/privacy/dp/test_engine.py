@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -58,6 +60,16 @@ def train_epoch(net: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> int:
         optimizer.step()
         steps += 1
     return steps
+
+
+def test_budget_of_no_folder_is_refused_as_nothing_would_be_charged(open_budget: Any) -> None:
+    open_budget(noise_multiplier=1.0)
+    file = Path(os.environ[PRIVACY_VARIABLE])
+    content = json.loads(file.read_text())
+    assert content["account"].keys() == {"folder", "limit"}
+    file.write_text(json.dumps({**content, "account": {**content["account"], "folder": None}}))
+    with pytest.raises(ConfigError, match="no folder of the account"):
+        ScriptBudget.read()
 
 
 @pytest.mark.long

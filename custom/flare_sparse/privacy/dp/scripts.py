@@ -52,7 +52,10 @@ class ScriptBudget:
                 "configuration with task.script"
             )
         try:
-            return TypeAdapter(cls).validate_json(Path(file).read_bytes())
+            budget = TypeAdapter(cls).validate_json(Path(file).read_bytes())
+            if budget.account.folder is None:
+                raise ValueError("no folder of the account, without which nothing would be charged")
+            return budget
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file}: expected the budget of a job, as the site has written it: {error!r}") from error
 
