@@ -209,6 +209,31 @@ def test_channels_of_ready_made_networks_can_be_traced(name: str) -> None:
     assert isinstance(build_groups(Layout.from_module(build_model(name, **settings))), ChannelGroups)
 
 
+class DeepBranch(nn.Module):
+    """A network with a branch that ends, of more paths than a list can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.branch = nn.Sequential(nn.Linear(8, 512), *(nn.Linear(512, 512) for _ in range(8)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        self.branch(hidden)
+        return self.last(hidden)
+
+
+def test_branch_that_ends_is_not_revealed_however_many_paths_it_has() -> None:
+    layout = Layout.from_module(DeepBranch())
+    groups = build_groups(layout, sample_size=1000)
+    assert isinstance(groups, ChannelGroups)
+    assert (round(groups.num_paths), groups.is_exact) == (16, False)
+    revealed = groups.select_by_rate(random_delta(3, layout), 0.5, "positive", generator())
+    branch = layout.select(lambda spec: spec.name.startswith("branch"))
+    assert revealed.count > 0
+    assert not bool((revealed.bits & branch).any())
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_delta_that_is_not_finite_raises(name: str) -> None:
     delta = random_delta(1)

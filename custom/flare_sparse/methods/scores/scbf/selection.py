@@ -45,11 +45,11 @@ class ChannelGroups(Groups):
         self._unit_values: list[int] = []
         sections = [*self._build_weight_sections(layout), *self._build_unit_sections(layout)]
         super().__init__(layout, sections, biases)
-        log_count = float(torch.logsumexp(compute_log_path_counts(graph)[graph.output], 0))
         # exp(710) overflows float64; beyond 1e304 the number is only shown.
-        self.num_paths = math.exp(min(log_count, 700.0))
-        # A list may have rows for paths that do not exist.
-        self.is_exact = round(self.num_paths) <= max_listed and self._count_listed(layout) <= max_listed
+        counts = [math.exp(min(float(torch.logsumexp(n, 0)), 700.0)) for n in compute_log_path_counts(graph)]
+        self.num_paths = counts[graph.output]
+        # A list may have rows for paths that do not exist. A branch that ends may have more paths than a shape can say.
+        self.is_exact = round(max(counts)) <= max_listed and self._count_listed(layout) <= max_listed
         self.threshold_description = (
             "threshold exact" if self.is_exact else f"threshold from {sample_size:,} channels drawn at random"
         )
