@@ -210,6 +210,8 @@ def test_names_that_peft_saves_are_those_of_the_adapters() -> None:
     assert all(torch.equal(read[name], own[name]) for name in read)
     # PeftModel's own names, in a script whose network is not in a class of its own.
     assert read_tensors(network.model.state_dict(), network).keys() == {*own}
+    with pytest.raises(ScriptFailed, match=r"'more', which the network Adapted of task\.model does not have"):
+        read_tensors({**saved, "more": torch.zeros(1)}, network)
     network.model.add_adapter("site", peft.LoraConfig(r=2, target_modules=["0"]))
     with pytest.raises(ScriptFailed, match=r"lora_A\.weight', which the network Adapted of task\.model does not have"):
         read_tensors(saved, network)

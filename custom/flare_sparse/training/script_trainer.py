@@ -355,7 +355,7 @@ def _match_names(sent: Sequence[str], known: Collection[str]) -> dict[str, str]:
         if len({part.partition(".")[0] for part in rest.values()}) > 1:
             break
         rest = {name: part.partition(".")[2] for name, part in rest.items()}
-    return {name: name for name in sent}
+    return {name: min(own) if len(own := names.get(name, set())) == 1 else name for name in sent}
 
 
 def _read_tensor(name: str, value: Any) -> Tensor:
