@@ -63,23 +63,23 @@ class PooledStatistics(Method[Any, Any]):
     is_short: ClassVar[bool]
 
     @cached_property
-    def _mask(self) -> Mask:
+    def _statistics_mask(self) -> Mask:
         return build_statistics_mask(self.layout)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> Any:
         return Unpooled(0, weights, tuple(sites))
 
     def get_state_class(self, start: Any) -> type[Any]:
-        return super().get_state_class(self._begin(start))
+        return super().get_state_class(self._leave_statistics(start))
 
     def model(self, state: Any) -> Patch:
-        return super().model(self._begin(state))
+        return super().model(self._leave_statistics(state))
 
     def measure(self, state: Any) -> dict[str, float]:
         return {} if isinstance(state, Unpooled) else super().measure(state)
 
     def describe(self, state: Any = None) -> str:
-        return super().describe(None if state is None else self._begin(state))
+        return super().describe(None if state is None else self._leave_statistics(state))
 
     def count_requests(self, kind: str, t: int) -> int:
         return int(t == 0) if kind == STATISTICS else super().count_requests(kind, t)
@@ -88,13 +88,15 @@ class PooledStatistics(Method[Any, Any]):
         if not isinstance(state, Unpooled):
             return super().ask(state, sites)
         # It carries no model: statistics depend on none.
-        request = Request(STATISTICS, 0, Patch.empty(self._mask.size), self._mask)
-        return broadcast(sites, Assignment(request, UpdateSpec(STATISTICS, self._mask, is_valid=self._can_be)))
+        request = Request(STATISTICS, 0, Patch.empty(self._statistics_mask.size), self._statistics_mask)
+        return broadcast(
+            sites, Assignment(request, UpdateSpec(STATISTICS, self._statistics_mask, is_valid=self._can_be_statistics))
+        )
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != STATISTICS:
             return super().answer(request, site)
-        vector = torch.zeros(self._mask.size)
+        vector = torch.zeros(self._statistics_mask.size)
         inputs = list(site.trainer.collect_inputs(site.weights, StatisticsLayer).values())
         for (layer, statistics), values in zip(select_statistics(vector, self.layout), inputs, strict=True):
             statistics.copy_(layer.compute_statistics(values))
@@ -102,7 +104,7 @@ class PooledStatistics(Method[Any, Any]):
             vector = drop_rests(vector, self.layout)
         if site.release is not None:
             coarsen_statistics(vector, site.release, self.layout)
-        return Update(Patch.from_vector(vector, self._mask), STATISTICS, site.num_examples)
+        return Update(Patch.from_vector(vector, self._statistics_mask), STATISTICS, site.num_examples)
 
     def learn(self, state: Any, contributions: Sequence[Contribution]) -> Any:
         if not isinstance(state, Unpooled):
@@ -110,14 +112,14 @@ class PooledStatistics(Method[Any, Any]):
         # In site-name order, so that the sums have the same bits in every environment.
         by_site = [select_statistics(contribution.patch.to_vector(), self.layout) for contribution in contributions]
         pooled = [parts[0][0].pool_statistics([part for _, part in parts]) for parts in zip(*by_site, strict=True)]
-        start = self._mask.put(torch.cat([part.flatten() for part in pooled]), state.weights.clone())
+        start = self._statistics_mask.put(torch.cat([part.flatten() for part in pooled]), state.weights.clone())
         return super().init(drop_rests(start, self.layout) if self.is_short else start, state.sites)
 
-    def _begin(self, state: Any) -> Any:
+    def _leave_statistics(self, state: Any) -> Any:
         """Return the method's own state, with the initial weights as they are."""
         return super().init(state.weights, state.sites) if isinstance(state, Unpooled) else state
 
-    def _can_be(self, patch: Patch, examples: int) -> bool:
+    def _can_be_statistics(self, patch: Patch, examples: int) -> bool:
         """Return whether values can be the statistics of so many examples."""
         # A wrong count would move the scale of every site, and no later rule looks at it.
         parts = select_statistics(patch.to_vector(), self.layout)
