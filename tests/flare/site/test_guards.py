@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.apis.utils.task_utils import apply_filters
 from secure_sums import get_identity
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toy import Toy
 
@@ -43,6 +44,7 @@ from flare_sparse.flare.payload import (
     wrap,
 )
 from flare_sparse.flare.session import SiteSession
+from flare_sparse.flare.site import guards
 from flare_sparse.flare.site.authorizer import SitePlanAuthorizer
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.flare.site.setup import RECIPE_CLASSES, install_guards
@@ -50,7 +52,7 @@ from flare_sparse.methods.registry import METHODS
 from flare_sparse.privacy.dp.account import PrivacyAccount
 from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
 from flare_sparse.privacy.dp.config import PrivacyConfig
-from flare_sparse.privacy.dp.mechanism import SiteMechanism
+from flare_sparse.privacy.dp.mechanism import LEAST_NOISE, SiteMechanism
 from flare_sparse.privacy.release import Numbers, ReleaseRecord, Rule, SentCell, SiteRelease, update_record
 from flare_sparse.privacy.secure_aggregation.stage import SiteSums, SumRules
 from flare_sparse.rounds.endpoints.request_log import RequestLog
@@ -466,6 +468,27 @@ def test_site_with_a_budget_trains_for_jobs_with_privacy_only(tmp_path: Path) ->
     update = hospital.server.decode("site-1", dxo.data["message"], dxo.meta["examples"], dxo.meta["metrics"])
     # Noise on every entry: none is withheld, which would tell something about the data.
     assert bool((update.patch.values != update.patch.mask.take(site.weights)).all())
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_noise_replaces_withholding_from_its_smallest_multiplier_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_hidden: bool
+) -> None:
+    noise = LEAST_NOISE if is_hidden else math.nextafter(LEAST_NOISE, 0.0)
+    mechanism = SiteMechanism(
+        PrivacyConfig(noise_multiplier=noise), SamplingPlan.build(32, 32, 1, 2), PrivacyAccount(), RUN, "job"
+    )
+    hospital = Hospital(tmp_path, policy={"withhold_isolated": True}, privacy=SitePrivacy(mechanism))
+    hospital.method.config = hospital.method.Config(rounds=2, training={"batch_size": 32})
+    withheld: list[Any] = []
+
+    def withhold(values: Tensor, *_: Any) -> tuple[Tensor, int]:
+        withheld.append(values)
+        return values, 0
+
+    monkeypatch.setattr(guards, "withhold_isolated_units", withhold)
+    assert not is_stripped(hospital.run_task())
+    assert bool(withheld) is not is_hidden
 
 
 def test_delta_is_clipped_before_it_leaves(tmp_path: Path) -> None:
