@@ -192,10 +192,13 @@ def _tabulate(task: Task, site: str, examples: Examples) -> SiteRows | None:
     if task.kind is None:
         return None
     try:
-        tables = [(*map(_to_rows, task.tabulate_all(getattr(examples, part))), part) for part in PARTS]
+        tables = [task.tabulate_all(getattr(examples, part)) for part in PARTS]
     except NotImplementedError:
         return None
-    return SiteRows(*(label_rows(site, x, y, getattr(examples, f"{part}_subjects")) for x, y, part in tables))
+    subjects = (getattr(examples, f"{part}_subjects") for part in PARTS)
+    return SiteRows(
+        *(label_rows(site, _to_rows(x), _to_rows(y), own) for (x, y), own in zip(tables, subjects, strict=True))
+    )
 
 
 def _fit(task: Task, rows: Mapping[str, SiteRows | None]) -> tuple[dict[str, np.ndarray], str]:
