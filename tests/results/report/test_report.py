@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
@@ -21,6 +22,7 @@ from flare_sparse.cli.console import build_table
 from flare_sparse.cli.watch import write_page
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.report.card import format_card
+from flare_sparse.results.report.figures import draw_sites
 from flare_sparse.results.report.findings import describe_caveat, describe_data, describe_findings, describe_weight
 from flare_sparse.results.report.page import write_report
 from flare_sparse.results.report.tables import (
@@ -63,7 +65,7 @@ def page(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     out = tmp_path_factory.mktemp("report")
     result = CliRunner().invoke(app, ["report", *map(str, finished.values()), "--out", str(out)])
     assert result.exit_code == 0, result.output
-    figures = "learning", "traffic", "predicted", "layers"
+    figures = "learning", "traffic", "sites", "predicted", "layers"
     assert {"report.html", *(f"{name}.png" for name in figures)} == {p.name for p in out.iterdir()}
     return out / "report.html"
 
@@ -104,9 +106,9 @@ def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finis
     assert f"{dense / sent:.1f}x less than dense FedAvg (" in text
     assert "One seed per run" in text
     images = browser.find_elements("tag name", "img")
-    assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 4
+    assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 5
     assert all(image.get_attribute("alt") for image in images)
-    assert [h.text for h in browser.find_elements("tag name", "h2")][:10] == [
+    assert [h.text for h in browser.find_elements("tag name", "h2")][:11] == [
         "The runs",
         "Compared with trivial baselines",
         "Runs on the same test subjects",
@@ -115,6 +117,7 @@ def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finis
         "Contributions",
         "Quality",
         "Bytes",
+        "Sites",
         "Predicted and true",
         "Sparsity",
     ]
@@ -171,6 +174,18 @@ def test_runs_are_compared_within_their_seed(finished: dict[str, Path]) -> None:
     ]
     assert not [line for line in describe_findings(apart) if "training alone" in line]
     assert describe_weight(runs[:1]).startswith("This is the result of one run on 4 test examples")
+
+
+@pytest.mark.long
+def test_sites_are_drawn_with_their_gain_where_a_run_trained_alone(finished: dict[str, Path]) -> None:
+    runs = {run.label: run for run in read_runs([finished[name] for name in ("neurosfl", "local_only")])}
+    (metrics,) = draw_sites([runs["neurosfl"]]).axes
+    sites = sorted(runs["neurosfl"].site_metrics)
+    drawn = np.asarray(metrics.collections[0].get_offsets())
+    assert drawn.tolist() == [[runs["neurosfl"].site_metrics[site], row] for row, site in enumerate(sites)]
+    _, gains = draw_sites(list(runs.values())).axes
+    expected = runs["neurosfl"].compute_gains(runs["local_only"])
+    assert np.asarray(gains.collections[0].get_offsets())[:, 0].tolist() == [expected[site] for site in sites]
 
 
 @pytest.mark.slow
@@ -303,7 +318,7 @@ def test_runs_that_differ_by_seed_only_are_averaged(finished: dict[str, Path], t
     assert [row[0] for row in table.rows] == ["neurosfl (3 seeds)", "fedavg (3 seeds)", "local_only (3 seeds)"]
     averaged = [line.split(" sent")[0] for line in describe_findings(runs) if " on average" in line]
     assert averaged[:1] == ["neurosfl (3 seeds)"]
-    assert {"learning.png", "traffic.png", "layers.png"} <= {p.name for p in write_report(runs, tmp_path)}
+    assert {"learning.png", "traffic.png", "sites.png", "layers.png"} <= {p.name for p in write_report(runs, tmp_path)}
     # Runs with other settings, or with the same seed, are no repetitions of one another.
     assert build_seed_averages([runs[0], runs[3]]) is None
     assert build_seed_averages([runs[0], runs[0]]) is None

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from ...core.ranking import bin_risks, estimate_survival, find_curve
 from ...tasks.task import Kind
 from ..runs.predictions import RUN, CasePicture, Predictions
-from ..runs.results import RunResult, group_by_seed
+from ..runs.results import RunResult, compute_site_gains, group_by_seed
 from ..runs.sweep import SettingsResult
 
 # Figures are rendered without a display.
@@ -99,6 +99,34 @@ def draw_traffic(runs: list[RunResult]) -> Figure:
     # Leave room for the legend above the label of the highest bar.
     right.set_ylim(top=1.18 * right.get_ylim()[1])
     right.legend(loc="upper center", ncols=3)
+    return figure
+
+
+def draw_sites(runs: list[RunResult]) -> Figure:
+    """Draw each site's final metric and, beside a run of ``local_only``, its gain over training alone."""
+    better = "left" if runs[0].lower_is_better else "right"
+    panels: list[tuple[str, str, Mapping[str, Mapping[str, float]]]] = [
+        ("Each site after the last round", f"better to the {better}", {run.label: run.site_metrics for run in runs})
+    ]
+    if gains := compute_site_gains(runs):
+        panels.append(("Gain over training alone", "better to the right", gains))
+    sites, groups = sorted({site for run in runs for site in run.site_metrics}), group_by_seed(runs)
+    size = (10, max(2.2, 0.8 + 0.34 * len(sites)))
+    figure, row = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axes, (title, direction, values) in zip(row[0], panels, strict=True):
+        for number, (label, group) in enumerate(groups):
+            shift, colour = 0.5 * (number - (len(groups) - 1) / 2) / len(groups), get_line_style(number)["color"]
+            measured = [[values[r.label][site] for r in group if site in values.get(r.label, {})] for site in sites]
+            points = [(position + shift, found) for position, found in enumerate(measured) if found]
+            heights = [height for height, _ in points]
+            axes.scatter([mean(found) for _, found in points], heights, label=label, color=colour, s=34)
+            axes.hlines(heights, [min(found) for _, found in points], [max(found) for _, found in points], color=colour)
+        axes.set(xlabel=f"{runs[0].metric_label}; {direction}", title=title)
+        if values is gains:
+            axes.axvline(0, color="0.3", linewidth=1)
+    row[0][0].set_yticks(range(len(sites)), sites)
+    row[0][0].invert_yaxis()
+    row[0][-1].legend(*row[0][0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 

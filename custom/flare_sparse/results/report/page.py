@@ -34,6 +34,7 @@ Runs = list[RunResult]
 FIGURES: dict[str, tuple[Callable[[Runs], Figure], Callable[[Runs], bool]]] = {
     "learning": (figures.draw_learning_curves, lambda runs: any(run.learning_curve for run in runs)),
     "traffic": (figures.draw_traffic, bool),
+    "sites": (figures.draw_sites, lambda runs: any(run.site_metrics for run in runs)),
     "predicted": (figures.draw_predicted, lambda runs: bool(figures.select_predictions(runs, "regression"))),
     "risks": (figures.draw_risks, lambda runs: bool(figures.select_predictions(runs, "binary"))),
     "survival": (figures.draw_survival, lambda runs: bool(figures.select_predictions(runs, "survival"))),
