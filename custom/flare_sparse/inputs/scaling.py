@@ -41,6 +41,10 @@ class StatisticsLayer(nn.Module, ABC):
     def compute_statistics(self, inputs: Tensor) -> Tensor:
         """Return the statistics ``(rows, columns)`` of some inputs ``(n, columns)``."""
 
+    def describe_site(self, inputs: Tensor) -> Tensor:
+        """Return the statistics of a site's own inputs, which stay there."""
+        return self.compute_statistics(inputs)
+
     @abstractmethod
     def pool_statistics(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the statistics of all values together, from those of their parts."""

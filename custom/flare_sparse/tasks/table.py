@@ -71,7 +71,7 @@ class TableTask(Task):
             targets = self._outcome.standardise(self.tabulate_all(train)[1])
             described["target.statistics"] = TargetScaler().measure_targets(targets)
         if self.config.scaling == "combat":
-            described["scaler.site"] = self.config.build_scaler().compute_statistics(self.tabulate_all(train)[0])
+            described["scaler.site"] = self.config.build_scaler().describe_site(self.tabulate_all(train)[0])
         return described
 
     def cohort(self, path: Path) -> Cohort:
