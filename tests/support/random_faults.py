@@ -247,10 +247,9 @@ class RandomFaults(RuleBasedStateMachine):
         store = Store(self.folder / end, {})
         numbers = store.list_numbers()[-count:]
         for number in numbers:
-            folder = store.folder / f"{number:08d}"
             # A second damage could undo the first.
-            if store._read_manifest(folder) is not None:
-                DAMAGES[damage](folder)
+            if store._read_manifest(number) is not None:
+                DAMAGES[damage](store.folder / f"{number:08d}")
                 self.damage_count += 1
         return numbers
 

@@ -15,7 +15,6 @@ from local_federation import RUN, LocalFederation, Upload
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import RoundFailed
 from flare_sparse.core.exchange import Patch
-from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.events import SERVER
 from flare_sparse.rounds.endpoints.server import Attempt
@@ -186,10 +185,10 @@ def test_scaled_adapter_weighs_no_more_than_max_share_in_hetlora(monkeypatch: py
     assert weights[1][2] > 0.9
 
 
-def prune(attack: Attack, rules: RoundRules, bench: Any) -> Mask:
-    """Return the mask that is left after one pruning by SCBFwP."""
+def prune(attack: Attack, rules: RoundRules, bench: Any) -> Outcome:
+    """Return the outcome of a run with one pruning by SCBFwP."""
     settings = {"rounds": 3, "pruning_rate": 0.4, "prunings": 1, "rate": 1.0}
-    return run("scbfwp", attack, rules, bench=bench, **settings).mask
+    return run("scbfwp", attack, rules, bench=bench, **settings)
 
 
 @pytest.mark.slow
@@ -197,21 +196,24 @@ def test_claimed_counts_give_no_extra_weight_in_pruning() -> None:
     bench = toy.ToyBench(toy.Plain())
     offsets = bench.method("scbfwp")._count_entries
 
-    def claim(upload: Upload) -> Upload:
+    def claim(upload: Upload, share: float = 1.0) -> Upload:
         if upload.update.content != "scores":
             return upload
         vector = upload.update.patch.to_vector()
-        vector[offsets[:, :2]], vector[offsets[:, 2]] = 0.0, 1e12
-        vector[offsets[:4, 0]] = 1e15
+        vector[offsets] = 0.0
+        vector[offsets[:4]] = share
         patch = Patch.from_vector(vector, upload.update.patch.mask)
         return replace(upload, update=replace(upload.update, patch=patch))
 
     rules = RoundRules(max_share=0.2)
-    attacked = prune(claim, rules, bench)
-    honest = prune(send_honestly, rules, bench)
+    attacked = prune(claim, rules, bench).mask
+    honest = prune(send_honestly, rules, bench).mask
     assert (attacked & honest).count > 0.75 * honest.count
     for other in (RoundRules(max_share=0.18), RoundRules()):
-        assert prune(send_honestly, other, bench) == honest
+        assert prune(send_honestly, other, bench).mask == honest
+    # More zeros than outputs would weigh more than all other sites.
+    outcome = prune(lambda upload: claim(upload, 1.5), rules, bench)
+    assert [record.rejected for record in outcome.rounds if record.kind == "count"] == [{HOSTILE: "E_RANGE"}]
 
 
 def test_negative_saliencies_are_rejected() -> None:
