@@ -15,6 +15,8 @@ from toy import Plain, ToyBench
 from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.rounds.link import KEPT_VECTORS
+from flare_sparse.wire.envelope import Header, read_header
+from flare_sparse.wire.plan import NO_NAME
 
 
 @pytest.mark.slow
@@ -83,3 +85,21 @@ def test_server_keeps_a_bounded_number_of_vectors_and_messages_however_many_site
     federation.is_silent = is_silent
     federation.run()
     assert 1 < max(kept) <= KEPT_VECTORS + 1, "one more for the sites that receive the full model"
+
+
+def test_requests_over_a_base_say_that_they_are_weights() -> None:
+    """A difference would be rounded to other values: the model of a run with few bits would have other bits."""
+    federation = LocalFederation("topk_ef", ToyBench(Plain()), values="int2", rounds=3, down=0.1)
+    headers: list[Header] = []
+    deliver = federation.deliver
+
+    def watch(attempt: Attempt) -> Any:
+        headers.extend(read_header(message) for message in attempt.messages.values())
+        return deliver(attempt)
+
+    federation.deliver = watch  # type: ignore[method-assign]
+    federation.run()
+    # Code 0 is weights (docs/wire-format.md).
+    assert {header.content for header in headers} == {0}
+    # The first is a whole model.
+    assert [header.base == NO_NAME for header in headers[:4]] == [True, True, True, False]
