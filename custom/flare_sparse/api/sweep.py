@@ -108,10 +108,8 @@ def sweep(
         # All settings are checked before the first run starts.
         pending = [trial for trial in trials if not _is_finished(_load(file, shared, trial), folder / trial.folder)]
         observer.say(f"{len(trials)} runs, {len(trials) - len(pending)} of them finished; folder: {folder}")
-        failures = {}
-        for trial in pending:
-            if reason := _run_trial(_load(file, shared, trial), trial, folder, observer):
-                failures[trial] = reason
+        ended = {trial: _run_trial(_load(file, shared, trial), trial, folder, observer) for trial in pending}
+        failures = {trial: reason for trial, reason in ended.items() if reason}
         results = {
             trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8"))
             for trial in trials
