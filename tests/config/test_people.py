@@ -11,7 +11,7 @@ import yaml
 
 from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import parse_job
-from flare_sparse.config.people import PEOPLE_FILE, Declaration, ReleaseGate, propose
+from flare_sparse.config.people import PEOPLE_FILE, Declaration, ReleaseGate, propose, read_declaration
 from flare_sparse.core.errors import DataError, PolicyRefusal
 from flare_sparse.privacy.release import Rule
 from flare_sparse.tasks.data.tables import read_table
@@ -174,3 +174,18 @@ def test_proposal_holds_what_can_be_declared_and_names_the_rest(tmp_path: Path) 
     assert fewer.folds in (3, 4), "what the table suffices for"
     with pytest.raises(DataError, match=r"1000 people are too few for two folds of at least 600 each\. Declare"):
         propose(table, "id", 5, Rule(600), 7)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"id: &x id\ntable: *x", "not YAML: aliases such as *x are not allowed"),
+        (b"\xff", "cannot be read: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    ],
+)
+def test_error_of_a_malformed_declaration_names_its_file_once(content: bytes, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / PEOPLE_FILE
+    file.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_declaration(tmp_path)
+    assert str(caught.value) == f"{file}: cannot be read as a declaration of people: {problem}"

@@ -121,7 +121,7 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
     tensors = network.unflatten(initial)
     personal = {name: tensors.pop(name).clone() for name in select_personal(network, job.method.config.personal)}
     layout = network.drop(personal)
-    # The job's messages may not carry the statistics of an input scaler as they are.
+    # The statistics of an input scaler must travel as they are.
     if build_statistics_mask(layout).count and (conflicts := find_conflicts(job, [STANDARDIZED])):
         raise ConfigError("; ".join(conflicts))
     if exchanged := {spec.name for spec in layout.tensors} & set(find_site_tensors(layout)):
@@ -177,7 +177,7 @@ def open_site(
     record = None if gate is None else gate.bind(assembly.task, data)
     examples = load_examples(assembly.task, data, method.seed if gate is None else gate.split_seed)
     if gate is not None:
-        examples = gate.label(record, data, assembly.task, examples)
+        examples = gate.label(record, data, examples)
     # What describes the site's own examples; all other tensors start with the values that the seed gives every site.
     described = assembly.task.describe_site(examples.train) if examples.n_train else {}
     personal = {name: described.get(name, values) for name, values in assembly.personal.items()}

@@ -183,7 +183,7 @@ class ReleaseGate:
         digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
         return SiteRelease(self.folder, self.rule, numbers, digest)
 
-    def label(self, record: ReleaseRecord | None, data: SiteData, task: Task, examples: Examples) -> Examples:
+    def label(self, record: ReleaseRecord | None, data: SiteData, examples: Examples) -> Examples:
         """Return examples whose subgroups are declared groups; none of a site that declares nothing."""
         declaration = read_declaration(self.local)
         if record is None or declaration is None:
@@ -218,7 +218,8 @@ def read_declaration(local: Path) -> Declaration | None:
     try:
         return Declaration.model_validate(read_content(file))
     except (ConfigError, ValidationError) as error:
-        raise DataError(f"{file}: cannot be read as a declaration of people: {error}") from error
+        problem = str(error).removeprefix(f"{file}: ")
+        raise DataError(f"{file}: cannot be read as a declaration of people: {problem}") from error
 
 
 def read_people(declaration: Declaration, data: SiteData, local: Path, seed: int) -> People:
