@@ -63,13 +63,12 @@ def plan(
     made = build_plan(merged, "Dataset001_Federation")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(made, indent=1), encoding="utf-8")
-    console.print(f"{out}: plan of {merged.cases} cases", markup=False)
+    console.print(f"{out}: plan of {merged.cases} cases")
     for configuration in list_configurations(made):
         entry = made["plans"]["configurations"][configuration]
         console.print(
             f"  {configuration}: patch {entry['patch_size']}, spacing {[round(side, 3) for side in entry['spacing']]}, "
-            f"method.training.batch_size {entry['batch_size']}",
-            markup=False,
+            f"method.training.batch_size {entry['batch_size']}"
         )
 
 
@@ -81,5 +80,5 @@ def _collect(study: Path, out: Path, total: int, kit: Path | None) -> Fingerprin
     found, sites = collect_fingerprints(study, folder, total=total, kit=kit, observer=Screen(err))
     file = folder / "fingerprint.json"
     file.write_text(found.model_dump_json(indent=1), encoding="utf-8")
-    console.print(f"{file}: spacings and shapes of {found.cases} cases of {', '.join(sites)}", markup=False)
+    console.print(f"{file}: spacings and shapes of {found.cases} cases of {', '.join(sites)}")
     return found
