@@ -58,6 +58,14 @@ def test_help_of_every_command_has_an_example(name: str) -> None:
     assert f"flare-sparse {name} " in result.output.replace("\n", " ")
 
 
+def test_every_example_of_describe_has_a_line_of_its_own() -> None:
+    examples = [line.strip() for line in call("describe", "--help").output.splitlines() if " study.yaml" in line]
+    assert examples == [
+        "flare-sparse describe study.yaml",
+        "flare-sparse describe study.yaml --kit kits/lead@our.org",
+    ]
+
+
 def test_command_line_has_at_most_60_options() -> None:
     """What two commands do alike is one option, and what a setting can say is none."""
     tops = get_command(app).commands.values()

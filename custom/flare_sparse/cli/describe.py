@@ -20,6 +20,7 @@ def describe(
     the extra report.
 
     [dim]flare-sparse describe study.yaml[/]
+
     [dim]flare-sparse describe study.yaml --kit kits/lead@our.org[/]
     """
     from ..api.describe import describe_study
