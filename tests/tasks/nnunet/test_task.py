@@ -133,6 +133,11 @@ def test_plan_is_read_from_a_file_and_names_no_other_code(
             r"n_conv_per_stage\.0: Input should be less than or equal to 32, found 20000",
         ),
         (("architecture", "_kw_requires_import"), [], r"_kw_requires_import: List should have at least 4 items"),
+        (
+            ("architecture", "_kw_requires_import"),
+            ["conv_op", "conv_op", "norm_op", "nonlin"],
+            r"_kw_requires_import: found \['conv_op', 'conv_op', 'norm_op', 'nonlin'\]; expected each argument once",
+        ),
         (("architecture", "arch_kwargs", "strides"), [[1, 1]], r"strides: found .* entries, for n_stages"),
         (("architecture", "arch_kwargs", "colour"), 1, r"arch_kwargs\.colour: Extra inputs are not permitted"),
         (("spacing",), [1.0, 1.0], r"spacing, .* found \[1\.0, 1\.0\]; expected 3 numbers"),

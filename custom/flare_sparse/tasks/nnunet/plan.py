@@ -90,6 +90,8 @@ class Configuration(_Section):
     def _check_axes(self) -> Self:
         if prod(self.patch_size) > MAX_PATCH_VOXELS:
             raise ValueError(f"patch_size: found {self.patch_size}, over {MAX_PATCH_VOXELS:,} voxels")
+        if len(set(imported := self.architecture.imported)) < len(imported):
+            raise ValueError(f"architecture._kw_requires_import: found {imported}; expected each argument once")
         network, axes = self.architecture.arch_kwargs, len(self.patch_size)
         sides: list[Sequence[float]] = [self.spacing, *network.kernel_sizes, *network.strides]
         if wrong := [own for own in sides if len(own) != axes]:
