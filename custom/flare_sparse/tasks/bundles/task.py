@@ -119,15 +119,11 @@ class BundleTask(AdaptableTask):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every case once; the cases of a subject are in the same part of the split."""
-        files, training, evaluation = (
-            self._find_cases(data.path),
-            self._training_transforms[0],
-            self._evaluation_transforms,
-        )
+        files, training = self._find_cases(data.path), self._training_transforms[0]
+        evaluation, warnings = self._evaluation_transforms, describe_left_out(files, data.path)
         reads = [partial(self._target.read_case, transforms=transforms) for transforms in (training, evaluation)]
         # What was read with the transforms of training is not read again for the same ones.
-        own, warnings = None if evaluation is training else reads[1], describe_left_out(files, data.path)
-        screen = self._read_checked_case
+        own, screen = None if evaluation is training else reads[1], self._read_checked_case
         return load_cases(
             self.config, data, seed, files, reads[0], screen=screen, read_evaluated=own, warnings=warnings
         )
