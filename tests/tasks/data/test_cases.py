@@ -114,7 +114,9 @@ def test_decathlon_folder_has_the_training_cases_of_its_index(tmp_path: Path) ->
         ("{", "JSONDecodeError"),
         ('{"labels": {}}', "for the names of nnU-Net set task.pairs.*KeyError"),
         ('{"training": [{"image": "a", "label": "b"}, {"image": "c", "label": "b"}]}', "b occurs twice"),
+        ("[" * 100_000, "RecursionError"),
     ],
+    ids=["no JSON", "no training", "a case twice", "too deep"],
 )
 def test_malformed_index_of_a_decathlon_folder_is_explained(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "dataset.json").write_text(text)
@@ -214,6 +216,12 @@ def test_folder_without_cases_says_what_was_expected(tmp_path: Path) -> None:
         find_cases(tmp_path)
     with pytest.raises(DataError, match=r"expected files x/\{case\}.nii, y/\{case\}.nii"):
         find_cases(tmp_path, pairs=Pairs(images=("x/{case}.nii",), labels="y/{case}.nii"))
+
+
+def test_classified_case_without_an_image_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").write_text('[{"image": [], "label": 0}]')
+    with pytest.raises(DataError, match=r"dataset\.json: expected \[\{\"image\": FILE, .* found IndexError"):
+        find_classes(tmp_path)
 
 
 def test_images_in_folders_that_are_no_class_and_of_other_formats_are_counted(tmp_path: Path) -> None:

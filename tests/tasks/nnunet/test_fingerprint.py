@@ -9,9 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import pytest
-from nnunet_data import DATASET, require_nnunet, write_bids, write_raw
+from nnunet_data import DATASET, SHAPE, require_nnunet, write_bids, write_raw
 from skips import require
 
 from flare_sparse.core.errors import ConfigError, DataError
@@ -127,6 +128,9 @@ def test_raw_data_that_is_not_complete_is_refused(tmp_path: Path) -> None:
         DataError, match="channel_names: Field required; labels: Field required; file_ending: Field required"
     ):
         find_raw_cases(folder)
+    (folder / "dataset.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"expected the dataset\.json of nnU-Net's raw data: maximum recursion"):
+        find_raw_cases(folder)
     listed = {"case00": {"images": ["a.nii.gz"], "label": "b.nii.gz"}}
     (folder / "dataset.json").write_text(json.dumps({**DATASET, "dataset": listed}))
     with pytest.raises(DataError, match=r"dataset lists the files of each case, .* remove the section"):
@@ -153,6 +157,20 @@ def test_bids_cases_have_the_channels_as_suffixes(tmp_path: Path) -> None:
     shutil.rmtree(folder / "sub-1")
     with pytest.raises(DataError, match=r"none in BIDS: sub-\*/anat/\*_FLAIR\.nii\.gz"):
         find_raw_cases(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_infinite_voxels_are_named_with_their_case_or_left_out(tmp_path: Path) -> None:
+    require_nnunet()
+    folder = write_raw(tmp_path / "raw", 2)
+    # SimpleITK, the default, reads them as 0.
+    (folder / "dataset.json").write_text(json.dumps({**DATASET, "overwrite_image_reader_writer": "NibabelIO"}))
+    voxels = np.full(SHAPE, np.inf, np.float32)
+    nib.save(nib.Nifti1Image(voxels, np.eye(4)), folder / "imagesTr" / "case00_0000.nii.gz")
+    with pytest.raises(DataError, match=r"case00: case00_0000\.nii\.gz: voxels are NaN or infinite"):
+        compute_fingerprint(folder, 10)
+    assert compute_fingerprint(folder, 10, skip_bad_subjects=True).cases == 1
 
 
 @pytest.mark.slow

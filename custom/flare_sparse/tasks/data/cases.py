@@ -354,7 +354,7 @@ def _read_index(
             if name in cases:
                 raise DataError(f"{file}: {name} occurs twice; remove one entry")
             cases[name] = case
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{file}: expected {expected}, found {error!r}") from error
     return dict(sorted(cases.items()))
 

@@ -167,6 +167,8 @@ def compute_fingerprint(
 
     def analyze(name: str) -> tuple[tuple[Any, Any], float, list[Any]]:
         shape, spacing, samples, _, size = _analyze_case(cases[name], reader, samples_per_case)
+        if not np.isfinite(np.concatenate(samples)).all():
+            raise DataError(f"{cases[name].images[0].name}: voxels are NaN or infinite")
         bins = [np.unique(round_intensities(np.asarray(values)), return_counts=True) for values in samples]
         return (tuple(map(float, spacing)), tuple(map(float, shape))), float(size), bins
 

@@ -78,7 +78,7 @@ def read_dataset(folder: Path) -> Dataset:
     file = folder / DATASET
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file}: expected the dataset.json of nnU-Net's raw data: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"{file}: expected a section, found {type(content).__name__}")
