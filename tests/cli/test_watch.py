@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from line import call
 from rich.console import Console
 
 from flare_sparse.cli.watch import (
@@ -213,3 +214,14 @@ def test_sites_within_a_round_are_shown_in_the_table(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
     console.print(build_table([line(3)], now))
     assert "b[/]: round 3, step 7 of 20" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", ["", ".", "missing/page.html"])
+def test_page_that_cannot_be_written_does_not_blame_the_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call("watch", tmp_path, "--page", page)
+    assert result.exit_code == 2
+    assert f"--page {page}: expected a file in a folder that exists, or a port" in result.output
+    assert "damaged" not in result.output

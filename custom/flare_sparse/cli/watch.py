@@ -110,6 +110,8 @@ def watch(
             file = Path(stack.enter_context(TemporaryDirectory())) / "page.html"
             address = stack.enter_context(serve_page(file, int(page)))
             err.print(f"page: {address}")
+        elif file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise ConfigError(f"--page {page}: expected a file in a folder that exists, or a port")
         stack.enter_context(name_damage(folder))
         try:
             show_updates(stdout, updates, build, as_json=JSON.get(), page=file)
@@ -140,8 +142,7 @@ def serve_page(file: Path, port: int) -> Iterator[str]:
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
-        text = getattr(error, "strerror", error)
-        raise ConfigError(f"--page {port}: {text}; choose another port; a file of this name is ./{port}") from error
+        raise ConfigError(f"--page {port}: {error}; choose another port; a file of this name is ./{port}") from error
     with server, run_beside(lambda _: server.serve_forever()):
         try:
             yield f"http://127.0.0.1:{server.server_port}"
