@@ -89,9 +89,24 @@ def test_held_out_hospital_is_evaluated_whole_with_intervals_around_the_values(f
 def test_metric_that_few_resamples_define_has_no_interval() -> None:
     task = TableTask({"kind": "binary", "target": "died", "features": ["med_a"]})
     predictions, targets = torch.tensor([0.2, 0.6, 0.4])[:, None], torch.tensor([0.0, 1.0, 0.0])[:, None]
-    intervals, notes = bootstrap(task, predictions, targets, ["auc", "brier"], 200)
+    intervals, notes = bootstrap(task.metrics, predictions, targets, ["auc", "brier"], 200)
     assert intervals.keys() == {"brier"}
     assert notes[0].startswith("auc: no interval, defined on ")
+
+
+def test_task_may_keep_what_its_metrics_need(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_all, metrics = TableTask.measure_all, TableTask.metrics
+
+    def count(task: Any, model: Any, dataset: Any, *rest: Any) -> Any:
+        task.counted = float(len(dataset))
+        return measure_all(task, model, dataset, *rest)
+
+    monkeypatch.setattr(TableTask, "measure_all", count)
+    monkeypatch.setattr(TableTask, "metrics", lambda task, *parts: {**metrics(task, *parts), "counted": task.counted})
+    result = call(finished / "fedavg", "--data", finished / "held-out.csv", "--name", "counted", "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.output)
+    assert (record["metrics"]["counted"], record["intervals"]["counted"]) == (24, [24, 24])
 
 
 def test_finished_evaluation_is_not_overwritten_unasked(finished: Path) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict
 from pathlib import Path
@@ -63,14 +63,14 @@ class EvaluationSet:
         self.size = sum(map(len, chosen))
         evaluated = Examples(NOTHING, ConcatDataset(chosen) if chosen else NOTHING)
         hardware = assembly.method.config.training.select_hardware(data.device)
-        # A copy, which keeps what the metrics are computed from; the intervals are those of the task itself.
+        # A copy, which keeps what the metrics are computed from. They are its own: a task may keep what they need.
         task, self._captured = copy(self._task), list[tuple[Tensor, Tensor]]()
-        task.metrics = self._capture  # type: ignore[method-assign]
+        self._metrics, task.metrics = task.metrics, self._capture  # type: ignore[method-assign]
         self._site = build_site(LocalTask.open(data.site, task, evaluated, assembly.network, seed, hardware))
 
     def _capture(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         self._captured.append((predictions, targets))
-        return self._task.metrics(predictions, targets)
+        return self._metrics(predictions, targets)
 
     def evaluate(self, weights: Tensor, resamples: int = 0) -> dict[str, Any]:
         """Return the metrics of a model ``(P,)``, computed as the sites of the run compute them.
@@ -108,7 +108,7 @@ class EvaluationSet:
         if self.size < 2:
             return {}, ["no intervals: one example cannot be resampled"]
         try:
-            return bootstrap(self._task, *self._captured[0], names, resamples)
+            return bootstrap(self._metrics, *self._captured[0], names, resamples)
         except Exception as error:  # noqa: BLE001
             return {}, [f"no intervals: {_describe(self._task, 'metrics', error)} on a resample of the examples"]
 
@@ -261,7 +261,7 @@ def _note_training_data(study: Study, data: Path, split: Part) -> str:
 
 
 def bootstrap(
-    task: Task, predictions: Tensor, targets: Tensor, names: Sequence[str], resamples: int
+    compute: Callable[..., dict[str, float]], predictions: Tensor, targets: Tensor, names: Sequence[str], resamples: int
 ) -> tuple[dict[str, tuple[float, float]], list[str]]:
     """Return percentile intervals of a task's metrics, and notes on the metrics without one.
 
@@ -269,7 +269,7 @@ def bootstrap(
     independent; several examples of one subject make the intervals too narrow.
 
     Args:
-        task: computes the metrics.
+        compute: returns the metrics of predictions and targets.
         predictions: the first dimension is the example.
         targets: as ``predictions``.
         names: the metrics.
@@ -277,7 +277,7 @@ def bootstrap(
     """
     generator, count = make_generator(0, "bootstrap"), len(targets)
     draws = (torch.randint(count, (count,), generator=generator) for _ in range(resamples))
-    found = [task.metrics(predictions[rows], targets[rows]) for rows in draws]
+    found = [compute(predictions[rows], targets[rows]) for rows in draws]
     intervals, notes = {}, []
     for name in names:
         values = [float(metrics[name]) for metrics in found if name in metrics]
