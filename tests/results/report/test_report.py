@@ -22,7 +22,7 @@ from flare_sparse.cli.console import build_table
 from flare_sparse.cli.watch import write_page
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.report.card import format_card
-from flare_sparse.results.report.figures import draw_sites
+from flare_sparse.results.report.figures import draw_sites, render_png
 from flare_sparse.results.report.findings import describe_caveat, describe_data, describe_findings, describe_weight
 from flare_sparse.results.report.page import write_report
 from flare_sparse.results.report.tables import (
@@ -174,6 +174,21 @@ def test_runs_are_compared_within_their_seed(finished: dict[str, Path]) -> None:
     ]
     assert not [line for line in describe_findings(apart) if "training alone" in line]
     assert describe_weight(runs[:1]).startswith("This is the result of one run on 4 test examples")
+
+
+def test_names_in_figures_are_no_formulas(finished: dict[str, Path]) -> None:
+    run = replace(RunResult.read(finished["fedavg"]), label=r"a $\frac$ b")
+    names: list[tuple[str, bool]] = []
+
+    def draw(runs: list[RunResult]) -> Any:
+        figure = draw_sites(runs)
+        (axes,) = figure.axes
+        legend: Any = axes.get_legend()
+        names.extend((text.get_text(), text.get_parse_math()) for text in legend.get_texts())
+        return figure
+
+    assert render_png(draw, [run]).startswith(b"\x89PNG")
+    assert names == [(r"a $\frac$ b", False)]
 
 
 @pytest.mark.long

@@ -94,6 +94,6 @@ def _draw_histograms(numbers: Mapping[str, Sites]) -> Figure:
                 edges = [bins[0][0], *(high for _, high, _ in bins)]
                 density = [count / total / (high - low) for low, high, count in bins]
                 named[site] = axis.stairs(density, edges, **get_line_style(number))
-        axis.set_title(name, parse_math=False)
+        axis.set_title(name)
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=6)
     return figure
