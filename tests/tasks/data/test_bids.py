@@ -108,6 +108,17 @@ def test_malformed_table_is_refused_with_its_line(tmp_path: Path, table: str, me
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("age (years, exact)", "3,5", "4"), ("dx (a, b, c)", "a,b,c", "a"), ("dx (0; 1; 2)", "0;1;2", "1")],
+)
+def test_marks_in_texts_divide_no_columns_of_a_table_of_tabs(
+    tmp_path: Path, name: str, first: str, second: str
+) -> None:
+    subjects = read_subjects(dataset(tmp_path, f"participant_id\t{name}\nsub-01\t{first}\nsub-02\t{second}\n"))
+    assert [subjects[subject].row[name] for subject in ("sub-01", "sub-02")] == [first, second]
+
+
 def test_table_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "participants.tsv").write_bytes(b"participant_id\nsub-\xff\n")
     with pytest.raises(DataError, match="line 2 is not in UTF-8"):

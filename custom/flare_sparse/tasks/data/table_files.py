@@ -92,7 +92,10 @@ def _read_text(path: Path) -> str:
 
 
 def _find_delimiter(text: str, default: str) -> str:
-    """Return the mark that divides the first two lines into the most fields, the same number of each, or a default."""
+    """Return the mark that divides the first two lines into the most fields, the same number of each, or a default.
+
+    A tab that is the default needs only divide them: texts in a file of tabs may have more commas than it has columns.
+    """
     counts = {}
     for mark in DELIMITERS:
         try:
@@ -103,7 +106,7 @@ def _find_delimiter(text: str, default: str) -> str:
             continue
         counts[mark] = min(map(len, lines), default=0) if len({len(line) for line in lines}) == 1 else 0
     best = max(counts, key=counts.__getitem__, default=default)
-    return best if counts.get(best, 0) > 1 else default
+    return best if counts.get(best, 0) > 1 and (default != "\t" or counts.get(default, 0) < 2) else default
 
 
 def _build_columns(lines: Sequence[Sequence[Any]]) -> Columns:
