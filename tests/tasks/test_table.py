@@ -105,6 +105,13 @@ def test_labels_that_yaml_reads_as_numbers_are_quoted(tmp_path: Path) -> None:
     assert "column '1e2' contains text" in str(caught.value)
 
 
+def test_remedy_shows_names_of_columns_and_labels_as_the_table_has_them(tmp_path: Path) -> None:
+    text = "\n".join(["Größe,y", "groß,a", "klein,b"])
+    task = build(target="y", features=["Größe"], classes=["a", "b"], categories={}, id=None)
+    with pytest.raises(DataError, match=r'set task\.categories: \{"Größe": \["groß", "klein"\]\} with'):
+        task.load(write(tmp_path, text), seed=1)
+
+
 def test_column_of_large_numbers_that_differ_little_is_scaled(tmp_path: Path) -> None:
     """Seconds since 1970 of a year differ by less than a millionth of their value in minutes."""
     task = build(features=["time"], categories={}, id="patient")
