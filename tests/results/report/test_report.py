@@ -163,6 +163,8 @@ def test_runs_are_compared_within_their_seed(finished: dict[str, Path]) -> None:
     runs = [with_seed(run, seed, f"{name}-{seed}") for name, run in read.items() for seed in (1, 2)]
     runs.append(with_seed(read["neurosfl"], 3, "neurosfl-3"))
     sentences = describe_findings(runs)
+    compared = [line.split()[0] for line in sentences if " than dense FedAvg (" in line and " ended " in line]
+    assert compared == ["neurosfl-1", "neurosfl-2", "local_only-1", "local_only-2"]
     gains = [line.split()[0] for line in sentences if "than training alone" in line]
     assert gains == ["neurosfl-1", "neurosfl-2", "fedavg-1", "fedavg-2"]
     assert describe_weight(runs).startswith("3 seeds on 4 test examples")
@@ -172,7 +174,7 @@ def test_runs_are_compared_within_their_seed(finished: dict[str, Path]) -> None:
         with_seed(read["fedavg"], 2, "b"),
         with_seed(read["local_only"], 3, "c"),
     ]
-    assert not [line for line in describe_findings(apart) if "training alone" in line]
+    assert not [line for line in describe_findings(apart) if " ended " in line or "training alone" in line]
     assert describe_weight(runs[:1]).startswith("This is the result of one run on 4 test examples")
 
 

@@ -23,7 +23,7 @@ GROUPS_NOTE = "Every subject counts once, with its mean over the seeds and folds
 
 
 def describe_findings(runs: list[RunResult], compared: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the findings, one sentence each: gap between subgroups, baselines, traffic, gains.
+    """Return the findings, one sentence each: gap between subgroups, baselines, traffic, FedAvg, gains.
 
     Args:
         runs: the runs.
@@ -33,6 +33,7 @@ def describe_findings(runs: list[RunResult], compared: Mapping[str, Any] | None 
     sentences = [*(describe_gap(run) for run in runs), *(_describe_absent(run) for run in runs)]
     sentences += [_compare_with_baselines(*pair) for pair in zip(runs, described, strict=True)]
     sentences += [_describe_traffic(label, group) for label, group in group_by_seed(runs)]
+    sentences += [_compare_with_dense(run, runs) for run in runs]
     unit = f" {runs[0].summary['metric']['unit']}".rstrip()
     sentences += [_describe_gains(label, gains, unit) for label, gains in compute_site_gains(runs).items()]
     return [sentence for sentence in sentences if sentence]
@@ -115,6 +116,27 @@ def _describe_traffic(label: str, group: list[RunResult]) -> str:
     if not dense or not sent or compared == EQUAL:
         return ""
     return f"{label} sent {format_bytes(sent)}{average}, {compared} FedAvg ({format_bytes(dense)})."
+
+
+def _compare_with_dense(run: RunResult, runs: list[RunResult]) -> str:
+    """Compare a run with dense FedAvg of its seed and fold, which has the same initial weights and split."""
+    found = [other for other in runs if (other.summary["seed"], other.fold) == (run.summary["seed"], run.fold)]
+    dense = next((other for other in found if other.summary["method"] == "fedavg" and _is_dense(other)), run)
+    if dense is run or dense.final_metric is None or run.final_metric is None:
+        return ""
+    if run.final_metric == dense.final_metric:
+        return f"{run.label} ended with the same {run.metric} as dense FedAvg."
+    comparison = "better" if (run.final_metric < dense.final_metric) == run.lower_is_better else "worse"
+    unit = f" {run.summary['metric']['unit']}".rstrip()
+    return (
+        f"{run.label} ended {abs(run.final_metric - dense.final_metric):.3g}{unit} {comparison} than dense FedAvg "
+        f"({run.final_metric:.3g} and {dense.final_metric:.3g})."
+    )
+
+
+def _is_dense(run: RunResult) -> bool:
+    # Headers are a part of what was sent.
+    return run.sum_directions("payload_bytes") > 0.95 * run.sum_directions("dense_bytes")
 
 
 def _describe_gains(label: str, gains: dict[str, float], unit: str) -> str:
