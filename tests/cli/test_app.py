@@ -51,6 +51,15 @@ def test_help_shows_a_first_command_and_lists_all_commands() -> None:
     assert (ROOT / "app_configs/neurosfl_brain_age.yaml").is_file()
 
 
+def test_path_that_cannot_be_written_is_named_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "brains").write_text("a file")
+    result = call("phantom", tmp_path / "brains" / "new", "--sites", "1", "--subjects", "1")
+    assert result.exit_code == 2
+    assert str(tmp_path / "brains") in result.output.replace("\n", "")
+    assert "Not a directory; name another path" in result.output.replace("\n", " ")
+    assert (tmp_path / "brains").read_text() == "a file"
+
+
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_of_every_command_has_an_example(name: str) -> None:
     result = call(name, "--help")

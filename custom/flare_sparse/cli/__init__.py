@@ -31,7 +31,7 @@ HAVE_JSON = (
 
 
 class _Commands(TyperGroup):
-    """Group of all commands; an error of this package ends a command with the error's text and exit code."""
+    """Group of all commands; an error of this package, or of a path, ends a command with the error's text."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -50,6 +50,12 @@ class _Commands(TyperGroup):
         except FlareSparseError as error:
             print_error(error)
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+        except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            # A path of the command line that is a file, a folder or somebody else's; no command asks beforehand.
+            if error.filename is None:
+                raise
+            print_error(ConfigError(f"{error.filename}: {error.strerror}; name another path, or change its rights"))
+            raise typer.Exit(2) from error
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
