@@ -142,7 +142,8 @@ def serve_page(file: Path, port: int) -> Iterator[str]:
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--page {port}: {error}; choose another port; a file of this name is ./{port}") from error
+        text = getattr(error, "strerror", error)
+        raise ConfigError(f"--page {port}: {text}; choose another port; a file of this name is ./{port}") from error
     with server, run_beside(lambda _: server.serve_forever()):
         try:
             yield f"http://127.0.0.1:{server.server_port}"

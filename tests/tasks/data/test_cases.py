@@ -124,12 +124,6 @@ def test_malformed_index_of_a_decathlon_folder_is_explained(tmp_path: Path, text
         find_cases(tmp_path)
 
 
-def test_entry_of_classes_without_an_image_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "dataset.json").write_text('[{"image": [], "label": 1}]')
-    with pytest.raises(DataError, match=r"expected .*image.*label.*found IndexError"):
-        find_classes(tmp_path)
-
-
 def test_pairs_are_matched_by_the_identifier_in_their_names(tmp_path: Path) -> None:
     touch(
         tmp_path,

@@ -120,8 +120,8 @@ def _describe_traffic(label: str, group: list[RunResult]) -> str:
 
 def _compare_with_dense(run: RunResult, runs: list[RunResult]) -> str:
     """Compare a run with dense FedAvg of its seed and fold, which has the same initial weights and split."""
-    found = [other for other in runs if (other.summary["seed"], other.fold) == (run.summary["seed"], run.fold)]
-    dense = next((other for other in found if other.summary["method"] == "fedavg" and _is_dense(other)), run)
+    found = [other for other in runs if other.split == run.split and other.summary["method"] == "fedavg"]
+    dense = next((other for other in found if _compare_bytes(other) == EQUAL), run)
     if dense is run or dense.final_metric is None or run.final_metric is None:
         return ""
     if run.final_metric == dense.final_metric:
@@ -134,9 +134,8 @@ def _compare_with_dense(run: RunResult, runs: list[RunResult]) -> str:
     )
 
 
-def _is_dense(run: RunResult) -> bool:
-    # Headers are a part of what was sent.
-    return run.sum_directions("payload_bytes") > 0.95 * run.sum_directions("dense_bytes")
+def _compare_bytes(run: RunResult) -> str:
+    return compare_with_dense(run.sum_directions("payload_bytes"), run.sum_directions("dense_bytes"))
 
 
 def _describe_gains(label: str, gains: dict[str, float], unit: str) -> str:

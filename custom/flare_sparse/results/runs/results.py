@@ -93,6 +93,11 @@ class RunResult:
         return int(split["fold"]) if split.get("folds") else None
 
     @property
+    def split(self) -> tuple[int, int | None]:
+        """Seed and fold; runs that have both alike have the same initial weights, and the same parts of the data."""
+        return self.summary["seed"], self.fold
+
+    @property
     def times(self) -> tuple[datetime, datetime]:
         """When the first round started and the last one was committed, to the second, in UTC."""
         first, last = self.rounds[0], self.rounds[-1]
@@ -267,7 +272,7 @@ def group_by_seed(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]
     groups: list[list[RunResult]] = []
     for group in alike.values():
         # Two runs of one seed and fold are no independent repetitions: their mean and range would mean nothing.
-        is_repeated = len({(run.summary["seed"], run.fold) for run in group}) == len(group)
+        is_repeated = len({run.split for run in group}) == len(group)
         groups += [group] if is_repeated else [[run] for run in group]
     methods = [str(group[0].summary["method"]) for group in groups]
     labelled = []
@@ -305,15 +310,11 @@ def compute_site_gains(runs: list[RunResult]) -> dict[str, dict[str, float]]:
 
     Runs without such a ``local_only`` run, or without common sites, are omitted.
     """
-    alone, gains = dict[tuple[int, int | None], RunResult](), dict[str, dict[str, float]]()
-    for run in runs:
-        if run.summary["method"] == "local_only":
-            alone.setdefault((run.summary["seed"], run.fold), run)
-    for run in runs:
-        other = alone.get((run.summary["seed"], run.fold))
-        if run.summary["method"] != "local_only" and other and (own := run.compute_gains(other)):
-            gains[run.label] = own
-    return gains
+    # Reversed, so that the first of several counts.
+    alone = {run.split: run for run in reversed(runs) if run.summary["method"] == "local_only"}
+    pairs = [(run, alone.get(run.split)) for run in runs if run.summary["method"] != "local_only"]
+    gains = {run.label: run.compute_gains(other) for run, other in pairs if other}
+    return {label: own for label, own in gains.items() if own}
 
 
 def read_runs(paths: list[Path]) -> list[RunResult]:

@@ -119,13 +119,14 @@ class BundleTask(AdaptableTask):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every case once; the cases of a subject are in the same part of the split."""
-        files, training = self._find_cases(data.path), self._training_transforms[0]
-        evaluation, warnings = self._evaluation_transforms, describe_left_out(files, data.path)
-        reads = [partial(self._target.read_case, transforms=transforms) for transforms in (training, evaluation)]
+        files = self._find_cases(data.path)
+        training, evaluation = self._training_transforms[0], self._evaluation_transforms
+        read = partial(self._target.read_case, transforms=training)
         # What was read with the transforms of training is not read again for the same ones.
-        own, screen = None if evaluation is training else reads[1], self._read_checked_case
+        own = None if evaluation is training else partial(self._target.read_case, transforms=evaluation)
+        warnings = describe_left_out(files, data.path)
         return load_cases(
-            self.config, data, seed, files, reads[0], screen=screen, read_evaluated=own, warnings=warnings
+            self.config, data, seed, files, read, screen=self._read_checked_case, read_evaluated=own, warnings=warnings
         )
 
     def _read_checked_case(self, files: CaseFiles) -> Item:

@@ -181,7 +181,9 @@ def _encode_column(table: Table, name: str, categories: Labels | None) -> tuple[
 def _describe_texts(table: Table, names: Sequence[str]) -> str:
     """Return the problem of columns of text that are not among the categories, with the setting that mends it."""
     found = {name: sorted({label for label in read_labels(table, name) if label}) for name in names}
-    categories = ", ".join(f"{format_labels([name])[1:-1]}: {format_labels(labels)}" for name, labels in found.items())
+    categories = ", ".join(
+        f"{json.dumps(name, ensure_ascii=False)}: {format_labels(labels)}" for name, labels in found.items()
+    )
     first, labels = next(iter(found.items()))
     row = table.get_names(first).index(labels[0]) + 1
     return (

@@ -105,8 +105,10 @@ def _find_delimiter(text: str, default: str) -> str:
         except csv.Error:
             continue
         counts[mark] = min(map(len, lines), default=0) if len({len(line) for line in lines}) == 1 else 0
+    if default == "\t" and counts.get(default, 0) > 1:
+        return default
     best = max(counts, key=counts.__getitem__, default=default)
-    return best if counts.get(best, 0) > 1 and (default != "\t" or counts.get(default, 0) < 2) else default
+    return best if counts.get(best, 0) > 1 else default
 
 
 def _build_columns(lines: Sequence[Sequence[Any]]) -> Columns:
