@@ -450,6 +450,8 @@ def test_federation_restarts_with_the_same_kits_and_policies(config: Path, feder
     twice = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
     assert (twice.returncode, "is already running" in twice.stderr) == (2, True)
     run_script("down", str(federation / "workspace"))
+    # A shell that started a process removes this file when the process, and so its port, is gone.
+    assert list(kits.glob("*/daemon_pid.fl")) == []
     with socket.create_server(("localhost", 8102)):
         taken = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
         assert (taken.returncode, "port 8102 is in use" in taken.stderr) == (2, True)
