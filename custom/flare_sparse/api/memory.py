@@ -82,7 +82,7 @@ def measure_step(study: Study) -> dict[str, Any]:
         site.train(weights, Mask.full(weights.numel()), config, 2)
         seconds = time.perf_counter() - began
         steps = config.count_steps(opened.num_examples)
-    # The received model, and the network.
+    # A site holds the received model and the network at once.
     held = 2 * weights.numel() * weights.element_size()
     return {
         "site": site.name,

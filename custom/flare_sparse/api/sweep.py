@@ -135,12 +135,12 @@ def _compare_methods(
     if len(best) < 2:
         return
     runs = [folder / Trial(result.settings, seed).folder for result in best.values() for seed in result.validation]
-    # With the observer's notes alone: the lines of the baselines are those of a report.
+    # Say nothing about baselines: those lines belong to a report.
     groups = compare_runs(runs, observer=SILENT)["groups"]
     if len(groups) != len(best):
         observer.note("the methods are not compared on test subjects: their runs differ in more than the method")
         return
-    # Of subjects of all sites at once, which is another figure than the mean of the sites' and has a name of its own.
+    # A metric of the subjects of all sites at once differs from the mean of the sites', and has a name of its own.
     paired = next((name for name in (metric, f"{metric}_across_sites") if name in groups[0]), metric)
     for (name, result), group in zip(best.items(), groups, strict=True):
         difference = group.get("differences", {}).get(groups[0]["label"], {}).get(paired)
@@ -152,7 +152,7 @@ def _run_trial(study: Study, trial: Trial, folder: Path, observer: Observer) -> 
     """Run a trial, or resume it, say a line about it, and return why it failed; None if it did not."""
     out = folder / trial.folder
     out.mkdir(parents=True, exist_ok=True)
-    # Before the run, so that a later sweep with other settings notices a run that failed, too.
+    # Write them before the run, so that a later sweep with other settings notices a run that failed, too.
     (out / CONFIG).write_text(dump_config(study.config), encoding="utf-8")
     try:
         result = RunFolder(out, resume=RunFolder(out).has_checkpoint)
@@ -161,7 +161,7 @@ def _run_trial(study: Study, trial: Trial, folder: Path, observer: Observer) -> 
     except FlareSparseError as error:
         reason = f"{error.code}: {error}"
     except (MemoryError, OSError, RuntimeError) as error:
-        # Of the machine, such as torch's lack of memory, or of the user's own code: the same command tries again.
+        # The machine (torch's lack of memory) or the user's own code has failed: the same command tries again.
         _LOG.warning("%s failed", trial.label, exc_info=True)
         reason = describe_exception(error)
     else:

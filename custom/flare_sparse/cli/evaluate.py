@@ -102,7 +102,7 @@ def _show(result: dict[str, Any], metric: Metric) -> None:
     examples = f"{result['examples']}{of_split} examples{skipped}"
     title = f"{result['run']}: {label_model(result['model'])} on {result['cohort']}, {examples}"
     rows = []
-    # The task's own metric first.
+    # Show the task's own metric first.
     for name in sorted(result["metrics"], key=lambda name: (name != metric.name, name)):
         bounds = result["intervals"].get(name)
         interval = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"

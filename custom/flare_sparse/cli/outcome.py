@@ -128,7 +128,7 @@ def watch_signals() -> Iterator[dict[int, list[psutil.Process]]]:
     try:
         yield stopped
     finally:
-        # Not the handlers from before: those of the start (__main__.py) say that nothing was changed.
+        # Do not restore the handlers of the start (__main__.py): they say that nothing was changed.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -148,7 +148,7 @@ def explain_outcome(progress: RunProgress) -> Iterator[None]:
     with watch_signals() as stopped:
         try:
             yield
-        # Any exception: a library whose import is interrupted may raise one of its own.
+        # Catch any exception: a library whose import is interrupted may raise one of its own.
         except (KeyboardInterrupt, Exception) as error:
             if isinstance(error, KeyboardInterrupt) or stopped:
                 number, processes = next(iter(stopped.items()), (signal.SIGINT, []))

@@ -68,7 +68,7 @@ def describe_contributions(run: RunResult) -> list[str]:
 
 def _locate_reports(out: Path, sites: list[str]) -> str:
     """Return where the errors of sites are described: files on this machine, or files at the sites."""
-    # With --env local and in FLARE's simulator.
+    # The first place is that of --env local, the second that of FLARE's simulator.
     places = [name for site in sites for name in (f"site_errors/{site}.txt", f"workspace/**/{site}/**/site_error.txt")]
     files = [str(file) for place in places for file in sorted(out.glob(place))]
     if files:

@@ -98,7 +98,7 @@ class SplitConfig(Settings):
         width = 1 / self.folds if self.folds else self.test
         parts: tuple[list[str], ...] = ([], [], [])
         for name in sorted(positions, key=positions.__getitem__):
-            # Distance from the first test subject, around the circle of hashes.
+            # Measure the distance from the first test subject, around the circle of hashes.
             distance = (positions[name] - start) % 1
             parts[2 if distance < width else 1 if distance < width + self.validation else 0].append(name)
         return Split(*(tuple(part) for part in parts))
@@ -107,7 +107,7 @@ class SplitConfig(Settings):
         """Return where the test identifiers start and end in the order of the hashes."""
         if self.folds is None:
             return 0, max(round(self.test * count), 1 if count > 1 else 0)
-        # No minimum of one: a subject of a site smaller than the number of folds would be tested twice.
+        # Set no minimum of one: a subject of a site smaller than the number of folds would be tested twice.
         return round((self.fold - 1) * count / self.folds), round(self.fold * count / self.folds)
 
 

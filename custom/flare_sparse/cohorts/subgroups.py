@@ -107,7 +107,7 @@ def suppress_small(metrics: Mapping[str, float], minimum: int) -> dict[str, floa
     for name, value in metrics.items():
         if (found := split_metric(name)) and found[0] == SUBJECTS:
             counts.setdefault(found[1].partition("=")[0], {})[found[1]] = value
-    # Also of those that were left out before, by a smaller minimum.
+    # The total counts also the subjects whom a smaller minimum left out before.
     total = metrics.get(f"{SUBJECTS} in {EVERYONE}", 0.0)
     shown = {cell for cells in counts.values() for cell in _select_large(cells, minimum, total)}
     return {name: value for name, value in metrics.items() if not (found := split_metric(name)) or found[1] in shown}
@@ -135,7 +135,7 @@ def measure_subgroups(
     counts = {name: float(len(np.unique(subjects[rows]))) for name, rows in cells.items()}
     shown = suppress_small(counts | {f"{SUBJECTS} in {EVERYONE}": float(len(np.unique(subjects)))}, minimum)
     estimates: dict[str, float] = {}
-    # In the order of the cells, so that the message has the same bytes each time.
+    # Follow the order of the cells, so that the message has the same bytes each time.
     for name, rows in cells.items():
         if name in shown:
             cell = name.removeprefix(f"{SUBJECTS} in ")

@@ -103,7 +103,7 @@ def decode_csr(name: str, table: dict[str, Any]) -> Any:
     # int64: differences and offsets of hostile int32 numbers must not wrap around into the valid range.
     pointers, columns = table["indptr"].astype(np.int64), table["indices"].astype(np.int64)
     counts = np.diff(pointers)
-    # Before the columns are expanded: the last pointer is their number.
+    # Check this before the columns are expanded: the last pointer is their number.
     if pointers[0] != 0 or (counts < 0).any() or (counts > width).any() or pointers[-1] != columns.size:
         raise _refuse(name, f"row pointers are not 0, ascending by at most {width} up to {columns.size}")
     places = np.repeat(np.arange(rows, dtype=np.int64) * width, counts) + columns
@@ -125,7 +125,7 @@ def _check_table(name: str, table: dict[str, Any]) -> TensorSpec:
         raise _refuse(name, "shape is no list of sizes")
     for key, types in (("indptr", ("<i4",)), ("indices", ("<i4",)), ("values", _FLOATS)):
         part = table[key]
-        # By the exact type: int64 indices would wrap around when cast.
+        # Compare the exact type: int64 indices would wrap around when cast.
         if not isinstance(part, np.ndarray) or part.ndim != 1 or part.dtype.str not in types:
             found = f"{getattr(part, 'dtype', type(part).__name__)} {getattr(part, 'shape', '')}"
             raise _refuse(name, f"{key} is {found}, expected one axis of {' or '.join(types)}")

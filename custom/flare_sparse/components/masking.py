@@ -248,7 +248,7 @@ class MaskedTraining(ClientAPIExecutor):
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Return the script's result with the entries outside the mask as they were received."""
-        # Not by FLARE's event: in swarm learning there is none.
+        # Do not wait for FLARE's event: in swarm learning there is none.
         received = self._keep.remember(shareable, fl_ctx)
         result = super().execute(task_name, shareable, fl_ctx, abort_signal)
         if result.get_return_code(ReturnCode.OK) != ReturnCode.OK:

@@ -85,7 +85,7 @@ class SparseExchange(ModelFilter):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Log what leaves a site; at the end say what was saved, or warn that tasks came but no message was coded."""
         super().handle_event(event_type, fl_ctx)
-        # Fired for all tasks, those without filters among them.
+        # FLARE fires this event for all tasks, those without filters among them.
         if event_type == EventType.BEFORE_TASK_DATA_FILTER:
             self._tasks.add(str(fl_ctx.get_prop(FLContextKey.TASK_NAME)))
         # One line for all filters of the process.

@@ -69,7 +69,7 @@ class Patch:
         """
         data = self.values.detach().contiguous().numpy().astype("<f4", copy=False).data.cast("B")
         pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
-        # Side by side: a single pass takes longer than to write the values into a message.
+        # Hash the pieces side by side: a single pass takes longer than to write the values into a message.
         with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1) or 1) as threads:
             digests = threads.map(lambda piece: hashlib.sha256(piece).digest(), pieces)
             return hashlib.sha256(bytes.fromhex(self.mask.fingerprint) + b"".join(digests)).hexdigest()

@@ -69,7 +69,7 @@ def delete_old(root: Path, end: str, now: float | None = None, *, days: float, a
     oldest = (time.time() if now is None else now) - days * 86_400 if days else math.inf
     deleted = []
     for folder in sorted(root.glob(f"*/{end}")):
-        # Before the claim, whose file is a change of the folder.
+        # Read the time before the claim, whose file changes the folder.
         store, used = Store(folder, {}), folder.stat().st_mtime
         # A store that cannot be claimed belongs to a running job, such as the one that calls this.
         with suppress(CheckpointError):

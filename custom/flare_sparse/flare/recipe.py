@@ -182,7 +182,7 @@ class SparseRecipe(_JobRecipe):
         data, classes = resolve_classes(data, script.parent)
         config = parse_job(data, **classes)
         modules = list_user_code(config, script.parent)
-        # Here and not first in the running job: the path may name no class, or the arguments may not fit it.
+        # Fail here and not in the running job: the path may name no class, or the arguments may not fit it.
         load_task(config, script.parent)
         return cls(RunConfig(**dict(config), deployment=DeploymentConfig(packaging=packaging)), modules=modules)
 

@@ -90,7 +90,7 @@ class ScriptCalls:
                 "the script called flare.receive() again without flare.send(); it must send one result for each model"
             )
         if (is_new or is_first_turn) and self._seed is not None:
-            # In the script's own thread: while it starts, it may draw numbers at any time.
+            # Seed in the script's own thread: while it starts, it may draw numbers at any time.
             random.seed(self._seed)
             np.random.seed(self._seed % 2**32)  # noqa: NPY002 - the generator that scripts and libraries draw from
             torch.manual_seed(self._seed)
@@ -140,7 +140,7 @@ class FlareScript:
         self._context: FLContext | None = None
         self._abort_signal = Signal()
         self._failure = ""
-        # The exception with which the script ended, and the hook of ``threading`` before the own one.
+        # Keep the exception with which the script ended, and the hook of ``threading`` that the own one replaces.
         self._error: BaseException | None = None
         self._next_hook = threading.excepthook
         # None: no script, or one in a process of its own.

@@ -215,7 +215,7 @@ class SiteSession(FLComponent):
         if self._endpoint is None:
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
-            # Before the data is read: no update of such a job may leave.
+            # Hold the data before it is read: no update of such a job may leave.
             hold_data(fl_ctx)
             policy = read_site_policy(fl_ctx)
             raise_refusals(policy.find_job_refusals(job.permit))
@@ -263,7 +263,7 @@ class SiteSession(FLComponent):
     def _open_site(self, assembly: Assembly, name: str, local: Path, fl_ctx: FLContext) -> Site:
         task = assembly.task
         if not isinstance(task, ScriptTask):
-            # Before the data is read, and not in the first training, after scores and messages.
+            # Check the kernels before the data is read, and not in the first training, after scores and messages.
             check_kernels(assembly.method)
             account = None if assembly.privacy is None else PrivacyAccount(*describe_account(fl_ctx))
             site = open_site(assembly, find_site_data(name, local), account, open_gate(fl_ctx))

@@ -80,7 +80,7 @@ class Tracker(FLComponent):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Send what is left at the end of the job, and close the run."""
         super().handle_event(event_type, fl_ctx)
-        # Also if the service did not reply to any round: it may by now.
+        # Try even if the service replied to no round: it may by now.
         if event_type == EventType.END_RUN and self._folder is not None:
             self._send(self._folder)
             if self._opened is not None:

@@ -131,7 +131,7 @@ class Harmonizer(StatisticsLayer):
         covariates = list(self.covariates)
         shift, scale = torch.zeros_like(sigma), torch.ones_like(sigma)
         count, features = own.count, int(is_harmonized.sum())
-        # Of one row there is no deviation, and of one input no distribution of shifts.
+        # One row has no deviation, and one input no distribution of shifts.
         if float(count.max()) < 2 or features < 2:
             return shift, scale
         gamma = (own.mean - pooled.mean - (own.mean[covariates] - pooled.mean[covariates]) @ beta) / sigma
@@ -167,7 +167,7 @@ class Harmonizer(StatisticsLayer):
         moments = self._unpack(statistics)
         is_count = (moments.count == examples).all() | (statistics == 0).all()
         is_square = ((moments.squares >= 0) & ((moments.count > 1) | (moments.squares == 0))).all()
-        # Cauchy and Schwarz, with room for the rounding of both sides.
+        # Apply the inequality of Cauchy and Schwarz, with room for the rounding of both sides.
         largest = (moments.squares[list(self.covariates), None] * moments.squares[None, :]).sqrt() * (1 + 1e-6)
         is_product = (moments.products.abs() <= largest + 1e-30).all()
         return bool(is_count & is_square & is_product)

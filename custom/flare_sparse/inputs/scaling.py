@@ -110,7 +110,7 @@ class InputScaler(StatisticsLayer):
         """Return whether statistics ``(5, d)`` can be those of some of ``examples`` examples."""
         count, (_, deviation) = split_rows(statistics)
         is_count = (count == count.round()) & (count >= 0) & (count <= examples)
-        # Of one value, or of none, there is no deviation.
+        # One value, or none, has no deviation.
         is_deviation = (deviation >= 0) & ((count > 1) | (deviation == 0))
         return bool((is_count & is_deviation & ((count > 0) | (statistics[1:] == 0).all(0))).all())
 

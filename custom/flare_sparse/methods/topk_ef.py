@@ -73,7 +73,7 @@ class TopKEFConfig(MethodConfig):
                 f"method.budget is {self.budget:g}, {allowed:.0f} bytes a message of this model, which its header, its "
                 "buffers and one entry exceed; raise it, or send FedAvg's model, which is small"
             )
-        # As shares of all entries, of which the counts are the floor.
+        # Express counts as shares of all entries, half an entry up, so that their floor gives the counts again.
         share = min(1.0, (count + 0.5) / layout.size)
         own = {"fraction": share, "down": share}
         return self.model_copy(update=own if "decay" in self.model_fields_set else own | {"decay": "rate"})
@@ -206,6 +206,6 @@ class TopKEF(Method[TopKEFConfig, TopKEFState]):
             delta[parameters] += decay * kept[parameters].to(delta.device)
         size = self.layout.num_parameters
         largest = find_top_k(delta[parameters].abs(), self._count(fraction))
-        # Of the buffers those that training has changed: statistics of inputs stay as they are.
+        # Send the buffers that training has changed: statistics of inputs stay as they are.
         mask = Mask.from_positions(torch.cat([largest, delta[size:].nonzero()[:, 0] + size]), self.layout.size)
         return mask, delta.index_fill(0, mask.find_indices(delta.device), 0.0)

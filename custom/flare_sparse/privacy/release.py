@@ -337,7 +337,7 @@ class SiteRelease:
             return record.model_copy(update={"metrics": {**record.metrics, key: known | released}})
 
         update_record(self.folder, add)
-        # By name: subgroups come in the order of their exact counts.
+        # Sort by name: subgroups come in the order of their exact counts, which would show.
         return dict(sorted(released.items()))
 
     def _round(self, name: str, value: float, people: int) -> float:

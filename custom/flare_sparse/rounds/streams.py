@@ -122,7 +122,7 @@ class ServerStream:
         self._run = run
         self._link = ServerLink()
         self._sent: dict[str, Model] = {}
-        # Of the last model, by the name of what a site holds: the message (None: whole), and the model it leads to.
+        # Keep by what a site holds, for the last model: the message (None: whole), and the model it leads to.
         self._messages: dict[tuple[str, str, int], tuple[np.ndarray | None, Model]] = {}
 
     def encode(self, model: Model, settings: StreamSettings, site: str) -> tuple[np.ndarray | None, str | None]:
@@ -141,7 +141,7 @@ class ServerStream:
             self._messages = {other: sent for other, sent in self._messages.items() if other[1:] == key[1:]}
             self._messages[key] = (None, model) if base is None else self._encode(model, settings, base)
         message, self._sent[site] = self._messages[key]
-        # Not known from now on: if this message or its answer is lost, the next one is whole.
+        # Forget what the site holds: if this message or its answer is lost, the next one is whole.
         self._link = self._link.forget([site])
         return message, self._link.counted.get(site)
 
@@ -316,7 +316,7 @@ def select_change(
     """
     candidates = settings.find_candidates(layout, missing)
     if settings.is_exact and base is not None:
-        # By bits: entries that are unchanged, or that a filter has put back, need not travel.
+        # Compare bits: entries that are unchanged, or that a filter has put back, need not travel.
         changed = candidates & Mask(vector.view(torch.int32) != base.view(torch.int32))
         return Patch.from_vector(vector, changed if changed.count else candidates)
     total = vector.clone() if base is None else vector - base

@@ -163,7 +163,7 @@ class BrainTask(AdaptableTask, ABC):
             return preprocess(read_voxels(subject.require_images()[0], config.shape, config.spacing)), target
 
         used, warnings = set(data.select(subjects, lambda name: subjects[name].subject)), []
-        # Those of a simulated site are chosen from the rows.
+        # The subjects of a simulated site are chosen from the rows.
         if unlisted := sorted(s.subject for name, s in subjects.items() if name not in used and not s.is_listed):
             warnings.append(f"{len(unlisted)} {bids.NO_ROW}: {list_first(unlisted, 3)}")
         if others := [file.name for name, s in subjects.items() if name in used for file in s.others]:

@@ -190,7 +190,7 @@ class Segmentation(AdaptableTask):
             image = functional.interpolate(image[None], size=tuple(truth.shape), mode="trilinear")[0]
         seen = truth if bool(truth.any()) else predicted
         level = int((seen != 0).sum((0, 1)).argmax())
-        # From (left to right, back to front) to rows from front to back and columns from left to right.
+        # Turn (left to right, back to front) into rows from front to back and columns from left to right.
         picture, marks, guess = (part[..., level].T.flip(0).numpy() for part in (image[0].cpu(), truth, predicted))
         width, height = spacings[0, :2].tolist()
         return Picture(picture, marks, guess, height / width)

@@ -41,7 +41,7 @@ class TableTask(Task):
 
     Config = TableConfig
     config: TableConfig
-    # Of the most frequent kind; the settings decide.
+    # This metric is that of the most frequent kind; the settings decide.
     metric = Metric("auc", "", "max", may_be_undefined=True)
     reads = "a table (CSV, xlsx, Parquet, ...) with one row per example and the columns that the settings name"
 
@@ -251,7 +251,7 @@ def _read_file(
     return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0, codes, spelling, needed)
 
 
-# As it is in the file for the partition, and with the job's rules for the sites.
+# Two readings are kept: the file as it is, for the partition, and one by the job's rules, for the sites.
 @lru_cache(maxsize=2)
 def _read_cached(path: Path, version: int, codes: Codes, spelling: Spelling, columns: frozenset[str]) -> Table:
     """Read a table, and keep it while its file is unchanged: the sites of a simulated federation share one file."""

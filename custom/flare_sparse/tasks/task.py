@@ -58,7 +58,7 @@ def is_metric_name(name: object) -> bool:
     metric, cell = split_metric(name) or (name, "")
     if not 0 < len(metric.removeprefix(ERROR)) <= _MAX_NAME_LENGTH or len(cell) > LONGEST_CELL:
         return False
-    # Not printable: control characters, line breaks, escape sequences, and marks that reverse the direction of text.
+    # isprintable() refuses control characters, line breaks, escape sequences, and marks that reverse text.
     return name.isprintable() and not name.isspace() and _MARKUP.isdisjoint(name)
 
 

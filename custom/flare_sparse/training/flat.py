@@ -86,7 +86,7 @@ class FlatModel:
         # make the result depend on what this process has trained before, and a resumed run differ from the original.
         for name, initial in self._initial_integer_buffers.items():
             self._buffers[name].copy_(initial)
-        # With every vector: what an evaluation or a trial did to them must not last.
+        # Reset them with every vector: what an evaluation or a trial did to them must not last.
         self.after_load()
 
     def check_parameters(self) -> None:
@@ -147,7 +147,7 @@ class FlatModel:
             live.collect_gradient(number, parameter, out, is_first=number not in written)
             written.add(number)
 
-        # As soon as autograd has it: the gradients of all parameters are never in memory beside those of the entries.
+        # Take each gradient as soon as autograd has it: those of all parameters are never in memory at once.
         with ExitStack() as hooks:
             for number, parameter in enumerate(self.parameters):
                 if parameter.requires_grad:

@@ -81,7 +81,7 @@ class LiveEntries:
         """
         live = self.parameters[number]
         assert parameter.grad is not None
-        # Dense already, except that of an embedding with sparse=True.
+        # Only the gradient of an embedding with sparse=True is not dense already.
         gradient, target = parameter.grad.to_dense().reshape(-1), out[live.entries]
         parameter.grad = None
         if not live.count:

@@ -31,7 +31,7 @@ class ScriptFailed(FlareSparseError):
     code = "E_SCRIPT"
 
     def __init__(self, happened: str, output: str = ""):
-        # Both arguments: a script's process pickles the error.
+        # Pass both arguments on: a script's process pickles the error.
         super().__init__(happened, output)
         self.happened, self.output = happened, output
 

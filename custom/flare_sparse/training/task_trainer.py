@@ -61,7 +61,7 @@ class TaskTrainer(Trainer):
         local, labels = self._local, training.labels
         if training.source is None:
             order = local.make_generator("order", *labels)
-            # A stream of its own: augmentation changes neither the order of the examples nor dropout.
+            # Draw from a stream of its own: augmentation changes neither the order of the examples nor dropout.
             augmentation_generator = local.make_generator("augment", *labels)
             plain = local.iterate_batches(training.config, order, training.steps)
             batches: Iterator[Any] = (self.task.augment(batch, augmentation_generator) for batch in plain)
@@ -179,7 +179,7 @@ class TaskTrainer(Trainer):
                     hook = part.register_forward_hook(lambda _, __, q: gates.append(q.detach().cpu().flatten()))
                     hooks.enter_context(hook)
             metrics = self._measure(dataset)
-        # MetaGater, section 5: the share of closed gates over examples and gated layers.
+        # Report the share of closed gates over examples and gated layers (MetaGater, section 5).
         closed = {"channel_sparsity": float((torch.cat(gates) == 0).double().mean())} if gates else {}
         return {**metrics, **closed}
 

@@ -136,7 +136,7 @@ def write_quantized(
         scales[in_blocks] = part_scales.to(torch.int16)
         codes_out = packed[in_bytes]
         codes_out.copy_(_pack_codes(codes, bits)[: codes_out.numel()])
-        # As the receiver computes them, so that the vectors of both ends stay equal bit for bit over all rounds.
+        # Compute values as the receiver does, so that the vectors of both ends stay equal bit for bit over all rounds.
         _add_blocks(sums[part], part_scales, codes, bits)
     header = torch.tensor(list(exact.numel().to_bytes(_COUNT_BYTES, "little")), dtype=torch.uint8, device=exact.device)
     # One copy of all parts to the CPU.
@@ -289,7 +289,7 @@ def _add_blocks(sums: Tensor, scales: Tensor, codes: Tensor, bits: int) -> None:
     They have the same bits at both ends, which add them to one vector.
     """
     largest_code, widened = 2**bits - 1, _widen(scales)
-    # By a tensor: on a GPU, torch multiplies by the reciprocal of a number, which rounds twice.
+    # Divide by a tensor: on a GPU, torch multiplies by the reciprocal of a number, which rounds twice.
     # (2q - M) * s / M with its factor 2 at the scale, which is exact and saves a pass.
     factors = 2 * (widened / torch.full_like(widened, largest_code))
     values = codes.float().sub_(largest_code / 2).mul_(factors[:, None])
@@ -307,7 +307,7 @@ _WORDS = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}
 
 def _pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Return codes ``(blocks, BLOCK)`` as bytes, the first one in the lowest bits."""
-    # All codes of a byte in one word: one pass over bytes that follow each other.
+    # Read all codes of a byte as one word: one pass suffices over bytes that follow each other.
     words = codes.view(-1).view(_WORDS[bits])
     packed = words.clone()
     for place in range(1, 8 // bits):

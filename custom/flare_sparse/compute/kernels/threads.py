@@ -131,7 +131,7 @@ def _find_parallel_region() -> Callable[..., None] | None:
     ``GOMP_parallel(function, argument, threads, flags)`` is part of the binary interface of GNU's runtime, which
     Intel's and LLVM's have, too. None if torch's runtime does not have it.
     """
-    # In the linker's order: a preloaded runtime comes first. Names are searched in the libraries that these need, too.
+    # Keep the linker's order: a preloaded runtime comes first. The libraries that these need are searched, too.
     for library in (None, torch._C.__file__):
         try:
             region: Any = ctypes.CDLL(library).GOMP_parallel

@@ -74,7 +74,7 @@ class GraphBuilder:
         self.values: list[Value] = []
         self._module = module
         self._indices: dict[str, int] = {}
-        # For each value, the number of axes after the channels; None where it is unknown (the network's input).
+        # Keep the number of axes after the channels of each value; None where it is unknown (the network's input).
         self._spatial_axes: list[int | None] = []
         self._used_modules: set[str] = set()
         self._node = ""

@@ -42,7 +42,7 @@ def find_policy_conflicts(
     trainers = {name: DryTrainer(name, layout, examples=count) for name, count in examples.items() if count}
     sites = {name: Site(name, trainer) for name, trainer in trainers.items()}
     sites = sites or {"site-1": Site("site-1", DryTrainer("site-1", layout))}
-    # In a sum, too: what a site would send without one is what its policy bounds.
+    # In a masked sum, too, a policy bounds what a site would send without one.
     _, ledger = dry_run(method, assembly.weights, sites, replace(build_transport(job), stage=PLAIN_STAGE))
     usages = {name: trainer.usages for name, trainer in trainers.items()}
     conflicts = list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))

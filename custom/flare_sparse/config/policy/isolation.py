@@ -95,10 +95,10 @@ def _find_isolated_pairs(weight: Tensor, bias: Tensor, examples: Tensor, squares
         rows = slice(start, min(start + chunk, units))
         overlaps = gram[rows, :, None] - bias[:, None] * products[rows, None] - bias[rows, None, None] * products
         overlaps += (bias[rows, None] * bias)[..., None] * squares
-        # Squared distance of (w_i - w_j) / (b_i - b_j) from x, without the quotients themselves.
+        # Compute the squared distance of (w_i - w_j) / (b_i - b_j) from x without the quotients themselves.
         distances = residuals[rows, None] + residuals - 2 * overlaps
         factors = (bias[rows, None] - bias).square()
-        # Of one unit with itself, and of two with equal biases, nothing is left but rounding.
+        # A unit minus itself, or minus one with an equal bias, leaves nothing but rounding.
         is_pair = factors > _ROUNDING * (bias[rows, None].square() + bias.square())
         is_close = _is_revealed(distances, CLOSENESS**2 * factors[..., None] * spread) & is_pair
         # A server that weights its units differently combines them with factors: every quotient lies on the line

@@ -76,7 +76,7 @@ class _Packer:
         if value is None or isinstance(value, _PLAIN):
             return value
         if isinstance(value, (Mask, Tensor)):
-            # Once per object and not per value: the mask that sixty sites share is written once.
+            # Write each object once: sixty sites may share one mask.
             if id(value) not in self._packed:
                 self._packed[id(value)] = value, self._pack_entries(value)
             return self._packed[id(value)][1]

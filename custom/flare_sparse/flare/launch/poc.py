@@ -65,7 +65,7 @@ def start_poc(
         _run_poc_command(workspace, "start", "--timeout", str(START_TIMEOUT_S), checkpoints=checkpoints)
         yield admins[0]
     finally:
-        # Also when the start failed: some of the processes may run. The command fails if none does.
+        # Stop also after a failed start: some of the processes may run. The command fails if none does.
         _run_poc_command(workspace, "stop", check=False)
 
 
@@ -81,7 +81,7 @@ def _run_poc_command(
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
     line = [sys.executable, "-m", "nvflare.cli", "poc", command, *options]
-    # In files: a server that FLARE has started holds its ends of pipes open, so that they would be read for ever.
+    # Print to files: a server that FLARE has started holds its ends of pipes open, so that they would never end.
     with tempfile.TemporaryFile("w+") as printed:
         process = subprocess.Popen(  # noqa: S603
             line, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, text=True

@@ -281,7 +281,7 @@ def _describe_end(log: Path, workspace: Path, dead: Sequence[str], cause: str = 
 @contextmanager
 def redirect_output(path: Path) -> Iterator[None]:
     """Send standard output and error of this process, and of those that it starts, to a file."""
-    # File descriptors and not sys.stdout: FLARE's processes inherit the descriptors.
+    # Redirect the file descriptors, which FLARE's processes inherit, and not sys.stdout.
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [os.dup(1), os.dup(2)]

@@ -284,7 +284,7 @@ def run_deployed(
         error.remedy = f"{error.remedy} The job's downloaded files: {downloaded}".strip()
         raise error
     replace_record(record, out)
-    # Rounds that ended between the last poll and the end of the job.
+    # Show the rounds that ended between the last poll and the end of the job.
     for line in (out / ROUNDS).read_text(encoding="utf-8").splitlines():
         follower.show(json.loads(line))
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))

@@ -136,11 +136,11 @@ def withdraw_at_site(kit: Path, file: Path, *, end_after_s: float | None = None)
     local = find_local_folder(kit).absolute()
     name, known, given = read_site_name(local.parent), read_withdrawn(local), read_names(file)
     if has_site_data(local):
-        # Of this list alone: what was listed before may have been removed from the data by now.
+        # Look for the subjects of this list alone: earlier ones may have been removed from the data by now.
         data = find_site_data(name, local, heeds_list=False)
         check_absence(replace(data, withdrawn=given))
     _write_private(local / WITHDRAWN_FILE, "".join(f"{name}\n" for name in sorted(known | given)))
-    # After the list is written: a job that starts from now on heeds it.
+    # Wait after the list is written: a job that starts from now on heeds it.
     running = wait_for_jobs(local.parent, name, end_after_s or 0.0)
     if running and end_after_s is not None:
         running = end_jobs(local.parent, name)

@@ -52,7 +52,7 @@ class PruningConfig(MethodConfig):
     """share of its units that every layer keeps; at least one unit"""
 
     def needs(self) -> Needs:
-        # As a set with the default needs: the settings of SCBF's rounds may be a base beside this one.
+        # Add to the needs of the next base: the settings of SCBF's rounds may be a base beside this one.
         needs = super().needs() | {WHOLE_UNITS, Need.PACKAGE_STEPS.because("sites count how often each unit is zero")}
         if not self.is_due(self.count_prunings(self.rounds)):
             return needs

@@ -79,7 +79,7 @@ class StepCounter:
                 f"loader that wait for one have {waiting}; compute the loss of one minibatch of the loader, once, take "
                 "one step for it, and join no minibatches"
             )
-        # Those before it had no step, and get none: reading them was charged.
+        # Drop also the minibatches before it, which had no step and get none: reading them was charged.
         del self.read[: self.read.index(records) + 1]
 
     def count_step(self) -> int:

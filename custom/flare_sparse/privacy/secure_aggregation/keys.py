@@ -62,7 +62,7 @@ def recover_secret(shares: Mapping[int, bytes]) -> bytes | None:
     """
     points = [(number + 1, int.from_bytes(share, "little")) for number, share in sorted(shares.items())]
     total = 0
-    # Lagrange interpolation at 0.
+    # Interpolate at 0 (Lagrange).
     for x, y in points:
         numerator = denominator = 1
         for other, _ in points:

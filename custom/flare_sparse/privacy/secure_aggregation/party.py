@@ -124,7 +124,7 @@ class SumParty:
         members, own_share = self._members, self._own_share
         if members is None or own_share is None or self._shares is not None:
             raise RequestRefused("the values of this sum are asked for out of order")
-        # All of them: each box shows that its sender knows the same members, so that all weigh and pad alike.
+        # Require all of them: each box shows that its sender knows the same members, so that all weigh and pad alike.
         if boxes.keys() != members.keys() - {self.name}:
             raise RequestRefused("the boxes are not those of all other sites that published keys")
         opened = {
@@ -161,7 +161,7 @@ class SumParty:
             RequestRefused: as :meth:`reveal`.
         """
         shares, members = self._shares, self._members
-        # Once and never again: the seed and the key of one site together open its values.
+        # Reveal once and never again: the seed and the key of one site together open its values.
         if shares is None or members is None or self._has_revealed:
             raise RequestRefused("the shares of this sum are asked for out of order, or twice")
         if len(set(survivors)) != len(survivors) or self.name not in survivors or not set(survivors) <= shares.keys():

@@ -434,7 +434,7 @@ class SumExchange:
             RejectedMessage: it is malformed, or not the reply of this site to this step.
         """
         limit = bound_reply_bytes(step, self._section_bytes, len(examples))
-        # Before the message is copied or summed up.
+        # Check the size before the message is copied or summed up.
         if not isinstance(data, np.ndarray) or data.size > limit:
             found = data.size if isinstance(data, np.ndarray) else type(data).__name__
             raise RejectedMessage("E_LEN", "message", f"at most {limit} bytes", found, site)
@@ -544,7 +544,7 @@ class SumExchange:
         codes: dict[str, str] = {}
         lines = self.sums.ledger.lines
         first_line = len(lines)
-        # In the order of arrival: integers of a ring have one sum in every order, so each reply is added and forgotten.
+        # Add and forget each reply as it arrives: integers of a ring have one sum in every order.
         for site, answer in transport(Questions(questions, seconds)):
             # A site may answer twice: the first answer counts.
             if site not in questions or site in codes:
@@ -555,7 +555,7 @@ class SumExchange:
                     self.accept(step, site, answer, examples)
                 except WireError as error:
                     codes[site] = error.code
-        # In the order of names, so that a ledger of equal runs is equal.
+        # Sort by name, so that the ledgers of equal runs are equal.
         lines[first_line:] = sorted(lines[first_line:], key=lambda line: line.site)
         return codes
 

@@ -88,7 +88,7 @@ def _draw_histograms(numbers: Mapping[str, Sites]) -> Figure:
     named = {}
     for axis, (name, by_site) in zip(axes.flat, numbers.items(), strict=False):
         for number, site in enumerate(sites):
-            # Each cell: lower bound, upper bound, rows.
+            # Each cell has a lower bound, an upper bound and a number of rows.
             bins = by_site.get(site, {}).get("histogram", [])
             if total := sum(count for *_, count in bins):
                 edges = [bins[0][0], *(high for _, high, _ in bins)]

@@ -203,7 +203,7 @@ class _Linear:
         logistic = LogisticRegression(C=1 / penalty, max_iter=2000).fit(standardize(data.x), targets.astype(int))
 
         def predict(x: np.ndarray) -> np.ndarray:
-            # 0 for classes that the training examples lack.
+            # Classes that the training examples lack keep probability 0.
             probabilities = np.zeros((len(x), self.classes))
             probabilities[:, logistic.classes_] = logistic.predict_proba(standardize(x))
             return probabilities[:, 1:] if self.kind == "binary" else probabilities

@@ -120,11 +120,11 @@ def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> Non
             f"--start {run}: no record of a finished run; expected last, new, or the result folder of a finished run. "
             f"An interrupted one needs --out {run} --start last"
         )
-    # With the code that the longer run executes: the folder's own may be somebody else's, and is not executed.
+    # Read them with the longer run's code: the folder's own may be somebody else's, and is not executed.
     choices: dict[str, Choice[Any]] = {"method": study.config.method, "task": study.config.task}
     classes = {section: choice.entry for section, choice in choices.items() if choice.key != "name"}
     finished = Study(load_config(run / CONFIG, classes=classes), study.file)
-    # Before anything is built from these settings, which may name other modules.
+    # Check them before anything is built from these settings, which may name other modules.
     _check_settings(run, finished.config, study.config)
     if expire_checkpoints(run, finished.config.federation.checkpoint_days):
         raise ConfigError(f"--start {EXPIRED.format(folder=run)}")

@@ -310,7 +310,7 @@ def compute_site_gains(runs: list[RunResult]) -> dict[str, dict[str, float]]:
 
     Runs without such a ``local_only`` run, or without common sites, are omitted.
     """
-    # Reversed, so that the first of several counts.
+    # Go backwards, so that the first of several counts.
     alone = {run.split: run for run in reversed(runs) if run.summary["method"] == "local_only"}
     pairs = [(run, alone.get(run.split)) for run in runs if run.summary["method"] != "local_only"]
     gains = {run.label: run.compute_gains(other) for run, other in pairs if other}

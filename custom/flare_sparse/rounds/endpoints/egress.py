@@ -326,7 +326,7 @@ def _read_number(raw: bytes, folder: Path, place: int | None = None) -> int:
     number = None
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         number = json.loads(raw)["line"]
-    # Also in optimised code, and not for true, which is an int to isinstance.
+    # Refuse true, too, which is an int to isinstance; an assertion would not run in optimised code.
     if type(number) is not int:
         raise _describe_damage(folder, f"line {place or 'at the end'} is no line of this log: it was changed")
     return number

@@ -251,7 +251,7 @@ class ServerEndpoint:
         """
         request, target = assignment.request, Vector("", patch.mask)
         copy: Patch | None = None
-        # Of statistics alone nothing is rounded.
+        # Statistics alone are not rounded.
         is_exact |= self._sends_differences and sent is not patch and sent.mask.count > 0
         # The whole model, which the site then holds if nothing is rounded.
         whole = patch if patch.base == "zeros" else assignment.full_model or patch

@@ -174,7 +174,7 @@ class SiteEndpoint:
         assert held is not None, "the request has led to a vector"
         memory, is_lost = self._link.recall(counted, SiteMemory())
         answer = name_new_start(header.request) if is_lost else header.request
-        # Once for all attempts at a request.
+        # Report it once for all attempts at a request.
         if is_lost and (self._received is None or self._received.answer != answer):
             self._report(SiteEvent(MEMORY_DROPPED, header.sequence))
         self._received = _Received(header, request, answer, counted, memory)
@@ -201,7 +201,7 @@ class SiteEndpoint:
     def compute_model_digest(self) -> str:
         """Return the digest of the model that this site holds; equal models have equal digests at all sites."""
         assert self.site.live_patch is not None, "a request was received"
-        # Of the live entries alone: all others are zero.
+        # Hash the live entries alone: all others are zero.
         return self.site.live_patch.digest
 
     def answer(self, request: Request) -> Update:
@@ -226,7 +226,7 @@ class SiteEndpoint:
                 "Correct the task, then resume with --start last",
             )
             raise TaskFailed(self.site.name, action, error, remedy) from error
-        # Once, of the last model: each further model would tell more of small groups.
+        # Report subgroups of the last model only: each further model would tell more of small groups.
         if request.round > self.method.config.rounds and update.metrics and self.site.evaluated is not None:
             subgroups = self.site.trainer.evaluate_subgroups(*self.site.evaluated)
             update = replace(update, metrics={**update.metrics, **subgroups})

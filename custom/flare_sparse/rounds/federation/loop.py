@@ -124,7 +124,7 @@ class Federation:
             raise failure
         last = progress.records[-1]
         contributed = ", ".join(last.sites_contributed)
-        # Once per round: a site that sends a harmful update again would let the run repeat the round forever.
+        # Step back once per round: a site that sends a harmful update again would let the run repeat the round forever.
         if last.round in self._stepped_back:
             raise QuorumMissed(
                 f"round {last.round} was committed twice, and both times most sites ({diverged}) diverged from its "

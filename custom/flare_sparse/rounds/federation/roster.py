@@ -193,7 +193,7 @@ class Roster:
         """Return the history without the quarantine of sites that have sent another hello."""
         quarantined = [site for site in connected if history.quarantined.get(site)]
         returned = set(self.connections.returned(quarantined)) if quarantined else set()
-        # Once until the site contributes: a site that is merely slow answers every hello, and would be waited for in
+        # Release a site once until it contributes: one that is merely slow answers every hello, and would delay
         # every round.
         self._released &= history.missed.keys()
         released = returned - self._released

@@ -189,7 +189,7 @@ def learn_from(
         # Of a sum, no single contribution can be rejected: the attempt has failed.
         if result.total is not None:
             return result, None
-        # float64, since the square of a large float32 overflows.
+        # Compute in float64, since the square of a large float32 overflows.
         largest = max(result.contributed, key=lambda c: float(torch.linalg.vector_norm(c.patch.values.double())))
         result = result.reject(largest.site, "E_RANGE")
     return result, None

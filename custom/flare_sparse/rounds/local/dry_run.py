@@ -107,7 +107,7 @@ class DryTrainer(Trainer):
 
 def _draw_step(layout: Layout, generator: torch.Generator) -> Tensor:
     """Return a typical delta ``(P,)``: normal, divided in each layer by its number of inputs."""
-    # As in trained deltas: a weight moves less in a layer with many inputs, most of which are rarely active.
+    # Follow trained deltas: a weight moves less in a layer with many inputs, most of which are rarely active.
     step = torch.randn(layout.size, generator=generator) / 100
     for tensor, start in zip(layout.tensors, layout.offsets, strict=False):
         if len(tensor.shape) > 1 and tensor.size:

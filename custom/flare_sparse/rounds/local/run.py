@@ -179,10 +179,10 @@ class LocalSites:
             try:
                 update, data, events = self._answer(name, endpoint, message, attempt.counted.get(name))
             except MissingBase as error:
-                # Not a failure: the server sends the full model.
+                # This is no failure: the server sends the full model.
                 yield name, error
                 continue
-            # Any exception of a task, a model or its data, as at a site of FLARE.
+            # Catch any exception of a task, a model or its data, as at a site of FLARE.
             except Exception as error:
                 # The sites of this process share the server's disk: the run cannot go on without this one.
                 if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -145,7 +145,7 @@ def join_inputs(graph: ChannelGraph, index: int, inputs: Sequence[Tensor], absen
         return torch.zeros(0, dtype=torch.float64)
     if isinstance(value, Concat):
         if inputs[0].dim() == 2:
-            # Of different numbers of prefixes: missing rows are paths that do not exist.
+            # The inputs have different numbers of prefixes: a row that is added stands for a path that does not exist.
             rows = max(map(len, inputs))
             inputs = [torch.nn.functional.pad(part, (0, 0, 0, rows - len(part)), value=absent) for part in inputs]
         return torch.cat(list(inputs), dim=-1)

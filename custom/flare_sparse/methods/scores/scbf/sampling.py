@@ -61,7 +61,7 @@ def sample_norms(graph: ChannelGraph, energy: Sequence[Tensor], number: int, gen
                 continue
             source, width = value.inputs[0], layer_energy.shape[1]
             sources = _sample_input_channels(graph, index, log_counts[source], channels, generator)
-            # Position in the flattened (out, in / groups) energies; the column counts within the channel's group.
+            # Take positions in the flattened (out, in / groups) energies; the column counts within the channel's group.
             norms.index_add_(0, paths, layer_energy.take(channels * width + sources % width))
             pending.setdefault(source, []).append((paths, sources))
         elif isinstance(value, Passthrough):
