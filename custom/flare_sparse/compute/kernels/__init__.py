@@ -1,1 +1,1 @@
-"""Sparse computation on CPUs: convolutions and linear layers whose cost follows the live weights."""
+"""Sparse computation on CPUs: 3D convolutions whose cost follows the live weights."""
