@@ -297,14 +297,15 @@ def _train_script(study: Study, site: SiteData) -> Finding:
 
 def _check_privacy(assembly: Assembly, opened: list[OpenedSite]) -> Iterator[Finding]:
     """Yield what the job charges each site's subjects."""
-    for one in opened if assembly.privacy is not None else ():
+    if (privacy := assembly.privacy) is None:
+        return
+    for one in opened:
         if one.examples is None or not one.examples.n_train:
             continue
 
         def forecast(examples: Examples = one.examples) -> Forecast:
-            assert assembly.privacy is not None
             open_site_privacy(assembly, examples, PrivacyAccount())
-            return Forecast.compute(assembly.privacy, plan_sampling(assembly.method, examples.count_train_subjects()))
+            return Forecast.compute(privacy, plan_sampling(assembly.method, examples.count_train_subjects()))
 
         yield attempt(f"privacy of {one.data.site}", forecast).finding
 

@@ -63,14 +63,14 @@ class ReceivingFilter(ModelFilter):
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             data = fl_ctx.get_prop(FLContextKey.TASK_DATA)
             if isinstance(data, Shareable):
-                fl_ctx.set_prop(_TASK, self.remember(data, fl_ctx), private=True, sticky=True)
+                fl_ctx.set_prop(_TASK, self.receive(data, fl_ctx), private=True, sticky=True)
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         is_arriving = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.IN
         is_site = fl_ctx.get_process_type() != ProcessType.SERVER_JOB
         names_aggregator = shareable.get_header(Constant.AGGREGATOR) is not None
         if self._is_message and is_site and (is_arriving or names_aggregator):
-            fl_ctx.set_prop(_MESSAGE, self.remember(shareable, fl_ctx), private=True, sticky=True)
+            fl_ctx.set_prop(_MESSAGE, self.receive(shareable, fl_ctx), private=True, sticky=True)
             return shareable
         if not is_site or is_arriving:
             raise ComponentError(
@@ -95,8 +95,8 @@ class ReceivingFilter(ModelFilter):
         """
         return check_received(fl_ctx.get_prop(_MESSAGE if self._is_message else _TASK), dxo, self)
 
-    def remember(self, shareable: Shareable, fl_ctx: FLContext) -> Received | None:
-        """Prepare the model of a task, in place, and return it; None: the task brings none."""
+    def receive(self, shareable: Shareable, fl_ctx: FLContext) -> Received | None:
+        """Prepare the model of a task, in place, and return copies of it; None: the task brings none."""
         try:
             dxo = from_shareable(_fetch(shareable, fl_ctx))
         except ValueError:
@@ -249,7 +249,7 @@ class MaskedTraining(ClientAPIExecutor):
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Return the script's result with the entries outside the mask as they were received."""
         # Do not wait for FLARE's event: in swarm learning there is none.
-        received = self._keep.remember(shareable, fl_ctx)
+        received = self._keep.receive(shareable, fl_ctx)
         result = super().execute(task_name, shareable, fl_ctx, abort_signal)
         if result.get_return_code(ReturnCode.OK) != ReturnCode.OK:
             return result

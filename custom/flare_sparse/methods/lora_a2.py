@@ -109,6 +109,7 @@ class LoRAA2(RankedMethod[LoRAA2Config, LoRAA2State]):
     def answer(self, request: Request, site: Site) -> Update:
         active = self.get_active_factor(request.round)
         training = self._get_training(active, request.round)
+        # Entries outside all slots, such as a trained head's, train at every site.
         selected = self._select_slots(active, training, request, site) | self.slots.other_entries
         return train_locally(
             request, site, training, self.update_content, trainable=selected, step_scale=self._build_step_scale(active)

@@ -62,6 +62,7 @@ class PerFedAvg(AdaptationMethod[PerFedAvgConfig, ModelState]):
         weights, live = site.start, request.trainable.bits.to(site.trainer.device)
         learning_rate = self.config.get_training(request.round).compute_learning_rate(request.round)
         for step in range(self.config.local_steps):
+            # The paper draws three minibatches a step; its first-order variant needs no third one, for the Hessian.
             stream = 3 * ((request.round - 1) * self.config.local_steps + step)
             weights = weights - learning_rate * (self.compute_meta_gradient(site, weights, stream) * live)
         weights = self._update_statistics(request, site, weights)

@@ -1,26 +1,21 @@
-"""SCBF (Shao et al. 2020), Algorithm 2: each site reveals only the channels that moved most; the server adds them up.
+"""SCBF, SCBFwP, FAwP (Shao et al. 2020) and DSSGD (Shokri and Shmatikov 2015): sites reveal a part of their change.
 
-"Stochastic Channel-Based Federated Learning With Neural Network Pruning for Medical Data Privacy Preservation", JMIR
-Form. Res. 4(12):e17265; docs/algorithms.md, section 3. A site reveals where its data moved the model most. The upload
-has no noise and gives no formal privacy guarantee (section 3.12, deviation 12).
+======= ==================================================================== ============================
+SCBF    a site reveals the channels that moved most; the server adds them up Algorithm 2; section 3
+SCBFwP  SCBF whose server removes the units that are idle most often (APoZ)  section 3.3; section 3.8
+FAwP    federated averaging with the same pruning, to show its effect        section 4.2; section 3.10
+DSSGD   a site reveals the single parameters that changed most               section 3.9
+======= ==================================================================== ============================
 
-A channel is a path from an input to an output unit; its norm adds the squared deltas on it (``scores/scbf``). What the
-selective methods of the paper share, rounds and aggregation, is ``support/selective.py``.
+The last column names the place in the paper, and in docs/algorithms.md. The papers: "Stochastic Channel-Based Federated
+Learning With Neural Network Pruning for Medical Data Privacy Preservation", JMIR Form. Res. 4(12):e17265, and
+"Privacy-Preserving Deep Learning", CCS 2015.
 
-SCBFwP (Shao et al. 2020), section 3.3: SCBF whose server removes the units that are idle most often (APoZ).
-
-"Stochastic Channel-Based Federated Learning With Neural Network Pruning for Medical Data Privacy Preservation", JMIR
-Form. Res. 4(12):e17265; docs/algorithms.md, section 3.8.
-
-FAwP (Shao et al. 2020), section 4.2: federated averaging with SCBFwP's pruning, to show the effect of the pruning.
-
-"Stochastic Channel-Based Federated Learning With Neural Network Pruning for Medical Data Privacy Preservation", JMIR
-Form. Res. 4(12):e17265; docs/algorithms.md, section 3.10.
-
-DSSGD (Shokri and Shmatikov 2015): distributed selective SGD; a site uploads its largest changes.
-
-"Privacy-Preserving Deep Learning", CCS 2015; docs/algorithms.md, section 3.9. The paper's update counters, which decide
-what a site downloads first, are replaced by the size of the change that it lacks.
+A channel is a path from an input to an output unit; its norm adds the squared deltas on it (``scores/scbf``). Rounds
+and aggregation are ``support/selective.py``, the pruning is ``support/unit_pruning.py``. A site reveals where its data
+moved the model most: the upload has no noise and gives no formal privacy guarantee (section 3.12, deviation 12). The
+update counters of DSSGD's paper, which decide what a site downloads first, are replaced by the size of the change that
+it lacks.
 """
 
 from collections.abc import Sequence

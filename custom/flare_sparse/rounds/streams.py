@@ -340,7 +340,14 @@ def find_buffers(layout: Layout) -> Mask:
 
 
 def compute_residual(patch: Patch, rounded_off: Tensor | None, layout: Layout, settings: StreamSettings) -> Tensor:
-    """Return what the message of a patch of a difference ``(P,)`` leaves of it."""
+    """Return the residual ``(P,)`` of a difference: what the message of its patch does not carry.
+
+    Args:
+        patch: the entries of the difference that the message carries; its source is the whole difference.
+        rounded_off: ``(P,)`` what rounding took off the values that were sent; None: nothing.
+        layout: layout of the vectors.
+        settings: say which entries ever travel.
+    """
     # Entries that never travel would only add up. The deltas of running statistics have no sum that means anything:
     # each leads from the received value to the site's own, and two of them would lead past it.
     kept = settings.find_candidates(layout) - find_buffers(layout)

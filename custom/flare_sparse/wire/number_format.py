@@ -137,6 +137,7 @@ def add_residual(patch: Patch, residual: Tensor | None) -> tuple[Tensor, Tensor]
         kept = residual.to(values.device, copy=True)
         return kept, values + patch.mask.take(kept)
     if values.device.type != "cpu":
+        # Adding 0.0 copies the values, and turns -0.0 into 0.0 as adding a residual does.
         return torch.zeros(patch.mask.size, device=values.device), values + 0.0
     # torch would write every entry; numpy takes memory that the system clears where it is first written.
     return torch.from_numpy(np.zeros(patch.mask.size, np.float32)), values + 0.0

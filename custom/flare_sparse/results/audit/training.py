@@ -108,7 +108,7 @@ class AuditedExamples:
 
     @classmethod
     def from_sites(cls, examples: Mapping[str, Examples]) -> AuditedExamples:
-        """Join the examples of sites; validation examples, which chose a round, are neither.
+        """Join the examples of sites; validation examples, which chose a round, are left out.
 
         Raises:
             DataError: there are no training or no test examples.

@@ -178,11 +178,11 @@ def evaluate_matrix(run: Path, study: Study, observer: Observer = SILENT) -> dic
         )
     names = list_run_models(run, assembly)
     if not names:
+        # The error of reading says why there is no model.
         read_run_model(run, assembly, "final")
     weights = {name: read_run_model(run, assembly, name) for name in names}
-    sites = study.prepare_sites(run, observer)
     examples, results = {}, {}
-    for site, data in sites.items():
+    for site, data in study.prepare_sites(run, observer).items():
         cohort = EvaluationSet(assembly, data, "test")
         examples[site] = cohort.size
         results[site] = {name: cohort.evaluate(weights[name])["metrics"] if cohort.size else {} for name in names}
