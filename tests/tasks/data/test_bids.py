@@ -9,6 +9,7 @@ import pytest
 
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.data.bids import CaseFiles, read_cohort, read_subjects
+from flare_sparse.tasks.data.tables import read_table
 from flare_sparse.tasks.task import SiteData
 
 
@@ -97,7 +98,8 @@ def test_missing_image_is_explained(tmp_path: Path) -> None:
     [
         ("subject\tage\nsub-01\t3\n", "no column 'participant_id'. Found: subject, age"),
         ("participant_id\tage\n../x\t3\n", "line 2: participant_id '../x'; expected sub- and letters or digits"),
-        ("participant_id\nsub-01\nsub-01\n", "line 3: sub-01 occurs twice"),
+        ("participant_id\nsub-01\n\nsub-01\n", "line 4: sub-01 occurs twice"),
+        ("participant_id,age\nsub-01,3\n", "no column 'participant_id'"),
         ("participant_id\tage\nsub-01\t3\t4\n", "line 2 has 3 fields, the first line 2"),
         ("participant_id\tage\tage \nsub-01\t3\t4\n", "two columns 'age'; expected one"),
     ],
@@ -117,6 +119,25 @@ def test_marks_in_texts_divide_no_columns_of_a_table_of_tabs(
 ) -> None:
     subjects = read_subjects(dataset(tmp_path, f"participant_id\t{name}\nsub-01\t{first}\nsub-02\t{second}\n"))
     assert [subjects[subject].row[name] for subject in ("sub-01", "sub-02")] == [first, second]
+    assert read_table(tmp_path / "participants.tsv").get_names(name) == [first, second]
+
+
+def test_tables_have_no_quoting_and_blank_lines_are_no_rows(tmp_path: Path) -> None:
+    table = 'participant_id\tdx\n\nsub-01\t"left\nsub-02\t"a" b\r\n\r\nsub-03\tn/a\n'
+    subjects = read_subjects(dataset(tmp_path, table))
+    assert {name: subject.row["dx"] for name, subject in subjects.items()} == {
+        "sub-01": '"left',
+        "sub-02": '"a" b',
+        "sub-03": "",
+    }
+
+
+@pytest.mark.parametrize("table", ["", "\n", "participant_id\tage\n"])
+def test_table_without_rows_lists_nobody(tmp_path: Path, table: str) -> None:
+    subjects = read_subjects(dataset(tmp_path, table, ("sub-01/anat/sub-01_T1w.nii.gz",)))
+    assert {name: (subject.is_listed, len(subject.images)) for name, subject in subjects.items()} == {
+        "sub-01": (False, 1)
+    }
 
 
 def test_table_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:

@@ -251,11 +251,13 @@ def read_rows(table: Path, column: str = PARTICIPANT, pattern: re.Pattern[str] =
     Labels become folder names below the data set, so ``../x`` must not pass: ids that are not plain BIDS labels are
     refused.
     """
-    columns = read_columns(table, may_be_empty=True)
-    if column not in columns:
+    columns = read_columns(table, is_bids=True)
+    if columns and column not in columns:
         raise DataError(f"{table}: {describe_absent(column, columns)}")
     rows: dict[str, dict[str, str]] = {}
     for number, cells in enumerate(zip(*columns.values(), strict=True), start=2):
+        if not any(cells):
+            continue
         row = dict(zip(columns, map(str, cells), strict=True))
         name = row[column]
         if not pattern.fullmatch(name):

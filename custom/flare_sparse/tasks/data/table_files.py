@@ -23,21 +23,21 @@ Columns = dict[str, np.ndarray]
 _TEXT = np.dtypes.StringDType()
 
 
-def read_columns(path: Path, columns: Collection[str] = (), *, may_be_empty: bool = False) -> Columns:
+def read_columns(path: Path, columns: Collection[str] = (), *, is_bids: bool = False) -> Columns:
     """Read the columns of a table; the end of the file's name selects the format.
 
     Args:
         path: the file.
         columns: columns that are needed: of Parquet no others are read, if it has them all. Empty: all.
-        may_be_empty: whether it may have no rows.
+        is_bids: whether it is a table of BIDS, which has no quoting and may have no rows.
 
     Raises:
         DataError: the file is missing, of another format, or malformed.
     """
-    values = _read(path, columns)
+    values = _read(path, columns, is_bids=is_bids)
     if len({len(column) for column in values.values()}) > 1:
         raise DataError(f"{path}: columns differ in length; expected one value per subject in each")
-    if not may_be_empty and not any(len(column) for column in values.values()):
+    if not is_bids and not any(len(column) for column in values.values()):
         raise DataError(f"{path}: the table has no rows; expected one row per subject below the names of the columns")
     return values
 
@@ -51,7 +51,7 @@ def read_header(path: Path) -> list[str]:
     return list(_read(path, (), header_only=True))
 
 
-def _read(path: Path, columns: Collection[str], *, header_only: bool = False) -> Columns:
+def _read(path: Path, columns: Collection[str], *, header_only: bool = False, is_bids: bool = False) -> Columns:
     reader = next((read for suffix, read in _READERS.items() if path.name.lower().endswith(suffix)), None)
     if reader is None:
         raise DataError(f"{path}: expected a file that ends with one of {', '.join(_READERS)}")
@@ -61,7 +61,7 @@ def _read(path: Path, columns: Collection[str], *, header_only: bool = False) ->
     try:
         if reader is _read_parquet:
             return _read_parquet(path, columns, header_only=header_only)
-        return reader(path)
+        return _read_bids(path) if is_bids else reader(path)
     except DataError:
         raise
     # Whatever a damaged file makes the readers raise, from zlib.error to MemoryError for a damaged shape.
@@ -77,6 +77,12 @@ def _read_csv(path: Path) -> Columns:
     # strict: a quote without its partner would take the lines up to the next one into its field.
     delimiter = _find_delimiter(text, default="\t" if ".tsv" in path.name.lower() else ",")
     return _build_columns(list(csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)))
+
+
+def _read_bids(path: Path) -> Columns:
+    """Read fields separated by tabs, in which a quotation mark is a mark like others; blank lines are empty rows."""
+    lines = list(csv.reader(StringIO(_read_text(path), newline=""), delimiter="\t", quoting=csv.QUOTE_NONE))
+    return _build_columns([line or [""] * len(lines[0]) for line in lines]) if any(lines) else {}
 
 
 def _read_text(path: Path) -> str:
