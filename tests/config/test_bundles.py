@@ -105,6 +105,10 @@ def test_yaml_and_json_configurations_are_the_same(study: Path) -> None:
     (study.parent / "unet/configs/train.json").write_text(TRAIN)
     with pytest.raises(ConfigError, match=r"found train\.json, train\.yml"):
         load_config(study)
+    for name in ("train.json", "train.yml"):
+        (study.parent / "unet/configs" / name).rename(study.parent / f"unet/configs/multi_gpu.{name}")
+    with pytest.raises(ConfigError, match=r"found inference\.json, metadata\.json, multi_gpu\.train\.json, .*\.yml\.$"):
+        load_config(study)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from ..core.errors import ConfigError, abbreviate, describe_exception, suggest
+from ..core.errors import ConfigError, abbreviate, describe_exception, list_first, suggest
 from ..tasks.bundles.components import OPTIMIZERS, Refusal, is_known, iterate_components, shorten
 from ..tasks.bundles.declaration import SCORES, find_purpose, get_target, read_declaration
 from .choice import KEYS, find_conflict
@@ -288,10 +288,11 @@ def _find_training_file(folder: Path) -> Path:
     files = [file for name in names if (file := folder / "configs" / name).is_file()]
     if len(files) == 1:
         return files[0]
+    others = [path.parent.name for path in folder.parent.glob("*/configs") if path.parent.name != folder.name]
     raise ConfigError(
         f"task.bundle: {folder}: expected the folder of a MONAI bundle, with one of {', '.join(names)} in configs, "
-        f"found {', '.join(file.name for file in files) or 'none'}."
-        f"{suggest(folder.name, [path.name for path in folder.parent.glob('*/')])}"
+        f"found {list_first(file.name for file in files or sorted(folder.glob('configs/*'))) or 'none'}."
+        f"{suggest(folder.name, others)}"
     )
 
 

@@ -119,8 +119,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_content(path: Path) -> Any:
+def read_content(path: Path, purpose: str = "") -> Any:
     """Return the content of a file with settings; None if it is empty.
+
+    Args:
+        path: the file.
+        purpose: what the error of a malformed file begins with.
 
     Raises:
         ConfigError: there is no such file, it is larger than ``MAX_BYTES``, or it is not YAML.
@@ -135,9 +139,9 @@ def read_content(path: Path) -> Any:
         siblings = [p.name for p in path.parent.glob("*.y*ml")]
         raise ConfigError(f"{path}: no such file.{suggest(path.name, siblings)}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: {purpose}cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
+        raise ConfigError(f"{path}: {purpose}not YAML: {error}") from error
 
 
 def apply_overrides(data: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:

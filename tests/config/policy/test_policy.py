@@ -209,7 +209,7 @@ def test_policy_is_a_file_or_the_name_of_a_preset(tmp_path: Path, monkeypatch: p
         ("noise: no", "noise: .*found false; expected a value"),
         ("contents: [everything]", "contents"),
         ("- a\n- b", "content"),
-        ("a: [", "not YAML"),
+        ("a: [", r"^\S+/policy\.yaml: cannot be read as a policy, terms and values in YAML: not YAML: while parsing"),
     ],
 )
 def test_malformed_policy_is_refused_with_the_name_of_the_field(text: str, message: str, tmp_path: Path) -> None:

@@ -38,8 +38,16 @@ def test_network_returns_one_logit_for_every_class_and_voxel(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "patch", "message"),
     [
-        ("basic_unet", (16, 16, 16), r"input 16x16x16 does not fit.* the smallest that works is 16x16x32"),
-        ("dyn_unet", (40, 56, 42), r"input 40x56x42 .* works is 40x56x48\. Use .* task\.patch"),
+        (
+            "basic_unet",
+            (16, 16, 16),
+            r"16x16x16 does not fit, its sides must be at least 16, one .* 32; .* is 16x16x32",
+        ),
+        (
+            "dyn_unet",
+            (40, 56, 42),
+            r"input 40x56x42 .* must be multiples of 8, .* works is 40x56x48\. Use .* task\.patch",
+        ),
         ("seg_resnet", (8, 8, 8), r"the smallest that works is 8x8x16"),
         ("basic_unet", (4096, 4096, 16), r"more than 134217728 voxels"),
     ],

@@ -396,7 +396,7 @@ def read_policy(file: Path) -> Policy:
     """
     if not file.is_file():
         return Policy()
-    content = read_content(file) or {}
+    content = read_content(file, "cannot be read as a policy, terms and values in YAML: ") or {}
     try:
         return Policy.model_validate(content)
     except ValidationError as error:

@@ -146,7 +146,8 @@ def _check_patch(name: str, patch: Sequence[int], halvings: int, *, divisible: b
             f"model {name!r}: patch {format_shape(patch)} has more than {MAX_PATCH_VOXELS} voxels; choose a smaller one"
         )
     factor = 2**halvings
+    rule = f"its sides must be {'multiples of' if divisible else 'at least'} {factor}, one at least {2 * factor}"
     # Instance normalisation of a single voxel is undefined.
     compute_feature_map_shape(
-        name, patch, lambda side: 0 if divisible and side % factor else side // factor, at_least=2
+        name, patch, lambda side: 0 if divisible and side % factor else side // factor, at_least=2, rule=rule
     )

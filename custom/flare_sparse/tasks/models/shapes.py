@@ -43,7 +43,7 @@ def count_windows(size: int, kernel: int, stride: int = 1) -> int:
 
 
 def compute_feature_map_shape(
-    name: str, shape: Sequence[int], compute_size: SizeFunction, *, at_least: int = 1
+    name: str, shape: Sequence[int], compute_size: SizeFunction, *, at_least: int = 1, rule: str = ""
 ) -> tuple[int, ...]:
     """Return the shape of a network's last feature map.
 
@@ -52,6 +52,7 @@ def compute_feature_map_shape(
         shape: shape of the input, without channels.
         compute_size: size of the map along one axis.
         at_least: fewest elements that the map must have; 2 if an instance normalisation reads it.
+        rule: what the shape must be, for the error; empty: it names the shape of the map.
 
     Raises:
         ConfigError: the input does not fit; the message names the smallest input of at least its size that works.
@@ -64,8 +65,8 @@ def compute_feature_map_shape(
         smallest[-1] = next(size for size in count(smallest[-1]) if compute_size(size) >= at_least)
     given, found, fit = (format_shape(sizes) for sizes in (shape, last, smallest))
     raise ConfigError(
-        f"model {name!r}: input {given} does not fit, its last feature map would be {found}; the smallest that works "
-        f"is {fit}. Use larger images or another task.patch, or choose a smaller model."
+        f"model {name!r}: input {given} does not fit, {rule or f'its last feature map would be {found}'}; the smallest "
+        f"that works is {fit}. Use larger images or another task.patch, or choose a smaller model."
     )
 
 
