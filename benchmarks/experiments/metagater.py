@@ -430,7 +430,8 @@ def evaluate_adapted(method: Any, model: Candidate, sites: Mapping[str, Site]) -
     for name, site in sites.items():
         site.weights = model.weights.clone()
         request = Request(ADAPT, 1, Patch.from_vector(model.weights, model.live), model.live)
-        updates.append(Contribution.from_update(name, method.answer(request, site)))
+        update = method.answer(request, site)
+        updates.append(Contribution(name, update.patch, update.content, update.num_examples, update.metrics))
     return Evaluation.from_contributions(updates).overall
 
 

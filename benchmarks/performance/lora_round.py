@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from flare_sparse.config.assemble import build_initial_model
-from flare_sparse.core.exchange import Contribution
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
@@ -63,8 +62,8 @@ class Rounds:
         request = self.site.receive(attempt.messages["site-1"])
         update = self.site.answer(request)
         data = self.site.encode(request, update).data
-        update = self.server.decode("site-1", data, update.num_examples, update.metrics)
-        self.state = self.method.learn(self.state, [Contribution.from_update("site-1", update)])
+        contribution = self.server.decode("site-1", data, update.num_examples, update.metrics)
+        self.state = self.method.learn(self.state, [contribution])
         return time.process_time() - began
 
 

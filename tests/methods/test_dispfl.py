@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from toy import contribute
 
 from flare_sparse.core.exchange import Contribution
 from flare_sparse.core.mask import Mask
@@ -33,7 +34,7 @@ def test_live_counts_per_tensor_never_change(bench: Any) -> None:
         for index, name in enumerate(names, start=1):
             site = bench.site(index)
             site.weights = assignments[name].request.model.to_vector()
-            updates.append(Contribution.from_update(name, method.answer(assignments[name].request, site)))
+            updates.append(contribute(name, method.answer(assignments[name].request, site)))
         after = method.learn(state, updates)
         moved |= not torch.equal(after.masks, state.masks)
         assert not after.weights[~after.masks].any()

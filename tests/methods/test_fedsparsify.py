@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy import contribute
 
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask, prune_mask
@@ -35,7 +36,7 @@ def test_masks_are_nested_and_pruned_entries_are_zero_at_sites_and_server(bench:
         site.weights = request.model.to_vector()
         trained = site.train(site.weights, request.trainable, method.config.training, request.round)
         assert not trained[~request.trainable.bits].any()
-        update = Contribution.from_update("site-1", method.answer(request, site))
+        update = contribute("site-1", method.answer(request, site))
         after = method.learn(state, [update])
         assert after.mask <= state.mask
         assert not after.weights[~after.mask.bits].any()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toy import contribute
 
 from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.mask import Mask
@@ -52,7 +53,7 @@ def collect_updates(lora: LoRAA2, state: LoRAA2State, sites: dict[str, Site]) ->
     updates = []
     for name, site in sites.items():
         site.weights = state.weights.clone()
-        updates.append(Contribution.from_update(name, lora.answer(requests[name].request, site)))
+        updates.append(contribute(name, lora.answer(requests[name].request, site)))
     return updates
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy import contribute
 
 from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.mask import Mask
@@ -25,9 +26,7 @@ def collect_updates(method: Any, state: Any, bench: Any) -> list[Update]:
     assignments = method.ask(state, sorted(sites))
     for name, site in sites.items():
         site.weights = assignments[name].request.model.to_vector()
-    return [
-        Contribution.from_update(name, method.answer(assignments[name].request, site)) for name, site in sites.items()
-    ]
+    return [contribute(name, method.answer(assignments[name].request, site)) for name, site in sites.items()]
 
 
 def count_scalars(ledger: Any, direction: str) -> dict[tuple[int, str], int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.data import TensorDataset
+from toy import contribute
 
 from flare_sparse.config.assemble import build_initial_model
-from flare_sparse.core.exchange import Contribution
 from flare_sparse.methods.lora_a2 import LoRAA2
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.registry import TASKS
@@ -60,7 +60,7 @@ def test_base_model_and_unselected_slots_stay_and_the_ledger_counts_the_selected
                 assert int(widths[chosen].sum()) <= 2 * int(widths.sum()) // 8
             else:
                 assert int(chosen.sum()) == 2 * 6
-            updates.append(Contribution.from_update(name, update))
+            updates.append(contribute(name, update))
         moved = torch.stack([u.patch.mask.bits for u in updates]).any(0)
         following = method.learn(state, updates)
         assert torch.equal(following.weights[~moved], state.weights[~moved])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
-from toy import Toy
+from toy import Toy, contribute
 
 from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.core.errors import ConfigError
@@ -105,7 +105,7 @@ def collect_updates(method: Any, state: Any, sites: dict[str, Site]) -> list[Upd
     for name, assignment in sorted((method.ask(state, sorted(sites)) or {}).items()):
         request = assignment.request
         sites[name].weights = request.model.to_vector()
-        updates.append(Contribution.from_update(name, method.answer(request, sites[name])))
+        updates.append(contribute(name, method.answer(request, sites[name])))
     return updates
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from toy import contribute
 
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Contribution, Patch
@@ -183,7 +184,7 @@ def test_weights_that_start_at_zero_are_scored_by_their_gradient_and_ranked_apar
     state = method.init(adapted.weights, ["site-1"])
     request = method.ask(state, ["site-1"])["site-1"].request
     site.weights = request.model.to_vector()
-    update = Contribution.from_update("site-1", method.answer(request, site))
+    update = contribute("site-1", method.answer(request, site))
     (gradient, _), *_ = site.trainer.compute_gradients(adapted.weights, 8, 1, 0)
     scores = layout.unflatten(update.patch.to_vector())
     assert zero
@@ -219,7 +220,7 @@ def test_progressive_masks_are_nested_and_have_the_scheduled_counts(bench: Any) 
     for count in counts:
         request = method.ask(state, ["site-1"])["site-1"].request
         site.weights = request.model.to_vector()
-        after = method.learn(state, [Contribution.from_update("site-1", method.answer(request, site))])
+        after = method.learn(state, [contribute("site-1", method.answer(request, site))])
         assert after.masks[0] <= state.masks[0]
         assert (after.masks[0] & maskable).count == count
         state = after

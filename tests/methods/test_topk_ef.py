@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_federation import LocalFederation, Upload
 from torch import nn
-from toy import Plain, Toy, ToyBench
+from toy import Plain, Toy, ToyBench, contribute
 
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Contribution, Patch
@@ -58,7 +58,7 @@ def test_buffers_of_the_next_model_are_the_mean_of_the_sites(bench: Any) -> None
         request, site = method.ask(state, names)[name].request, bench.site(index)
         site.weights = state.weights.clone()
         trained.append(site.train(site.weights, request.trainable, method.config.training, 1)[BUFFERS])
-        updates.append(Contribution.from_update(name, method.answer(request, site)))
+        updates.append(contribute(name, method.answer(request, site)))
         assert not site.memory["residual"][BUFFERS].any()
     assert torch.allclose(method.learn(state, updates).weights[BUFFERS], sum(trained) / 2, atol=1e-7)
 
@@ -101,7 +101,7 @@ def test_sent_entries_plus_residual_equal_the_delta_plus_the_previous_residual(b
         request = method.ask(state, ["site-1"])["site-1"].request
         site.weights = state.weights.clone()
         delta = site.train(site.weights, request.trainable, method.config.training, request.round) - site.weights
-        update = Contribution.from_update("site-1", method.answer(request, site))
+        update = contribute("site-1", method.answer(request, site))
         sent = update.patch.mask.bits
         assert int(sent[PARAMETERS].sum()) == int(0.1 * bench.layout.size)
         assert sent[BUFFERS].all()
@@ -258,7 +258,7 @@ def test_a_site_and_the_server_decay_what_they_kept_by_the_rates_of_its_rounds(b
             request = method.ask(state, ["site-1"])["site-1"].request
             site.weights = state.weights.clone()
             delta = site.train(site.weights, request.trainable, method.config.get_training(t), t) - site.weights
-            update = Contribution.from_update("site-1", method.answer(request, site))
+            update = contribute("site-1", method.answer(request, site))
             expected = delta[PARAMETERS] + 0.5 ** (t - last) * site_kept[PARAMETERS]
             found = (update.patch.to_vector() + site.memory["residual"])[PARAMETERS]
             assert torch.allclose(found, expected, atol=1e-7)

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.config.assemble import Assembly, build_initial_model
 from flare_sparse.config.schema import JobConfig
-from flare_sparse.core.exchange import Contribution, Patch
+from flare_sparse.core.exchange import Contribution, Patch, Update
 from flare_sparse.core.params import compute_digest
 from flare_sparse.core.seeds import seed_torch
 from flare_sparse.methods.pooled_statistics import pool_statistics
@@ -168,6 +168,11 @@ class ToyBench:
     def scores(self, values: torch.Tensor, mask: Any, site: str, examples: int = 1) -> Contribution:
         """Return a contribution of scores at the entries of ``mask``."""
         return Contribution(site, Patch.from_vector(values, mask), "scores", examples)
+
+
+def contribute(site: str, update: Update) -> Contribution:
+    """Return the update of a site as the server counts it, weighted by its number of examples."""
+    return Contribution(site, update.patch, update.content, update.num_examples, update.metrics)
 
 
 def estimate_traffic(method: Any, weights: torch.Tensor, sites: int, values: Any) -> tuple[Outcome, Ledger]:

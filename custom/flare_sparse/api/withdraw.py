@@ -126,7 +126,6 @@ class Touched:
         found: number of withdrawn subjects, or of their examples, in the parts of the split, by site.
         moved: number of other examples that change their part of the split, by site.
         start: line of the committed round from which the run is made again; None: from the start.
-        is_untouched: no round contains the data, so the model need not be made again.
         id: column of the table with the identifiers of the subjects.
     """
 
@@ -134,7 +133,6 @@ class Touched:
     found: dict[str, dict[str, int]] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
     start: Line | None = None
-    is_untouched: bool = False
     id: str | None = None
 
 
@@ -175,7 +173,7 @@ def trace_withdrawal(run: Run, gone: Withdrawals) -> Touched:
     first = find_start(lines, affected, config, leaves=bool(gone.sites))
     commit = find_commit(run.path / FINAL / f"{config.name}-{study.run_id}", lines[:first])
     rounds = {site: list_touched_rounds(lines, site) for site in affected}
-    return Touched(rounds, found, moved, commit, first == len(lines), gone.id)
+    return Touched(rounds, found, moved, commit, gone.id)
 
 
 @explain_damage

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal
 
 import torch
 from nvflare.apis.fl_constant import FLMetaKey, ReservedKey
@@ -42,15 +42,13 @@ from ..methods.fedsparsify import FedSparsify, FedSparsifyState
 from ..methods.flexlora import FlexLoRA
 from ..methods.lora_a2 import LoRAA2, LoRAA2State
 from ..methods.metagater import MetaGater, MetaGaterState
-from ..methods.method import HasRound, Method, MethodConfig, ModelState
+from ..methods.method import Method, MethodConfig, ModelState, StateT
 from ..methods.neurosfl import NeuroSFL, NeuroSFLState
 from ..methods.scbf import SCBF
 from ..methods.support.averaging import AveragedState
 from ..methods.support.selective import Aggregation, SelectiveState
 from .arrays import MASK, Arrays, ComponentError, guess_layout, pack_mask, read_mask, to_arrays, to_vector
 from .uploads import check_settings
-
-StateT = TypeVar("StateT", bound=HasRound)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -205,7 +205,6 @@ class Contribution:
         site: the sender's name as FLARE authenticated it, never one from the message.
         patch, content, metrics: as in the update.
         num_examples: weight of the site in sums; at most the reported number.
-        capped_from: reported number of examples, where ``num_examples`` is smaller; None: they are equal.
         max_share: largest share of a sum that one site may have.
         events: events that the site reported beside the update.
     """
@@ -215,11 +214,5 @@ class Contribution:
     content: Content
     num_examples: int
     metrics: dict[str, float] = field(default_factory=dict)
-    capped_from: int | None = None
     max_share: float = 1.0
     events: tuple[SiteEvent, ...] = ()
-
-    @classmethod
-    def from_update(cls, site: str, update: Update) -> Contribution:
-        """Return the update of ``site``, weighted by its reported number of examples."""
-        return cls(site, update.patch, update.content, update.num_examples, update.metrics)

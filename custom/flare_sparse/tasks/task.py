@@ -215,6 +215,10 @@ def _list_owners(*names: str, are_files: bool) -> Iterator[str]:
             yield f"{folder}{slash}{text}"
 
 
+PARTS = ("train", "validation", "test")
+"""Parts of a site's examples."""
+
+
 @dataclass(frozen=True)
 class Examples:
     """A site's training, test and validation examples.

@@ -17,7 +17,6 @@ from skips import require
 
 from flare_sparse.core.errors import ConfigError, DataError
 from flare_sparse.tasks.nnunet.fingerprint import (
-    RELATIVE_ERROR,
     Fingerprint,
     Intensities,
     compute_fingerprint,
@@ -30,6 +29,7 @@ from flare_sparse.tasks.nnunet.raw import find_raw_cases
 NAME = "Dataset004_Hippocampus"
 SAMPLES = 100_000
 CASES = (("A", 3), ("B", 2), ("C", 2))
+RELATIVE_ERROR = 2.0**-13
 
 
 def build_fingerprint(values: np.ndarray, shape: tuple[int, int, int] = (4, 5, 6)) -> Fingerprint:

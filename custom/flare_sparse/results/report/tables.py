@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...rounds.federation.records import Participation
-from ...tasks.task import TEST_EXAMPLES
+from ...tasks.task import PARTS, TEST_EXAMPLES
 from ..runs.progress import compare_with_dense, format_bytes
 from ..runs.results import RunResult, group_by_seed
 from ..runs.subgroups import find_largest_gap, pool_subgroups
@@ -90,10 +90,10 @@ def build_runs(runs: Sequence[RunResult]) -> ReportTable:
 
 def build_cohorts(runs: Sequence[RunResult]) -> ReportTable:
     """Return the examples of each site of the first run; outcomes of test subjects whose data is on this machine."""
-    run, parts = runs[0], ("train", "validation", "test")
+    run = runs[0]
     cohorts, predictions = run.cohorts, run.predictions
-    rows = [[site, *("-" if counts[p] is None else str(counts[p]) for p in parts)] for site, counts in cohorts.items()]
-    rows.append(["all sites", *(str(sum(counts[p] or 0 for counts in cohorts.values())) for p in parts)])
+    rows = [[site, *("-" if counts[p] is None else str(counts[p]) for p in PARTS)] for site, counts in cohorts.items()]
+    rows.append(["all sites", *(str(sum(counts[p] or 0 for counts in cohorts.values())) for p in PARTS)])
     columns = ["site", "training examples", "validation", "test"]
     if predictions is not None and predictions.kind in OUTCOMES:
         title, describe = OUTCOMES[predictions.kind]

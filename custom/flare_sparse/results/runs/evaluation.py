@@ -22,7 +22,7 @@ from ...core.observer import SILENT, Observer
 from ...core.params import compute_digest
 from ...core.seeds import make_generator
 from ...methods.method import Method, describe_site_model
-from ...tasks.task import TEST_EXAMPLES, Examples, SiteData, Task, load_examples
+from ...tasks.task import PARTS, TEST_EXAMPLES, Examples, SiteData, Task, load_examples
 from ...training import LocalTask, Site, build_site
 from .load import list_run_models, read_run_model
 from .model_files import read_mask, read_model, save_model
@@ -58,7 +58,7 @@ class EvaluationSet:
     def __init__(self, assembly: Assembly, data: SiteData, split: Part):
         self.data, self._task, seed = data, assembly.task, assembly.method.seed
         self._examples = load_examples(self._task, data, seed)
-        parts = {name: getattr(self._examples, name) for name in ("train", "validation", "test")}
+        parts = {name: getattr(self._examples, name) for name in PARTS}
         chosen = [part for name, part in parts.items() if split in ("all", name) and part is not None and len(part)]
         self.size = sum(map(len, chosen))
         evaluated = Examples(NOTHING, ConcatDataset(chosen) if chosen else NOTHING)

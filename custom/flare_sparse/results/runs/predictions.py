@@ -29,7 +29,7 @@ from ...config.assemble import Assembly
 from ...core.checkpoint.writing import write_json
 from ...core.errors import DataError
 from ...methods.method import describe_site_model
-from ...tasks.task import Examples, Kind, Picture, SiteData, Task, load_examples
+from ...tasks.task import PARTS, Examples, Kind, Picture, SiteData, Task, load_examples
 from .baselines import SiteRows, fit_baselines, label_rows
 from .load import read_run_model
 from .model_files import list_site_models
@@ -37,8 +37,6 @@ from .received import parse_record
 
 PREDICTIONS_FILE = "test_predictions.json"
 """File in the folder of evaluations with the predictions of every test subject."""
-PARTS = ("train", "validation", "test")
-"""Parts of a site's examples."""
 RUN = "run"
 """Name of the run's own predictions."""
 TOLERANCE = 1e-3

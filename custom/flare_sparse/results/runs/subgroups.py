@@ -8,10 +8,9 @@ from math import hypot, inf, sqrt
 from statistics import NormalDist
 
 from ...cohorts.subgroups import ERROR, EVERYONE, SUBJECTS, make_plain, parse_subgroup, split_metric
-from .bootstrap import compute_t_quantile
+from .bootstrap import LEVEL, compute_t_quantile
 from .results import RunResult
 
-LEVEL = 0.95
 _SHARES = (
     r"(dice(_.*)?|(balanced_)?accuracy|auc(_roc|_pr)?|f1|c_index|brier|ibs|calibration_error|event_rate|prevalence)"
 )

@@ -209,7 +209,6 @@ def cap_contributions(
         replace(
             contribution,
             num_examples=capped.get(contribution.site, contribution.num_examples),
-            capped_from=contribution.num_examples,
             max_share=max_share,
         )
         for contribution in contributions

@@ -27,8 +27,6 @@ from ...core.errors import DataError
 
 VOXEL_MM = 3.0
 CSF, GREY, WHITE = 0.18, 0.62, 1.0
-TISSUES = {"grey_matter": 1, "white_matter": 2, "ventricles": 3}
-"""Values of a label map by name of the tissue."""
 AGE_SPREAD_YEARS = (12.0, 12.0, 16.0, 2.0)
 """Standard deviation of the apparent ages of ventricles, cortex, contrast and texture."""
 MEAN_RADIUS = {"M": 1.025, "F": 0.975}
@@ -93,7 +91,7 @@ def _compute_spots(person: Person, axes: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def render_labels(person: Person, shape: Sequence[int]) -> np.ndarray:
-    """Return the tissue of each voxel, uint8 ``shape``: the number of its class in ``TISSUES``, 0 for all else."""
+    """Return the tissue of each voxel, uint8 ``shape``: 1 grey matter, 2 white matter, 3 ventricles, 0 all else."""
     _, grey, matter, ventricles = _compute_tissues(person, _compute_axes(tuple(shape)))
     labels = np.zeros(tuple(shape), dtype=np.uint8)
     for number, tissue in enumerate((grey, matter, ventricles), start=1):

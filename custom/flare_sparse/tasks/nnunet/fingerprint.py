@@ -3,7 +3,7 @@
 nnU-Net plans from the spacing and shape of every case, and from samples of the intensities in the foreground. Geometry
 merges as it is. Samples are sent as a histogram whose bins are float32 numbers with 12 bits of mantissa, the same at
 every site (as the relative-error sketch of Masson et al. 2019): each sample is rounded by at most
-:data:`RELATIVE_ERROR`; whole numbers below 8,192, such as Hounsfield units, are exact.
+2^-13, 0.0122 %; whole numbers below 8,192, such as Hounsfield units, are exact.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +24,6 @@ from .raw import Dataset, check_alignment, explain_reader_error, find_raw_cases,
 
 FORMAT = 1
 MANTISSA_BITS = 12
-RELATIVE_ERROR = 2.0 ** -(MANTISSA_BITS + 1)
-"""Largest relative error of a sample: 0.0122 %."""
 SAMPLES = 100_000_000
 """Foreground voxels that nnU-Net draws from all cases together, each case the same number."""
 _LARGEST = float(np.finfo(np.float32).max)
