@@ -48,6 +48,8 @@ from flare_sparse.tasks.task import SiteData
 ROOT = Path(__file__).parents[2]
 SITES = ("site-1", "site-2", "site-3")
 FEDAVG = "method={name: fedavg, rounds: 2, training: {lr: 0.01}}"
+PATIENCE_S = 240
+"""How long a site may take to stop or to start: on a busy machine each of its processes takes a minute."""
 CANARY = "CANARY-7f3a"
 """Text in paths and rows of the sites' data; no file of the server may contain it."""
 
@@ -149,7 +151,7 @@ def without_allow_lists(federation: Path) -> Iterator[None]:
 def restart(kit: Path) -> None:
     """Stop a site as its ``stop_fl.sh`` does, start it again and wait until it is connected."""
     (kit / "shutdown.fl").touch()
-    for _ in range(60):
+    for _ in range(PATIENCE_S):
         found = subprocess.run(["pgrep", "-f", "--", f"-m {kit} "], capture_output=True, check=False)
         # The shell that starts the client outlives it, and refuses a second one until it has removed this file.
         if found.returncode and not (kit / "daemon_pid.fl").exists():
@@ -162,7 +164,7 @@ def restart(kit: Path) -> None:
     with output.open("a") as log:
         subprocess.run([kit / "startup" / "start.sh"], cwd=kit, env=ENVIRONMENT, stdout=log, stderr=log, check=True)
     # FLARE schedules a job without the sites that are not connected, so a test must not submit one before that.
-    for _ in range(60):
+    for _ in range(PATIENCE_S):
         if b"Successfully registered client" in output.read_bytes()[earlier:]:
             return
         time.sleep(1)
