@@ -127,15 +127,16 @@ def forecast_privacy(study: Study, subjects: int | None) -> dict[str, Any]:
 
 
 def _count_subjects(config: RunConfig, task: Task) -> dict[str, int]:
-    """Return the number of training subjects by site, as far as the settings or the index of the data say it."""
-    simulator, split = config.simulator, config.task.config.split
-    if config.federation.examples:
-        return dict(config.federation.examples)
+    """Return the number of training subjects by site, as far as the index of the data or the settings say it.
+
+    Where the data is not here, agreed numbers of examples stand in; fewer subjects have a larger epsilon.
+    """
+    simulator, split, agreed = config.simulator, config.task.config.split, dict(config.federation.examples)
     if simulator is None or simulator.data.partition is None or simulator.data.path is None:
-        return {}
+        return agreed
     path, partition = simulator.data.path, simulator.data.partition.config
     if simulator.data.has_path_per_site or not isinstance(partition, Partitioner) or not path.exists():
-        return {}
+        return agreed
     cohort = task.cohort(path)
     ids = partition_cohort(partition, cohort, simulator.sites)
     subject_of = dict(zip(cohort.ids, cohort.subjects or cohort.ids, strict=True))

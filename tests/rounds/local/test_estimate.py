@@ -122,8 +122,9 @@ def test_rate_of_a_link_has_a_unit(text: str) -> None:
         parse_link(text)
 
 
-def test_forecast_counts_subjects_and_not_their_rows(tmp_path: Path) -> None:
-    """Of 30 subjects at each site, six are for testing; each has three rows."""
+@pytest.mark.parametrize("agreed", ["{}", "{site-1: 72, site-2: 72}"])
+def test_forecast_counts_subjects_and_not_their_rows(agreed: str, tmp_path: Path) -> None:
+    """Of 30 subjects at each site, six are for testing; each has three rows, which sites may have agreed on."""
     rows = [f"p{subject},{visit},{subject % 7}" for subject in range(60) for visit in range(3)]
     (tmp_path / "t.csv").write_text("\n".join(["patient,x,y", *rows]))
     study = tmp_path / "study.yaml"
@@ -135,7 +136,7 @@ privacy: {{noise_multiplier: 1.0}}
 simulator: {{sites: 2, data: {{path: {tmp_path / "t.csv"}, partition: {{kind: iid}}}}}}
 """
     )
-    sites = forecast_privacy(Study.load(study), None)["privacy"]["sites"]
+    sites = forecast_privacy(Study.load(study, [f"federation.examples={agreed}"]), None)["privacy"]["sites"]
     assert {name: site["subjects"] for name, site in sites.items()} == {"site-1": 24, "site-2": 24}
 
 
