@@ -109,8 +109,7 @@ class Run:
     @explain_damage
     def rounds(self) -> list[dict[str, Any]]:
         """Lines of ``rounds.jsonl``: every round that is committed so far."""
-        lines = (self.path / APPENDED_FILES[0]).read_text(encoding="utf-8").splitlines()
-        return [parse_record(line) for line in lines]
+        return [parse_record(line) for line in (self.path / APPENDED_FILES[0]).read_text("utf-8").splitlines()]
 
     @explain_damage
     def model(self, name: str = "final", *, compute: Compute = "dense") -> nn.Module:

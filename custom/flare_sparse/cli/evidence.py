@@ -42,8 +42,7 @@ def evidence(
     from ..api.run import Run
 
     logs, policies = _parse_sites(sites or [])
-    file = Run(run).evidence(out, policies=policies, egress=logs, kit=kit)
-    console.print(str(file))
+    console.print(str(Run(run).evidence(out, policies=policies, egress=logs, kit=kit)))
 
 
 def _parse_sites(given: list[str]) -> tuple[dict[str, Path], dict[str, str]]:

@@ -71,9 +71,9 @@ def save(
     else:
         study.assembly.task.save(network, folder)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    total = sum(path.stat().st_size for path in files)
+    total, dense = sum(path.stat().st_size for path in files), sum(t.nbytes for t in network.state_dict().values())
     console.print(f"{folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())))
-    console.print(f"{total:,} bytes in {len(files)} files; the dense model takes {_count_bytes(network):,}")
+    console.print(f"{total:,} bytes in {len(files)} files; the dense model takes {dense:,}")
 
 
 def _save_onnx(study: Study, network: nn.Module, folder: Path, data: Path | None) -> None:
@@ -92,10 +92,6 @@ def _save_onnx(study: Study, network: nn.Module, folder: Path, data: Path | None
     folder.mkdir(parents=True, exist_ok=True)
     largest_error = export_onnx(network, inputs, folder / "model.onnx")
     console.print(f"model.onnx computes the same within {largest_error:.2g}")
-
-
-def _count_bytes(network: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in network.state_dict().values())
 
 
 def _load_inputs(study: Study, data: Path | None) -> Tensor:

@@ -31,8 +31,7 @@ def show_result(console: Console, run: RunResult) -> None:
         console.print(f"best model: after round {best['round']}, {name} on validation examples {figure:.3f} {unit}")
     if stopped := summary.get("stopped_after"):
         console.print(f"stopped after round {stopped} of {summary['rounds']}: no better on validation examples")
-    digest = summary["model_sha256"]
-    console.print(f"seconds: {summary['seconds']:.0f}   model sha256: {digest[:16]}...")
+    console.print(f"seconds: {summary['seconds']:.0f}   model sha256: {summary['model_sha256'][:16]}...")
     best_file = "  (best: best_model.safetensors)" if best["round"] >= 0 else ""
     console.print(f"model:  {out / 'model.safetensors'}{best_file}")
     log = "; FLARE's log: flare.log" if (out / "flare.log").is_file() else ""

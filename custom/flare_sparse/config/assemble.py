@@ -339,5 +339,4 @@ def _check_size(entries: int, max_entries: int | None) -> None:
 
 def compute_run_id(config: Mapping[str, Any], layout: Layout) -> str:
     """Return the run id, 16 hex digits: equal for equal settings and layouts."""
-    text = json.dumps([config, layout.fingerprint], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([config, layout.fingerprint], sort_keys=True).encode()).hexdigest()[:16]

@@ -135,8 +135,7 @@ class Layout:
         """32 hex digits; layouts that differ in names, shapes, roles, order or base model have different ones."""
         rows: list[object] = [[spec.name, list(spec.shape), spec.role] for spec in self.tensors]
         digests = [self.base_model_digest] if self.base_model_digest else []
-        text = json.dumps(rows + digests, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps(rows + digests, separators=(",", ":")).encode()).hexdigest()[:32]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

@@ -160,7 +160,7 @@ class GraphBuilder:
             return
         if name in _PASSTHROUGH_OPERATIONS:
             self._add_passthrough(node, rectified=name in _RECTIFIERS)
-        elif name in _SUMS and _count_nodes(node.args[:2]) == 2:
+        elif name in _SUMS and sum(isinstance(arg, fx.Node) for arg in node.args[:2]) == 2:
             self._add_sum(node, [self.find_index(arg) for arg in node.args[:2]])
         elif name in (*_SUMS, *_SCALINGS) and isinstance(node.args[1], (int, float)):
             self._add_passthrough(node)
@@ -316,10 +316,6 @@ class _ObservingInterpreter(fx.Interpreter):
         if n.name in self._nodes:
             self._callback(n.name, result)
         return result
-
-
-def _count_nodes(args: Sequence[Any]) -> int:
-    return sum(isinstance(arg, fx.Node) for arg in args)
 
 
 def _get_argument(node: fx.Node, position: int, name: str) -> Any:

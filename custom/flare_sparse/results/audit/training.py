@@ -55,8 +55,7 @@ class Retraining:
         config = self.config.model_copy(update={"seed": seed, "federation": federation})
         assembly = Study(config, self.run / CONFIG).assembly
         sites = {name: self._open_site(assembly, name, dataset) for name, dataset in datasets.items()}
-        weights = run_assembly(config, assembly, sites)[0].weights
-        return assembly.build_network(assembly.complete(weights))
+        return assembly.build_network(assembly.complete(run_assembly(config, assembly, sites)[0].weights))
 
     def _open_site(self, assembly: Assembly, name: str, dataset: Dataset[Any]) -> Any:
         own = self.examples[name]

@@ -215,8 +215,7 @@ def _list_models(run: RunResult) -> list[tuple[str, Mapping[str, Mapping[str, An
     for site, values in run.cross_site.get("results", {}).items():
         for model, metrics in values.items():
             models.setdefault(model, {})[site] = metrics
-    order = dict.fromkeys([*MODELS, *sorted(models)])
-    return [(name, models[name]) for name in order if name in models]
+    return [(name, models[name]) for name in dict.fromkeys([*MODELS, *sorted(models)]) if name in models]
 
 
 def label_model(name: str) -> str:
@@ -329,8 +328,7 @@ def build_subgroups(runs: Sequence[RunResult]) -> ReportTable | None:
 
 def describe_gap(run: RunResult) -> str:
     """Return the largest gap between two subgroups in a sentence; empty without subgroups."""
-    subgroups = pool_subgroups(run)
-    gap = find_largest_gap(run, subgroups)
+    gap = find_largest_gap(run, pool_subgroups(run))
     if gap is None:
         asked = run.config.get("task", {}).get("subgroups")
         reason = "no column has two subgroups that are large enough to report"

@@ -66,8 +66,7 @@ def build_model(name: str, **settings: Any) -> nn.Module:
         ConfigError: the network or a setting does not exist, a value is out of range, or the input is too small.
     """
     try:
-        complete = validate_settings(name, settings)
-        return MODELS[name](**complete)
+        return MODELS[name](**validate_settings(name, settings))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
