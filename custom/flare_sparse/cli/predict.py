@@ -31,11 +31,10 @@ def predict(
     from ..core.seeds import limit_threads
     from ..results.runs.load import compile_model, describe_missing, load_study, load_trained_model
 
-    name = data.resolve().name.split(".")[0]
+    study, name = load_study(run), data.resolve().name.split(".")[0]
     site, out = open_data(run, data, name), out or run / "predictions" / name
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: is not empty; choose another folder, or remove it first")
-    study = load_study(run)
     assembly = study.assembly
     device = assembly.method.config.training.select_hardware().device
     network = load_trained_model(study, model)

@@ -198,11 +198,12 @@ def follow_folder(folder: Path) -> Iterator[Lines]:
         ConfigError: there is no such folder, or it holds something else.
     """
     from ..core.checkpoint.writing import LOCK
-    from ..results.runs.received import parse_record
+    from ..results.runs.received import check_links, parse_record
     from ..results.runs.record import ROUNDS, SUMMARY
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no result folder; give the folder of --out, or a job's id with --kit")
+    check_links(folder)
     # A run locks its folder before it writes anything. In an empty one, a run may be about to start.
     names = {path.name for path in folder.iterdir()}
     if names and not names & {LOCK, ROUNDS, SUMMARY}:

@@ -21,6 +21,7 @@ from ...core.errors import CheckpointError, ConfigError, DiskFull
 from ...rounds.endpoints.events import SERVER
 from .continuation import EXPIRED, FINAL, UNFINISHED, expire_checkpoints, keep_final_checkpoints, prepare_continuation
 from .model_files import delete_models
+from .received import check_links
 from .record import APPENDED_FILES, CONFIG, SUMMARY
 from .results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
 
@@ -106,6 +107,7 @@ class RunFolder:
             ConfigError: the run cannot be continued with these settings, or the folder holds another run.
             CheckpointError: a checkpoint could not be written.
         """
+        check_links(run)
         run, rounds = run.resolve(), study.config.method.config.rounds
         folder = cls((out or run.with_name(f"{run.name}-{rounds}")).resolve(), resume=True)
         if folder.path != run and folder.has_checkpoint:
@@ -134,12 +136,13 @@ class RunFolder:
             patience_s: seconds to wait for another command that writes to it.
 
         Raises:
-            ConfigError: another command writes to it, or it cannot be written.
+            ConfigError: another command writes to it, it cannot be written, or a link in it leads elsewhere.
             DiskFull: its disk has no space.
         """
         out = self.path
         if out.exists() and not out.is_dir():
             raise ConfigError(f"--out {out}: this is a file; choose a folder, or a name that does not exist")
+        check_links(out)
         try:
             out.mkdir(parents=True, exist_ok=True)
             # The lock may be there already, and a quota shows in no number of free bytes.

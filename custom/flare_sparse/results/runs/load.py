@@ -14,6 +14,7 @@ from ...core.errors import ConfigError, list_first, suggest
 from ...methods.method import describe_site_model, has_common_model
 from ...training.compute import can_use_kernels
 from .model_files import list_site_models, read_model
+from .received import check_links
 from .record import CONFIG
 
 FILES = {"final": "model.safetensors", "best": "best_model.safetensors"}
@@ -125,9 +126,10 @@ def load_study(run: Path, *, trust_code: bool = False) -> Study:
     """Load the study of a run from its result folder, without the run's model.
 
     Raises:
-        ConfigError: the folder is not a result folder.
+        ConfigError: the folder is not a result folder, or leads out of itself.
         UntrustedCode: its settings name code, and it is not trusted.
     """
+    check_links(run)
     mark_received(run)
     if trust_code:
         trust(run)

@@ -1,6 +1,7 @@
 """Records of a result folder that somebody else may have made: its texts are hostile, its values may be wrong."""
 
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -57,6 +58,27 @@ def explain_damage(read: Callable[P, R]) -> Callable[P, R]:
             return read(*args, **kwargs)
 
     return call
+def check_links(folder: Path) -> None:
+    """Refuse a result folder with a link that leads out of it, or with a pipe or a device.
+
+    Whoever made the folder would decide what a command shows from there, overwrites there, or waits for. No command
+    writes to ``workspace`` and ``poc``, which FLARE fills.
+
+    Raises:
+        ConfigError: there is one; nothing was read or written.
+    """
+    root = os.path.realpath(folder)
+    for parent, folders, files in os.walk(root):
+        for path in (Path(parent, name) for name in [*folders, *files]):
+            leads_out = path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root)
+            if leads_out or (not path.is_file() and not path.is_dir() and path.exists()):
+                raise ConfigError(
+                    f"{path}: {'leads out of the result folder' if leads_out else 'is no file'}; a command would read "
+                    "or overwrite what whoever made the folder chose. Remove it, or put the file itself in its place"
+                )
+        folders[:] = [name for name in folders if parent != root or name not in ("workspace", "poc")]
+
+
 
 
 @contextmanager

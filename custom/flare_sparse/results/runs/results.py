@@ -17,7 +17,7 @@ from ...core.errors import ConfigError
 from ...rounds.federation.records import Participation
 from ...tasks.task import TEST_EXAMPLES, VALIDATION, VALIDATION_EXAMPLES
 from .predictions import PREDICTIONS_FILE, CasePicture, Predictions
-from .received import name_damage, neutralize, parse_record
+from .received import check_links, neutralize, parse_record, read_json
 from .record import CONFIG
 
 EVALUATIONS = "evaluations"
@@ -57,8 +57,9 @@ class RunResult:
         """Read the record in a result folder.
 
         Raises:
-            ConfigError: the folder holds no record, or the run has not finished.
+            ConfigError: the folder holds no record or leads out of itself, or the run has not finished.
         """
+        check_links(path)
         try:
             summary = parse_record((path / "summary.json").read_text(encoding="utf-8"))
             rounds, messages = (
