@@ -213,7 +213,7 @@ def test_sites_within_a_round_are_shown_in_the_table(tmp_path: Path) -> None:
     now = find_training(tmp_path, 2)
     console = Console(file=io.StringIO(), width=100)
     console.print(build_table([line(3)], now))
-    assert "b[/]: round 3, step 7 of 20" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "b(/): round 3, step 7 of 20" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("page", ["", ".", "missing/page.html"])

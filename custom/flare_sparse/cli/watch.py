@@ -112,7 +112,7 @@ def watch(
             err.print(f"page: {address}")
         elif file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise ConfigError(f"--page {page}: expected a file in a folder that exists, or a port")
-        stack.enter_context(name_damage(folder))
+        stack.enter_context(name_damage(folder, OSError))
         try:
             show_updates(stdout, updates, build, as_json=JSON.get(), page=file)
         except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,16 @@ from typer.testing import CliRunner, Result
 from flare_sparse.api.run import Run
 from flare_sparse.api.start import run as start
 from flare_sparse.cli import app
+from flare_sparse.cli.watch import follow_folder
 from flare_sparse.config import user_code
-from flare_sparse.core.errors import UntrustedCode
+from flare_sparse.config.study import Study
+from flare_sparse.core.errors import ConfigError, UntrustedCode
 from flare_sparse.core.observer import SILENT
-from flare_sparse.results.runs.load import load_model
-from flare_sparse.results.runs.received import neutralize
+from flare_sparse.results.runs.folder import RunFolder
+from flare_sparse.results.runs.load import load_model, load_study
+from flare_sparse.results.runs.progress import find_training
+from flare_sparse.results.runs.received import check_links, neutralize
+from flare_sparse.results.runs.results import RunResult
 
 TASK = """
 import numpy as np, torch
@@ -149,11 +155,88 @@ def test_pages_of_a_hostile_record_hold_its_texts_as_text(text: str, made: Path,
     raw = json.dumps(text)[1:-1]
     for name in ("summary.json", "rounds.jsonl", "ledger.jsonl"):
         (folder / name).write_text((folder / name).read_text().replace('"site-1"', f'"{raw}"'))
+    (folder / "withdrawn.json").write_text(json.dumps({"subjects": [], "sites": [text], "note": text, "id": None}))
+    (folder / "code" / f"{text}.py").touch()
     run = Run.load(folder, trust_code=True)
     run.write_card()
     for command in ("report", "evidence"):
         options = ["--plain"] if command == "report" else ["--out", str(folder / "dpia.md")]
         result = CliRunner().invoke(app, ["--trust-code", command, str(folder), *options])
+        assert result.exit_code == 0, result.output
         assert text not in result.output
+    assert (folder / "dpia.md").read_text().count(neutralize(text)) > 4
     for file in [file for file in folder.rglob("*") if file.suffix in (".md", ".html", ".csv")]:
         assert text not in file.read_text(), file
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model_card.md", "dpia.md", "report", "report/report.html", "evaluations/x.json.part", "saved", ".lock",
+     "config.yaml", "withdrawn.json"],
+)  # fmt: skip
+def test_link_out_of_a_received_folder_is_refused_at_each_door(
+    name: str, made: Path, received: Path, tmp_path: Path
+) -> None:
+    """Whoever made the folder would decide which file of this machine a report shows, or a command overwrites."""
+    (tmp_path / "mine").write_text("mine: a secret")
+    link = received / name
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(tmp_path if name in ("report", "saved") else tmp_path / "mine")
+    own = Study.load(made.parent / "s.yaml", ["method.rounds=2"])
+    for open_folder in (
+        lambda: RunResult.read(received),
+        lambda: load_study(received, trust_code=True),
+        lambda: next(follow_folder(received)),
+        lambda: RunFolder(received, replaces=True).claim().__enter__(),
+        lambda: RunFolder.continue_run(received, own, tmp_path / "longer"),
+    ):
+        with pytest.raises(ConfigError, match=f"{link}: leads out of the result folder"):
+            open_folder()
+    for command in (["report", "--plain"], ["evidence"], ["save"], ["evaluate"], ["watch"]):
+        result = CliRunner().invoke(app, ["--trust-code", command[0], str(received), *command[1:]])
+        assert result.exit_code == 2
+    assert (tmp_path / "mine").read_text() == "mine: a secret"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "received"]
+
+
+def test_pipe_is_refused_and_links_within_the_folder_are_not(received: Path) -> None:
+    (received / "again.json").symlink_to("summary.json")
+    (received / "loop").symlink_to("loop")
+    (received / "poc").mkdir()
+    (received / "poc" / "of_flare").symlink_to("/")
+    check_links(received)
+    assert RunResult.read(received).summary["rounds"] == 1
+    (received / "evaluations").mkdir()
+    os.mkfifo(received / "evaluations" / "pipe.json")
+    with pytest.raises(ConfigError, match=r"pipe\.json: is no file"):
+        RunResult.read(received)
+
+
+def test_aliases_in_the_settings_of_a_received_run_are_refused(received: Path) -> None:
+    """Nine lines of ten aliases each stand for a billion values."""
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)]
+    (received / "config.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="aliases such as"):
+        _ = RunResult.read(received).config
+
+
+def test_progress_of_a_received_run_cannot_move_the_cursor(received: Path) -> None:
+    line = {"site": "\x1b]0;title\x07[bold]A", "round": 3, "step": 7, "steps": 20, "epochs": 1}
+    for name, text in {"a": json.dumps(line), "b": "[" * 100_000, "c": "7"}.items():
+        (received / "progress" / name).mkdir(parents=True)
+        (received / "progress" / name / "flare_sparse_progress.json").write_text(text)
+    assert find_training(received) == [" )0;title (bold)A: round 3, step 7 of 20"]
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "value"),
+    [("report", "contributions", {"site-1": 3}), ("report", "examples", None), ("evidence", "examples", None)],
+)
+def test_record_of_other_types_is_named_damaged(command: str, key: str, value: object, received: Path) -> None:
+    summary = json.loads((received / "summary.json").read_text())
+    (received / "summary.json").write_text(json.dumps({**summary, key: value}))
+    options = ["--plain"] if command == "report" else []
+    result = CliRunner().invoke(app, ["--trust-code", command, str(received), *options], env={"COLUMNS": "300"})
+    assert (result.exit_code, "the folder is damaged or was changed" in result.output) == (2, True), result.output

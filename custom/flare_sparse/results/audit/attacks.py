@@ -17,7 +17,8 @@ from ...core.errors import ConfigError, DataError
 from ...core.seeds import derive_seed, limit_threads
 from ...tasks.task import SiteData, Task
 from ..runs.load import load_study, read_run_model
-from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, RunResult, read_json
+from ..runs.received import read_json
+from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, RunResult
 from .membership import SIGNIFICANCE, attack_between_sites, choose_scale, compute_rmia_scores, guess_below_mean
 from .result import Ranking, guess_members, measure_rankings
 from .training import (

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ...config.policy.policy import Policy
-from ...config.withdrawals import Withdrawals
 from ...core.checkpoint.store import compute_file_digest
 from ...core.errors import ConfigError, require_extra
 from ..report.attacks import KNOWLEDGE, describe_attacks
 from ..report.tables import build_subgroups, describe_gap
 from ..report.templates import fill_template
 from ..runs.load import load_study
+from ..runs.received import neutralize
 from ..runs.results import AUDIT_FILE, RunResult
 from .facts import Approval, describe_egress, digest_model, list_deviations, list_files
 
@@ -81,11 +81,11 @@ def format_dpia(run: RunResult, approval: Approval, policies: Mapping[str, Polic
         "subgroups": build_subgroups([run]),
         "days": run.config.get("federation", {}).get("checkpoint_days"),
         "checkpoints": _join_sites({site: _describe_checkpoints(policies.get(site), approval) for site in run.sites}),
-        "withdrawn": Withdrawals.read(run.path).describe(),
+        "withdrawn": run.withdrawn,
         "tried": describe_attacks(run) or [unread if (run.path / AUDIT_FILE).is_file() else "No attack was tried."],
         "not_tried": "; ".join(f"{what} ({name})" for name, what in KNOWLEDGE.items() if name not in made),
         "files": [
-            (name, (run.path / name).stat().st_size, compute_file_digest(run.path / name))
+            (neutralize(str(name)), (run.path / name).stat().st_size, compute_file_digest(run.path / name))
             for name in list_files(run.path)
         ],
     }

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config.withdrawals import Withdrawals
 from ...core.errors import ConfigError
 from ...core.params import compute_digest
 from ...rounds.endpoints.egress import LOG_FILE, find_logs, read_chain, sum_lines
-from ..runs.load import load_study
+from ..runs.load import FILES, load_study
 from ..runs.model_files import read_model
-from ..runs.record import list_versions
+from ..runs.record import APPENDED_FILES, CONFIG, SUMMARY, list_versions
 from ..runs.results import AUDIT_FILE, RunResult
 
 _OF_SITES = {
@@ -41,8 +40,8 @@ def list_deviations(run: RunResult) -> list[dict[str, Any]]:
     ]
     if (stopped := summary.get("stopped_after")) is not None:
         deviations.append(_describe("stopped_early", f"after round {stopped} of {summary['rounds']}, by validation"))
-    if withdrawn := Withdrawals.read(run.path).describe():
-        deviations.append(_describe("withdrawn", withdrawn))
+    if run.withdrawn:
+        deviations.append(_describe("withdrawn", run.withdrawn))
     for site, part in run.contributions.items():
         if part.is_idle:
             deviations.append(_describe("no_contribution", "the model learned nothing from this site", site=site))
@@ -159,8 +158,7 @@ def digest_model(run: RunResult) -> str:
 
 def list_files(run: Path) -> list[Path]:
     """Return the files of a result folder that prove the run, relative to it; no site's own model, no predictions."""
-    names = ["config.yaml", "summary.json", "rounds.jsonl", "ledger.jsonl", "model_card.md", AUDIT_FILE]
-    names += [f"{prefix}{name}.safetensors" for prefix in ("", "best_") for name in ("model", "mask")]
+    names = [CONFIG, SUMMARY, *APPENDED_FILES, "model_card.md", AUDIT_FILE, *FILES.values()]
     found = [Path(name) for name in names if (run / name).is_file()]
     code = [path.relative_to(run) for path in sorted((run / "code").rglob("*")) if path.is_file()]
     return found + [path for path in code if "__pycache__" not in path.parts]

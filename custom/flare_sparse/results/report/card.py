@@ -6,7 +6,6 @@ from typing import Any
 
 import yaml
 
-from ...config.withdrawals import Withdrawals
 from ...rounds.federation.records import Participation
 from ...tasks.task import TEST_EXAMPLES
 from ..runs.progress import format_bytes
@@ -49,7 +48,7 @@ def format_card(run: RunResult) -> str:
         "data": describe_data(run),
         "permit": run.config.get("permit"),
         "absent": list_absent(run),
-        "withdrawn": Withdrawals.read(run.path).describe(),
+        "withdrawn": run.withdrawn,
         "final": "no overall evaluation" if run.final_metric is None else f"{run.final_metric:.3f}",
         "weight": describe_weight([run]),
         "means": describe_means([run]),

@@ -1,6 +1,5 @@
 """Progress of a run as display text: one line per round."""
 
-import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from ...core.observer import Observer
 from ...core.steps import STEP_FILE, STEP_FOLDER, describe_step
+from .received import read_json
 
 PROGRESS_PLACES = (f"{STEP_FOLDER}/*", "workspace/*/*/simulate_job", "poc/example_project/*/*/*")
 """Folders of the sites' jobs below a result folder with --env local, sim and poc."""
@@ -94,13 +94,8 @@ def find_training(folder: Path, after: int = -1, jobs: Collection[str] | None = 
     """
     places = PROGRESS_PLACES if jobs is None else sorted(jobs)
     files = [file for place in places for file in folder.glob(f"{place}/{STEP_FILE}")]
-    lines = []
-    for file in files:
-        try:
-            lines.append(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            # Its run has just ended.
-            continue
+    # Without a file, its run has just ended.
+    lines = filter(None, map(read_json, files))
     return [describe_step(line) for line in sorted(lines, key=lambda line: str(line["site"])) if line["round"] > after]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import yaml
+from jinja2 import UndefinedError
 
 from ...core.errors import ConfigError, FlareSparseError, find_user_line
 
@@ -34,6 +35,15 @@ def parse_record(text: str) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """Return a record of a result folder; empty if there is none, or a damaged one."""
+    try:
+        content = parse_record(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def neutralize(value: Any) -> Any:
     """Return a value whose texts, keys too, are text for Markdown, HTML, a document, a spreadsheet and a terminal.
 
@@ -48,16 +58,6 @@ def neutralize(value: Any) -> Any:
     return [neutralize(item) for item in value] if isinstance(value, list) else value
 
 
-def explain_damage(read: Callable[P, R]) -> Callable[P, R]:
-    """Return a function of a run, its first argument, that raises ConfigError where the record is damaged."""
-
-    @wraps(read)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        run: Any = args[0]
-        with name_damage(run.path):
-            return read(*args, **kwargs)
-
-    return call
 def check_links(folder: Path) -> None:
     """Refuse a result folder with a link that leads out of it, or with a pipe or a device.
 
@@ -79,17 +79,27 @@ def check_links(folder: Path) -> None:
         folders[:] = [name for name in folders if parent != root or name not in ("workspace", "poc")]
 
 
+def explain_damage(read: Callable[P, R]) -> Callable[P, R]:
+    """Return a function of a run, its first argument, that raises ConfigError where the record is damaged."""
+
+    @wraps(read)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        run: Any = args[0]
+        with name_damage(run.path, OSError):
+            return read(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
-def name_damage(folder: Path) -> Iterator[None]:
-    """Raise ConfigError where the block fails at a damaged record of a result folder."""
+def name_damage(folder: Path, *others: type[Exception]) -> Iterator[None]:
+    """Raise ConfigError where the block fails at a damaged record of a result folder, or with one of other errors."""
     try:
         yield
     except FlareSparseError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError,
-            ValueError, yaml.YAMLError) as error:  # fmt: skip
+    except (*others, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+            UndefinedError, ValueError, yaml.YAMLError) as error:  # fmt: skip
         frame = find_user_line(error)
         where = f" at {frame.filename}:{frame.lineno}" if frame else ""
         raise ConfigError(

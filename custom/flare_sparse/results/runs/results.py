@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...cohorts.subgroups import split_metric
+from ...config.withdrawals import Withdrawals
+from ...config.yaml_files import read_yaml
 from ...core.errors import ConfigError
 from ...rounds.federation.records import Participation
 from ...tasks.task import TEST_EXAMPLES, VALIDATION, VALIDATION_EXAMPLES
@@ -82,10 +82,7 @@ class RunResult:
     def config(self) -> dict[str, Any]:
         """Content of ``config.yaml``; empty if it is missing."""
         file = self.path / CONFIG
-        if not file.is_file():
-            return {}
-        with name_damage(self.path):
-            return dict(neutralize(yaml.safe_load(file.read_text(encoding="utf-8"))))
+        return dict(neutralize(read_yaml(file))) if file.is_file() else {}
 
     @property
     def fold(self) -> int | None:
@@ -104,6 +101,11 @@ class RunResult:
         first, last = self.rounds[0], self.rounds[-1]
         start = datetime.fromtimestamp(first["committed_at"], UTC) - timedelta(seconds=first["seconds"])
         return start.replace(microsecond=0), datetime.fromtimestamp(last["committed_at"], UTC).replace(microsecond=0)
+
+    @property
+    def withdrawn(self) -> str:
+        """Who has withdrawn from the run, and what that means; empty if nobody has."""
+        return str(neutralize(Withdrawals.read(self.path).describe()))
 
     @property
     def is_synthetic(self) -> bool:
@@ -141,10 +143,8 @@ class RunResult:
     @property
     def worst_site(self) -> tuple[str, float] | None:
         """The site with the worst metric, and that metric; None if no site was evaluated."""
-        if not self.site_metrics:
-            return None
         select_worst = max if self.lower_is_better else min
-        return select_worst(self.site_metrics.items(), key=lambda item: item[1])
+        return select_worst(self.site_metrics.items(), key=lambda item: item[1], default=None)
 
     def compute_gains(self, local_only: RunResult) -> dict[str, float]:
         """Return each site's gain over training alone; negative: the site is worse off in the federation.
@@ -257,8 +257,7 @@ class RunResult:
     @cached_property
     def layer_densities(self) -> dict[str, float]:
         """Share of live entries of every tensor with two or more dimensions."""
-        layers = self.summary["model"]["layers"]
-        return {name: live / max(size, 1) for name, (live, size) in layers.items()}
+        return {name: live / max(size, 1) for name, (live, size) in self.summary["model"]["layers"].items()}
 
 
 def group_by_seed(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
@@ -295,15 +294,6 @@ def _select_settings(config: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in {**config, "task": task}.items() if name not in ("seed", "name", "deployment")
     }
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return a record of a result folder; empty if there is none, or a damaged one."""
-    try:
-        content = parse_record(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def compute_site_gains(runs: list[RunResult]) -> dict[str, dict[str, float]]:
