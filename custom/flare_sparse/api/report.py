@@ -41,21 +41,21 @@ def write_reports(
     Raises:
         ConfigError: the extra report is not installed, or a folder holds no finished run.
     """
-    results, notes = read_with_predictions(runs, baselines=baselines, observer=observer)
-    results = [_measure(run, observer, pictures=pictures and run is results[0]) for run in results]
     with require_extra("report", "report"):
         from ..results.report.card import write_card
         from ..results.report.page import write_report
-    for label, note in notes.items():
-        observer.say(f"{label}: no baselines: {note}")
-    folder = out or runs[0] / "report"
-    return [*write_report(results, folder, pictures=pictures), *(write_card(run) for run in results)]
+    with name_damage(runs[0]):
+        results, notes = read_with_predictions(runs, baselines=baselines, observer=observer)
+        results = [_measure(run, observer, pictures=pictures and run is results[0]) for run in results]
+        for label, note in notes.items():
+            observer.say(f"{label}: no baselines: {note}")
+        return [*write_report(results, out or runs[0] / "report", pictures=pictures), *map(write_card, results)]
 
 
 def compare_runs(runs: Sequence[Path], *, baselines: bool = True, observer: Observer = SILENT) -> dict[str, Any]:
     """Return metrics, baselines and paired differences of runs, as ``flare-sparse report --json`` prints them."""
     results, notes = read_with_predictions(runs, baselines=baselines, observer=observer)
-    with name_damage(runs[0]):
+    with name_damage(runs[0], OSError):
         return describe_runs(results, notes)
 
 
