@@ -31,7 +31,8 @@ def write_reports(
     Args:
         runs: result folders of finished runs with the same metric.
         out: folder; None: ``report/`` in the first result folder.
-        baselines: compare with trivial baselines, if the sites' data is on this machine.
+        baselines: compare with trivial baselines, if the sites' data is on this machine; False: nothing that an earlier
+            report computed from single subjects is shown either.
         pictures: show some cases of every site, of a segmentation whose data is on this machine.
         observer: hears which run has no baselines, and why.
 
@@ -66,7 +67,7 @@ def read_with_predictions(
     results = read_runs(list(runs))
     notes = {run.label: note for run in results if baselines and (note := ensure_predictions(run, observer))}
     # Copies: a run above keeps what it has read of its folder, which had no predictions.
-    return [replace(run) for run in results], notes
+    return [replace(run, is_plain=not baselines) for run in results], notes
 
 
 def ensure_predictions(run: RunResult, observer: Observer = SILENT) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,24 @@ def test_report_without_pictures_shows_no_mark_of_a_subject(finished: dict[str, 
     run = predict(finished["fedavg"], "regression", list(range(8)), list(range(8)))
     names = [{path.stem for path in write_report([run], tmp_path, pictures=shown)} for shown in (True, False)]
     assert names[0] - names[1] == {"predicted"}
+    assert "predicted.png" not in {path.name for path in tmp_path.iterdir()}
+
+
+def test_plain_report_shows_nothing_that_an_earlier_one_computed_from_subjects(
+    finished: dict[str, Path], tmp_path: Path
+) -> None:
+    """At a site with one test subject, the mean of the true values is that subject's."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished["fedavg"], folder)
+    shown = [report.write_reports([folder], baselines=not plain, pictures=not plain)[0].read_text("utf-8")
+             for plain in (False, True)]  # fmt: skip
+    for text in ("true value in the test", "Compared with trivial baselines"):
+        assert [text in page for page in shown] == [True, False]
+    assert (folder / "evaluations" / "test_predictions.json").is_file()
+    assert not (folder / "report" / "predicted.png").exists()
+    (described,) = report.compare_runs([folder], baselines=False)["runs"]
+    assert not described["baselines"]
+    assert not described["differences"]
 
 
 def test_run_whose_cost_is_known_is_not_loaded_again(

@@ -63,6 +63,8 @@ def write_report(runs: Runs, out: Path, *, pictures: bool = True) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     page, images = out / "report.html", {}
     for name, (draw, applies) in FIGURES.items():
+        # An earlier report may have drawn single subjects.
+        (out / f"{name}.png").unlink(missing_ok=True)
         if applies(runs) and (pictures or name not in OF_SUBJECTS):
             images[name] = embed_figure(figures.render_png(draw, runs), out / f"{name}.png")
     page.write_text(

@@ -43,6 +43,7 @@ class RunResult:
         rounds: lines of ``rounds.jsonl``.
         messages: lines of ``ledger.jsonl``.
         pictures: of some test cases of every site; only where a report is written beside their data.
+        is_plain: nothing that was computed from single subjects is read.
     """
 
     label: str
@@ -51,6 +52,7 @@ class RunResult:
     rounds: list[dict[str, Any]]
     messages: list[dict[str, Any]]
     pictures: Sequence[CasePicture] = ()
+    is_plain: bool = False
 
     @classmethod
     def read(cls, path: Path) -> RunResult:
@@ -219,8 +221,8 @@ class RunResult:
 
     @cached_property
     def predictions(self) -> Predictions | None:
-        """Predictions for every test subject; None if ``flare-sparse report`` has not computed any."""
-        return Predictions.read(self.path / EVALUATIONS / PREDICTIONS_FILE, self.identity)
+        """Predictions for every test subject; None before ``flare-sparse report`` computes them, and if plain."""
+        return None if self.is_plain else Predictions.read(self.path / EVALUATIONS / PREDICTIONS_FILE, self.identity)
 
     @cached_property
     def cost(self) -> dict[str, Any]:
