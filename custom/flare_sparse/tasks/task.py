@@ -580,11 +580,11 @@ class Task(ABC):
         predictions, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         return predictions, targets
 
-    def tabulate_all(self, dataset: Dataset[Any] | None, batch_size: int = 64) -> tuple[Tensor, Tensor]:
+    def tabulate_all(self, dataset: Dataset[Any] | None) -> tuple[Tensor, Tensor]:
         """Return ``tabulate`` over a data set; empty for none."""
         if dataset is None or not len(dataset):  # type: ignore[arg-type]
             return torch.zeros(0, 1), torch.zeros(0, 1)
-        rows = [self.tabulate(batch) for batch in self.iterate_batches(dataset, batch_size)]
+        rows = [self.tabulate(batch) for batch in self.iterate_batches(dataset, 64)]
         features, targets = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return features, targets
 
