@@ -1,4 +1,4 @@
-"""SCBF, SCBFwP, FAwP (Shao et al. 2020) and DSSGD (Shokri and Shmatikov 2015): sites reveal a part of their change.
+"""SCBF (Shao et al. 2020), Algorithm 2, with SCBFwP, FAwP and DSSGD: sites reveal a part of their change.
 
 ======= ==================================================================== ============================
 SCBF    a site reveals the channels that moved most; the server adds them up Algorithm 2; section 3
@@ -9,7 +9,7 @@ DSSGD   a site reveals the single parameters that changed most               sec
 
 The last column names the place in the paper, and in docs/algorithms.md. The papers: "Stochastic Channel-Based Federated
 Learning With Neural Network Pruning for Medical Data Privacy Preservation", JMIR Form. Res. 4(12):e17265, and
-"Privacy-Preserving Deep Learning", CCS 2015.
+Shokri and Shmatikov, "Privacy-Preserving Deep Learning", CCS 2015.
 
 A channel is a path from an input to an output unit; its norm adds the squared deltas on it (``scores/scbf``). Rounds
 and aggregation are ``support/selective.py``, the pruning is ``support/unit_pruning.py``. A site reveals where its data
