@@ -73,7 +73,10 @@ def test_signature_without_a_root_certificate_is_not_checked(signed: Path) -> No
 def test_root_certificate_of_the_runs_own_poc_is_used(signed: Path, tmp_path: Path) -> None:
     shutil.copytree(signed / "run", tmp_path / "run")
     shutil.copytree(signed / "kit", tmp_path / "run/poc/project/prod_00/server")
-    assert read_approval(tmp_path / "run", None).signature == "verified"
+    approval = read_approval(tmp_path / "run", None)
+    assert approval.signature == "verified"
+    assert "which whoever made the folder chose" in approval.note
+    assert "folder" not in read_approval(tmp_path / "run", signed / "kit").note
 
 
 def test_texts_of_the_submitted_job_and_of_its_certificate_are_text_for_the_annex(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def read_approval(run: Path, kit: Path | None) -> Approval:
         note = "The job's files do not match their signatures, or their certificate is not of this federation."
         return replace(approval, signature="invalid", note=note)
     signer = neutralize(dict(zip(("name", "org", "role"), map(str, signers[0]), strict=True)))
-    note = "Every file of the job is signed with a certificate of the federation's root."
+    owner = "the federation's root" if kit else "the root in poc/ of this folder, which whoever made the folder chose"
+    note = f"Every file of the job is signed with a certificate of {owner}."
     return replace(approval, signature="verified", note=note, submitter=signer)
 
 
