@@ -196,7 +196,7 @@ def write_site(declaration: Any, folder: Path, seed: int, cases: int = 2) -> lis
     rng = np.random.default_rng(seed)
     network, transforms = declaration.network, declaration.preprocessing
     axes = 2 if network.find_argument("spatial_dims") == 2 else 3
-    channels, classes = (int(network.find_argument(key)) for key in ("in_channels", "out_channels"))
+    channels, classes = int(network.find_argument("in_channels")), declaration.num_outputs
     arguments = {c.path.rpartition(".")[2]: c.args for c in transforms}
     spacing = arguments.get("Spacingd", {}).get("pixdim", [1.0] * 3)
     patches = [args.get("spatial_size", args.get("roi_size")) for args in arguments.values()]
