@@ -32,7 +32,7 @@ from flare_sparse.flare.session import (
 )
 from flare_sparse.flare.workspace import JOB_FILE
 from flare_sparse.methods.fedavg import FedAvg
-from flare_sparse.results.runs.model_files import list_site_models
+from flare_sparse.results.runs.model_files import find_site_models
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.training import compute
 from flare_sparse.wire.capabilities import local_capabilities
@@ -53,12 +53,12 @@ def end_job(kit: Path, personal: Any = (), **settings: Any) -> None:
 
 def test_site_that_keeps_tensors_saves_its_network_in_its_startup_kit(tmp_path: Path) -> None:
     end_job(tmp_path, "norms")
-    assert list(list_site_models(tmp_path / MODELS_FOLDER / RUN)) == ["site-1"]
+    assert list(find_site_models(tmp_path / MODELS_FOLDER / RUN)) == ["site-1"]
 
 
 def test_site_saves_its_fine_tuned_model_in_its_startup_kit(tmp_path: Path) -> None:
     end_job(tmp_path, finetune={"epochs": 1})
-    assert list(list_site_models(tmp_path / MODELS_FOLDER / RUN)) == ["site-1"]
+    assert list(find_site_models(tmp_path / MODELS_FOLDER / RUN)) == ["site-1"]
 
 
 def test_site_of_a_common_model_saves_nothing(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_simulated_site_saves_its_network_beside_those_of_the_others(
 ) -> None:
     monkeypatch.setenv(SITE_MODELS_VARIABLE, str(tmp_path / "models"))
     end_job(tmp_path / "kit", "norms")
-    assert list(list_site_models(tmp_path / "models")) == ["site-1"]
+    assert list(find_site_models(tmp_path / "models")) == ["site-1"]
     assert not (tmp_path / "kit").exists()
 
 

@@ -214,8 +214,8 @@ def change(kind: str = "describe", **terms: Any) -> Shareable:
     """Return the question with other terms."""
 
     class Changed(StatisticsExecutor):
-        def list_terms(self) -> dict[str, Any]:
-            return super().list_terms() | terms
+        def collect_terms(self) -> dict[str, Any]:
+            return super().collect_terms() | terms
 
     Changed.kind = kind
     return wrap(QUESTION, build_question(Changed(10)))

@@ -14,7 +14,7 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_context import FLContext
 
 from flare_sparse.flare import tracking
-from flare_sparse.flare.tracking import FOLDERS, MLFLOW_VARIABLES, RETRY_S, Tracker, list_figures
+from flare_sparse.flare.tracking import FOLDERS, MLFLOW_VARIABLES, RETRY_S, Tracker, collect_figures
 from flare_sparse.rounds.federation.records import Evaluation, RoundRecord
 
 FIGURES = {"mae": 2.5, "bytes_up": 200.0}
@@ -69,7 +69,7 @@ def test_figures_of_a_round_are_its_metrics_with_bytes_sites_and_time() -> None:
         **mappings,
     )
     figures = {"mae": 2.5, "bytes_up": 200, "bytes_down": 300, "contributed": 2, "seconds": 1.5}
-    assert list_figures(record) == figures
+    assert collect_figures(record) == figures
 
 
 def test_tensorboard_has_a_file_of_events_in_the_folder_of_the_job(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import Layout, compute_digest
 from flare_sparse.methods.registry import METHODS
-from flare_sparse.results.runs.model_files import list_site_models, read_model, save_site_model
+from flare_sparse.results.runs.model_files import find_site_models, read_model, save_site_model
 from flare_sparse.rounds.endpoints.site import SiteSnapshot
 from flare_sparse.rounds.federation.rules import RoundRules
 from flare_sparse.training import build_site
@@ -199,7 +199,7 @@ def test_site_model_is_saved_as_the_whole_network(tmp_path: Path) -> None:
     for site in federation.sites.values():
         save_site_model(tmp_path, site)
     layout = Layout.from_module(Toy().model())
-    for name, file in list_site_models(tmp_path).items():
+    for name, file in find_site_models(tmp_path).items():
         tensors = layout.unflatten(read_model(file, layout))
         assert torch.equal(federation.bench.layout.flatten(tensors), outcome.weights)
         kept = torch.cat([tensors[key].flatten() for key in NORMS])

@@ -71,7 +71,7 @@ class Bench:
 
     def pad(self, values: Mapping[str, np.ndarray]) -> None:
         for name, section in values.items():
-            padded = self.parties[name].pad(self.collector.list_boxes(name), section, self.ring)
+            padded = self.parties[name].pad(self.collector.collect_boxes(name), section, self.ring)
             self.messages[name].append(padded.tobytes())
             self.collector.accept_values(name, padded)
 

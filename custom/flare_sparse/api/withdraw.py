@@ -22,7 +22,7 @@ from ..core.observer import SILENT, Observer
 from ..core.seeds import limit_threads
 from ..results.runs.continuation import FINAL, copy_checkpoints
 from ..results.runs.folder import CHECKPOINTS, ERRORS, RunFolder
-from ..results.runs.model_files import delete_models, list_site_models
+from ..results.runs.model_files import delete_models, find_site_models
 from ..results.runs.predictions import PREDICTIONS_FILE
 from ..results.runs.received import explain_damage
 from ..results.runs.results import AUDIT_FOLDER, EVALUATIONS
@@ -91,7 +91,7 @@ def remove_traces(run: Path, sites: Iterable[str]) -> list[str]:
     removed = [name for name in folders if (run / name).is_dir()]
     for name in removed:
         shutil.rmtree(run / name)
-    models = list_site_models(run)
+    models = find_site_models(run)
     files = [run / EVALUATIONS / PREDICTIONS_FILE, *(models[site] for site in sites if site in models)]
     for file in [file for file in files if file.is_file()]:
         file.unlink()
@@ -238,9 +238,9 @@ def _find_subjects(
     """
     found, moved, unknown = {}, {}, set(gone.subjects)
     for name, data in sites.items() if gone.subjects else ():
-        before = _list_parts(load_examples(study.load_task(), data, study.config.seed))
+        before = _find_parts(load_examples(study.load_task(), data, study.config.seed))
         without = gone.merge(Withdrawals(data.withdrawn)).open(data)
-        after = _list_parts(load_examples(study.load_task(), without, study.config.seed))
+        after = _find_parts(load_examples(study.load_task(), without, study.config.seed))
         # Names of the task's examples are the only ones of a file that is no table of identifiers.
         unknown -= without.withdrawn if without.people is not None else {*before}
         if leaving := before.keys() - after.keys():
@@ -255,7 +255,7 @@ def _find_subjects(
     return found, moved
 
 
-def _list_parts(examples: Examples) -> dict[str, str]:
+def _find_parts(examples: Examples) -> dict[str, str]:
     """Return the part of the split of each example, by identifier."""
     parts = {"training": examples.train_ids, "validation": examples.validation_ids, "testing": examples.test_ids}
     return {name: part for part, names in parts.items() for name in names}

@@ -48,7 +48,7 @@ from ..methods.scbf import SCBF
 from ..methods.support.averaging import AveragedState
 from ..methods.support.selective import Aggregation, SelectiveState
 from .arrays import MASK, Arrays, ComponentError, guess_layout, pack_mask, read_mask, to_arrays, to_vector
-from .uploads import check_settings
+from .uploads import build_settings
 
 
 @dataclass(eq=False, kw_only=True)
@@ -105,7 +105,7 @@ class MethodAggregator(ModelAggregator, Generic[StateT]):
             ComponentError: an argument is invalid.
         """
         config: type[MethodConfig] = self.method_class.Config
-        return check_settings(self, config, rounds=rounds, **(self.settings or {}))
+        return build_settings(self, config, rounds=rounds, **(self.settings or {}))
 
     def select_sent(self, method: Any, state: StateT, model: FLModel, present: Mask, site: str) -> Mask:
         """Return the entries of an update that count, of those that are ``present``; by default the live ones."""

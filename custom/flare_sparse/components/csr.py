@@ -59,7 +59,7 @@ class FromCSR(ModelFilter):
             raise _refuse("", f"the encoded kind is {str(kind)[:40]!r}")
         tables = {name: table for name, table in dxo.data.items() if isinstance(table, dict)}
         # Python's integers: the product of hostile sizes must not wrap around.
-        total = sum(_check_table(name, table).size for name, table in tables.items())
+        total = sum(_read_shape(name, table).size for name, table in tables.items())
         if total > self.max_entries:
             raise ComponentError(
                 self, f"a message declares {total} entries, max_entries is {self.max_entries}", "raise max_entries"
@@ -97,7 +97,7 @@ def decode_csr(name: str, table: dict[str, Any]) -> Any:
     Raises:
         ComponentError: the table is malformed.
     """
-    spec = _check_table(name, table)
+    spec = _read_shape(name, table)
     rows = _count_rows(spec.shape)
     width = spec.size // max(rows, 1)
     # int64: differences and offsets of hostile int32 numbers must not wrap around into the valid range.
@@ -116,7 +116,7 @@ def decode_csr(name: str, table: dict[str, Any]) -> Any:
     return torch.from_numpy(dense) if table["is_torch"] else dense
 
 
-def _check_table(name: str, table: dict[str, Any]) -> TensorSpec:
+def _read_shape(name: str, table: dict[str, Any]) -> TensorSpec:
     """Return the declared shape of a table whose parts have the right types and lengths."""
     shape = table.get("shape")
     if set(table) != {"indptr", "indices", "values", "shape", "is_torch"} or type(table["is_torch"]) is not bool:

@@ -93,7 +93,7 @@ class ReceivingFilter(ModelFilter):
         Raises:
             ComponentError: the task brought no model, or one of other tensors.
         """
-        return check_received(fl_ctx.get_prop(_MESSAGE if self._is_message else _TASK), dxo, self)
+        return require_received(fl_ctx.get_prop(_MESSAGE if self._is_message else _TASK), dxo, self)
 
     def receive(self, shareable: Shareable, fl_ctx: FLContext) -> Received | None:
         """Prepare the model of a task, in place, and return copies of it; None: the task brings none."""
@@ -109,7 +109,7 @@ class ReceivingFilter(ModelFilter):
         return Received({name: _copy(a) for name, a in dxo.data.items()}, dxo.meta.get(MASK), t)
 
 
-def check_received(received: object, dxo: DXO, component: object) -> Received:
+def require_received(received: object, dxo: DXO, component: object) -> Received:
     """Return what a task brought.
 
     Raises:
@@ -258,7 +258,7 @@ class MaskedTraining(ClientAPIExecutor):
             return result
         try:
             check_plain(dxo, self)
-            return self._keep.hold(dxo, check_received(received, dxo, self), fl_ctx).update_shareable(result)
+            return self._keep.hold(dxo, require_received(received, dxo, self), fl_ctx).update_shareable(result)
         except Exception as error:  # noqa: BLE001 - a RuntimeError of an executor ends the job for all sites
             self.log_error(fl_ctx, f"{get_failure_code(error)}: the result is left out of this round: {error}")
             return make_reply(ReturnCode.EXECUTION_RESULT_ERROR)

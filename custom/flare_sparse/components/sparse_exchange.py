@@ -32,7 +32,7 @@ from ..rounds.streams import Model, ServerStream, SiteStream, StreamSettings
 from ..wire.formats import ValueType
 from .arrays import MODELS, ComponentError, check_plain, guess_layout, is_float, to_arrays, to_vector
 from .filters import ModelFilter, check_last
-from .uploads import check_settings
+from .uploads import build_settings
 
 PACKET = "flare_sparse"
 """Only key in the data of a message of this filter."""
@@ -79,7 +79,7 @@ class SparseExchange(ModelFilter):
         super().__post_init__()
         if self.content not in ("model", "update", None):
             raise ComponentError(self, f"content is {self.content!r}, expected 'model' or 'update'", "correct the job")
-        self._settings = check_settings(self, StreamSettings)
+        self._settings = build_settings(self, StreamSettings)
         self._tasks: set[str] = set()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

@@ -55,7 +55,7 @@ class UploadFilter(ReceivingFilter):
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
-def check_settings(component: object, config: type[ConfigT], **others: Any) -> ConfigT:
+def build_settings(component: object, config: type[ConfigT], **others: Any) -> ConfigT:
     """Return the settings that a component has as arguments of the same names, and others.
 
     Raises:
@@ -100,7 +100,7 @@ class ChannelUpload(UploadFilter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._selector = ChannelSelector(check_settings(self, ChannelConfig), self.seed)
+        self._selector = ChannelSelector(build_settings(self, ChannelConfig), self.seed)
         self._layout = None if self.model is None else Layout.from_module(self.model)
 
     def get_layout(self, arrays: Arrays) -> Layout:
@@ -137,7 +137,7 @@ class RankUpload(UploadFilter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._config = check_settings(self, LoRAA2Config)
+        self._config = build_settings(self, LoRAA2Config)
 
     def get_layout(self, arrays: Arrays) -> Layout:
         return guess_layout({n: a for n, a in arrays.items() if FACTOR_NAME.fullmatch(n) or self._is_head(n)})

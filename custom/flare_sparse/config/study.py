@@ -23,8 +23,8 @@ from ..tasks.data.partition import (
     NaturalPartition,
     Partitioner,
     SharedPartition,
+    find_renamed_sites,
     list_folders_without_examples,
-    list_renamed_sites,
     partition_cohort,
 )
 from ..tasks.data.phantom import write_phantoms
@@ -97,7 +97,7 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer:
         ids = partition_cohort(partition, cohort, count)
         renamed = {}
         if isinstance(partition, NaturalPartition):
-            renamed = list_renamed_sites(cohort, partition.column, partition.missing)
+            renamed = find_renamed_sites(cohort, partition.column, partition.missing)
     # The partitioners know columns and counts, but not the file that they came from.
     except DataError as error:
         raise DataError(f"{path}: {error}") from error

@@ -41,7 +41,7 @@ from .checkpoints import mark_job_finished
 from .job_settings import SERVER_SECTIONS, check_shown_settings
 from .polling import TaskPolling
 from .session import ServerSession
-from .tracking import TRACKER_ID, Tracker, list_figures
+from .tracking import TRACKER_ID, Tracker, collect_figures
 from .watchdog import watch_command
 from .workspace import get_workspace
 
@@ -140,7 +140,7 @@ class FederatedController(Controller):
             line = folder.commit(record)
             self._announce_round(record, fl_ctx)
             if isinstance(tracker, Tracker):
-                tracker.log(list_figures(record), record.evaluated_round, run_dir)
+                tracker.log(collect_figures(record), record.evaluated_round, run_dir)
             for event in format_events(line):
                 self.logger.warning(event)
             self._lines.append(line)

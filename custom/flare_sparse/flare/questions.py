@@ -76,7 +76,7 @@ class QuestionExecutor(Executor, ABC):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def list_terms(self) -> dict[str, Any]:
+    def collect_terms(self) -> dict[str, Any]:
         """Return all that the answer depends on beside the job's settings and the site's data, as JSON values."""
         return asdict(self)
 
@@ -153,7 +153,7 @@ def build_question(executor: QuestionExecutor) -> str:
     """Return the question that an executor answers, as the text that a server must send."""
     # No braces: FLARE takes them in a job's configuration for a name to fill in.
     return "; ".join(
-        [executor.kind, *(f"{name}: {json.dumps(v)}" for name, v in sorted(executor.list_terms().items()))]
+        [executor.kind, *(f"{name}: {json.dumps(v)}" for name, v in sorted(executor.collect_terms().items()))]
     )
 
 
@@ -250,8 +250,8 @@ class StatisticsExecutor(QuestionExecutor):
 
     kind = "describe"
 
-    def list_terms(self) -> dict[str, Any]:
-        return {**super().list_terms(), "quantiles": QUANTILES, "bins": BINS}
+    def collect_terms(self) -> dict[str, Any]:
+        return {**super().collect_terms(), "quantiles": QUANTILES, "bins": BINS}
 
     def compute(self, job: JobConfig, policy: Policy, data: SiteData, gate: ReleaseGate | None) -> str:
         task, least = build_task(job), max(self.least, policy.min_examples, LEAST)

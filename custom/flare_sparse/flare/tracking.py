@@ -29,7 +29,7 @@ TRACKER_ID = "tracker"
 Log = Callable[[Mapping[str, float], int], Any]
 
 
-def list_figures(record: RoundRecord) -> dict[str, float]:
+def collect_figures(record: RoundRecord) -> dict[str, float]:
     """Return the figures of a round: the metrics of the model after ``record.evaluated_round``, bytes, sites, time."""
     return {
         **record.evaluation.overall,

@@ -34,7 +34,7 @@ class FlexLoRA(RankedMethod[RankedConfig, ModelState]):
         return self.assign_ranks(kind, state, {site: self.config.get_rank(site) for site in sites})
 
     def answer(self, request: Request, site: Site) -> Update:
-        mask = self.check_affordable(request, site)
+        mask = self.require_affordable(request, site)
         return train_locally(request, site, self.config.get_training(request.round), trainable=mask)
 
     def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:

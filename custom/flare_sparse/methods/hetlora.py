@@ -71,7 +71,7 @@ class HetLoRA(RankedMethod[HetLoRAConfig, HetLoRAState]):
         return max(floor_fraction(self.config.decay, rank), 1)
 
     def answer(self, request: Request, site: Site) -> Update:
-        start, mask = site.weights, self.check_affordable(request, site)
+        start, mask = site.weights, self.require_affordable(request, site)
         trained = site.train(start, mask, self.config.get_training(request.round), request.round).cpu()
         smaller = self.select_first_ranks(self.decay_rank(self._count_ranks(mask)))
         tail = mask - smaller

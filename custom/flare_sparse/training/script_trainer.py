@@ -246,7 +246,7 @@ class ScriptTrainer(Trainer):
         trained = start.clone()
         for name, part in self.layout.unflatten(trained).items():
             if name in tensors:
-                value = check_shape(tensors[name], name, tuple(part.shape))
+                value = require_shape(tensors[name], name, tuple(part.shape))
                 # Parts are views of ``trained``.
                 if reply.is_delta:
                     part.add_(value)
@@ -262,7 +262,7 @@ class ScriptTrainer(Trainer):
             gradient = torch.zeros(self.layout.size)
             for name, part in self.layout.unflatten(gradient).items():
                 if name in parameters:
-                    part.copy_(check_shape(tensors[name], name, (batches, *part.shape))[batch])
+                    part.copy_(require_shape(tensors[name], name, (batches, *part.shape))[batch])
             yield gradient
 
 
@@ -297,7 +297,7 @@ def read_tensors(params: Mapping[str, Any], network: nn.Module) -> dict[str, Ten
     return tensors
 
 
-def check_shape(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+def require_shape(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return ``value``.
 
     Raises:

@@ -181,7 +181,7 @@ def test_values_leave_only_with_the_boxes_of_all_members() -> None:
     bench = Bench.build(NAMES[:4], build_ring(6))
     bench.publish()
     bench.share(NAMES[:4])
-    boxes = bench.collector.list_boxes("site-1")
+    boxes = bench.collector.collect_boxes("site-1")
     del boxes["site-4"]
     assert refuses(lambda: bench.parties["site-1"].pad(boxes, bench.ring.encode(np.zeros(6), 1.0), bench.ring)) == (
         "E_REQUEST"
@@ -193,9 +193,9 @@ def test_box_for_another_site_or_with_a_flipped_bit_is_refused() -> None:
         bench = Bench.build(NAMES[:3], build_ring(6))
         bench.publish()
         bench.share(NAMES[:3])
-        boxes = bench.collector.list_boxes("site-1")
+        boxes = bench.collector.collect_boxes("site-1")
         forged = bytes([boxes["site-2"][0] ^ 1]) + boxes["site-2"][1:]
-        boxes["site-2"] = bench.collector.list_boxes("site-3")["site-2"] if change == "other" else forged
+        boxes["site-2"] = bench.collector.collect_boxes("site-3")["site-2"] if change == "other" else forged
         with pytest.raises(RejectedMessage, match="E_SHARE"):
             bench.parties["site-1"].pad(boxes, bench.ring.encode(np.zeros(6), 1.0), bench.ring)
 
@@ -243,7 +243,7 @@ def test_steps_out_of_order_are_refused() -> None:
     bench.share(NAMES[:3])
     assert refuses(lambda: party.share(bench.collector.list_members())) == "E_REQUEST"
     bench.pad({"site-1": section})
-    boxes = bench.collector.list_boxes("site-1")
+    boxes = bench.collector.collect_boxes("site-1")
     assert refuses(lambda: party.pad(boxes, section, bench.ring)) == "E_REQUEST"
 
 

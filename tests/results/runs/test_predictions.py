@@ -51,7 +51,7 @@ def run_table(visits: Path, name: str, task: str, method: str = "fedavg") -> Run
     return RunResult.read(folder)
 
 
-def list_figures(runs: list[Path]) -> set[str]:
+def collect_figures(runs: list[Path]) -> set[str]:
     """Return the names of the figures of predictions in a report on some runs."""
     written = write_report(read_runs(runs), runs[0] / "figures")
     return {path.stem for path in written} & {"predicted", "risks", "survival"}
@@ -105,7 +105,7 @@ def test_binary_runs_are_compared_by_accuracy_and_auc(visits: Path) -> None:
     task = "kind: binary, target: died, id: visit, missing: impute"
     paths = [run_table(visits, f"binary-{name}", task, name).path for name in ("fedavg", "local_only")]
     fedavg, local_only = describe_runs(read_runs(paths), {})["groups"]
-    assert list_figures(paths) == {"risks"}
+    assert collect_figures(paths) == {"risks"}
     assert fedavg["differences"]["local_only"].keys() == {"accuracy", "auc_across_sites"}
     assert fedavg["auc_across_sites"] == pytest.approx(read_predictions(RunResult.read(paths[0])).pooled["auc"])
     difference = fedavg["differences"]["local_only"]["auc_across_sites"]
@@ -121,7 +121,7 @@ def test_survival_runs_are_compared_across_sites_unless_a_model_is_a_sites_own(
     task = "kind: survival, target: months, event: died, id: visit, missing: impute"
     paths = [run_table(visits, f"survival-{name}", task, name).path for name in ("fedavg", "local_only")]
     fedavg, local_only = describe_runs(read_runs(paths), {})["groups"]
-    assert list_figures(paths) == {"survival"}
+    assert collect_figures(paths) == {"survival"}
     assert {other: [*metrics] for other, metrics in fedavg["differences"].items()} == {
         "site_mean": ["c_index_across_sites"],
         "cox_local": ["c_index_within_sites"],

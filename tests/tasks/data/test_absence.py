@@ -16,7 +16,7 @@ import flare_sparse
 from flare_sparse.config.withdrawals import Withdrawals
 from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.columns import list_columns
-from flare_sparse.tasks.data.absence import check_absence
+from flare_sparse.tasks.data.absence import require_known_subjects
 from flare_sparse.tasks.data.cases import find_images, select_cases
 from flare_sparse.tasks.data.source import LOCAL_FILE, WITHDRAWN_FILE, find_site_data
 from flare_sparse.tasks.registry import TASKS
@@ -164,9 +164,9 @@ def test_subject_is_known_by_a_name_at_most_four_folders_deep(tmp_path: Path) ->
     for name in ("a/b/c/case_07_0000.nii.gz", "a/b/c/d/case_08_0000.nii.gz"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    check_absence(SiteData("a", tmp_path, withdrawn=frozenset({"case_07"})))
+    require_known_subjects(SiteData("a", tmp_path, withdrawn=frozenset({"case_07"})))
     with pytest.raises(DataError, match="case_08"):
-        check_absence(SiteData("a", tmp_path, withdrawn=frozenset({"case_08"})))
+        require_known_subjects(SiteData("a", tmp_path, withdrawn=frozenset({"case_08"})))
 
 
 def list_calls(function: ast.FunctionDef) -> set[str]:
@@ -202,10 +202,10 @@ def test_every_opener_of_a_sites_data_leaves_out_who_has_withdrawn() -> None:
                 careless.add(f"{name} {node.name}")
     assert openers == {*OPENERS}
     # What finds out who is absent, and what reads the file of a site; labels are of examples that were selected.
-    absence = ("check_absence", "list_people", "narrow_absence")
+    absence = ("require_known_subjects", "list_people", "narrow_absence")
     assert careless == {
         *(f"tasks/data/absence.py {name}" for name in absence),
-        *(f"tasks/data/source.py {name}" for name in ("_check_exists", "format_site_file")),
+        *(f"tasks/data/source.py {name}" for name in ("_require_path", "format_site_file")),
         "tasks/task.py _label_tests",
     }
 

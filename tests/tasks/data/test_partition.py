@@ -21,7 +21,7 @@ from flare_sparse.tasks.data.partition import (
     NaturalPartition,
     Partition,
     compute_sizes,
-    list_renamed_sites,
+    find_renamed_sites,
     partition_cohort,
 )
 from flare_sparse.tasks.task import Cohort
@@ -189,7 +189,7 @@ def test_site_names_reserved_by_flare_are_prefixed() -> None:
 def test_accents_are_dropped_from_site_names_and_listed(name: str, flare_name: str) -> None:
     cohort = examples([name, "B"])
     assert list(NaturalPartition().divide(cohort)) == sorted([flare_name, "B"])
-    assert list_renamed_sites(cohort) == ({} if name == flare_name else {name: flare_name})
+    assert find_renamed_sites(cohort) == ({} if name == flare_name else {name: flare_name})
 
 
 def test_partition_by_range_refuses_text() -> None:

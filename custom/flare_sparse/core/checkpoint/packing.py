@@ -167,7 +167,7 @@ class _Stored:
 
     def read_mask(self, packed: Any) -> Mask:
         """Return a mask."""
-        entries, bits = _check_type(int, packed["entries"]), _check_type(str, packed["bits"])
+        entries, bits = _require_type(int, packed["entries"]), _require_type(str, packed["bits"])
         if bits not in self._masks:
             self._masks[bits] = Mask.from_packed(self._tensors[bits].numpy(), entries)
         return self._masks[bits]
@@ -215,17 +215,17 @@ def _unpack_value(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
         return None if packed is None else _unpack_value(packed, inner, tensors, path)
     build = _COLLECTIONS.get(origin)
     if build is dict:
-        items = _check_type(dict, packed).items()
+        items = _require_type(dict, packed).items()
         return {name: _unpack(part, parts[1], tensors, f"{path}.{name}") for name, part in items}
     if build:
         return build(
-            _unpack(part, parts[0], tensors, f"{path}.{i}") for i, part in enumerate(_check_type(list, packed))
+            _unpack(part, parts[0], tensors, f"{path}.{i}") for i, part in enumerate(_require_type(list, packed))
         )
     if dataclasses.is_dataclass(origin or kind):
         return _unpack_dataclass(packed, kind, tensors, path)
     if kind is Mask:
         return tensors.read_mask(packed)
-    return tensors.read_tensor(packed) if kind is Tensor else _check_type(kind, packed)
+    return tensors.read_tensor(packed) if kind is Tensor else _require_type(kind, packed)
 
 
 def _unpack_dataclass(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
@@ -234,13 +234,13 @@ def _unpack_dataclass(packed: Any, kind: Any, tensors: _Stored, path: str) -> An
     arguments = dict(zip(getattr(cls, "__parameters__", ()), get_args(kind), strict=True))
     hints = get_type_hints(cls)
     names = sorted(field.name for field in dataclasses.fields(cls))
-    if sorted(_check_type(dict, packed)) != names:
+    if sorted(_require_type(dict, packed)) != names:
         raise CheckpointError(f"{path}: {cls.__name__} has {names}, found {sorted(packed)}")
     parts = {name: arguments.get(hints[name], hints[name]) for name in names}
     return cls(**{name: _unpack(packed[name], part, tensors, f"{path}.{name}") for name, part in parts.items()})
 
 
-def _check_type(kind: Any, packed: Any) -> Any:
+def _require_type(kind: Any, packed: Any) -> Any:
     """Return ``packed`` if it is of type ``kind``; an int is accepted as a float."""
     if get_origin(kind) is Literal:
         if packed not in get_args(kind):

@@ -26,7 +26,7 @@ from ...core.environment import set_environment
 from ...core.errors import ConfigError
 from ...core.observer import SILENT, Observer
 from ...core.threads import run_beside
-from ...results.runs.model_files import SITE_MODELS, list_site_models, replace_record
+from ...results.runs.model_files import SITE_MODELS, find_site_models, replace_record
 from ...results.runs.record import ROUNDS, GrowingRecord
 from ...tasks.data.source import SITE_FILE_VARIABLE
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
@@ -247,7 +247,7 @@ def _create_workspace(workspace: Path, workplace: Workplace) -> None:
 def _copy_site_models(workspace: Path, out: Path) -> None:
     """Copy the own models of the sites that took part in the final evaluation."""
     last = json.loads((out / "rounds.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    models = list_site_models(workspace)
+    models = find_site_models(workspace)
     for site in sorted(models.keys() & set(last["sites_contributed"])):
         (out / SITE_MODELS).mkdir(exist_ok=True)
         shutil.copy2(models[site], out / SITE_MODELS / models[site].name)

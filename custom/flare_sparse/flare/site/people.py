@@ -17,7 +17,7 @@ from ...core.errors import ConfigError
 from ...core.names import read_names
 from ...privacy.release import RELEASE_FOLDER, Rule
 from ...rounds.endpoints.request_log import RunRecord, read_record
-from ...tasks.data.absence import check_absence
+from ...tasks.data.absence import require_known_subjects
 from ...tasks.data.source import LOCAL_FILE, WITHDRAWN_FILE, find_site_data, has_site_data, read_withdrawn
 from ...tasks.data.tables import read_table
 from ..checkpoints import delete_old, find_checkpoint_folder
@@ -138,7 +138,7 @@ def withdraw_at_site(kit: Path, file: Path, *, end_after_s: float | None = None)
     if has_site_data(local):
         # Look for the subjects of this list alone: earlier ones may have been removed from the data by now.
         data = find_site_data(name, local, heeds_list=False)
-        check_absence(replace(data, withdrawn=given))
+        require_known_subjects(replace(data, withdrawn=given))
     _write_private(local / WITHDRAWN_FILE, "".join(f"{name}\n" for name in sorted(known | given)))
     # Wait after the list is written: a job that starts from now on heeds it.
     running = wait_for_jobs(local.parent, name, end_after_s or 0.0)

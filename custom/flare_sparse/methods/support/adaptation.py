@@ -49,7 +49,7 @@ def attribute_divergence(training: str, settings: str) -> Iterator[None]:
         raise PersonalTrainingDiverged(_explain(training, error, settings)) from error
 
 
-def check_finite(weights: Tensor) -> Tensor:
+def require_finite(weights: Tensor) -> Tensor:
     """Return the weights ``(P,)`` of a finished training.
 
     Raises:
@@ -143,7 +143,7 @@ class AdaptationMethod(Method[AdaptationConfigT, StateT]):
         """Return the metrics of the adapted model and, as ``..._before``, of the model received; no weights."""
         before = site.evaluate(site.weights)
         with attribute_divergence("adaptation", "method.adapt_lr"):
-            metrics = site.evaluate(check_finite(self.adapt(site, trainable)))
+            metrics = site.evaluate(require_finite(self.adapt(site, trainable)))
         metrics |= {f"{name}_before": value for name, value in before.items() if name not in COUNTS}
         return Update(Patch.empty(site.layout.size), "metrics", site.num_examples, metrics)
 

@@ -31,7 +31,7 @@ from ..aggregation.server_step import (
     update_model_average,
 )
 from ..method import Method, MethodConfig, ModelState
-from .adaptation import PersonalTrainingDiverged, attribute_divergence, check_finite
+from .adaptation import PersonalTrainingDiverged, attribute_divergence, require_finite
 
 _LOG = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def fine_tune(site: Site, trainable: Mask, trainings: Sequence[TrainingConfig], 
 def _train(site: Site, trainable: Mask, training: TrainingConfig, t: int) -> Tensor:
     """Return the weights ``(P,)`` after one fine-tuning of the received model."""
     with attribute_fine_tuning():
-        return check_finite(site.train(site.weights, trainable, training, t))
+        return require_finite(site.train(site.weights, trainable, training, t))
 
 
 def attribute_fine_tuning() -> AbstractContextManager[None]:

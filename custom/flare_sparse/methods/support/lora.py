@@ -111,7 +111,7 @@ class RankedMethod(LoRAMethod[RankedConfigT, StateT]):
         rank = self.config.get_rank(site.name)
         return min(rank, _get_own_rank(site) or rank)
 
-    def check_affordable(self, request: Request, site: Site) -> Mask:
+    def require_affordable(self, request: Request, site: Site) -> Mask:
         """Return the entries that a request trains, which lie within the site's own rank.
 
         Raises:

@@ -85,7 +85,7 @@ class SumCollector:
             raise RejectedMessage("E_LEN", "boxes", f"{len(receivers)} of {BOX_BYTES} bytes", len(boxes), name)
         self._boxes[name] = dict(zip(receivers, boxes, strict=True))
 
-    def list_boxes(self, receiver: str) -> dict[str, bytes]:
+    def collect_boxes(self, receiver: str) -> dict[str, bytes]:
         """Return the boxes for a site, by sender.
 
         Raises:

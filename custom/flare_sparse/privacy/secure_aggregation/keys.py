@@ -169,7 +169,7 @@ class SignedKeys:
 
     def sign(self, identity: SiteIdentity, sum_id: SumId) -> Self:
         """Return the keys with certificate and signature."""
-        return replace(self, certificate=identity.certificate, signature=identity.sign(self.list_signed(sum_id)))
+        return replace(self, certificate=identity.certificate, signature=identity.sign(self.encode_signed(sum_id)))
 
     def verify(self, root: RootCertificate, sum_id: SumId) -> None:
         """Check certificate and signature.
@@ -177,9 +177,9 @@ class SignedKeys:
         Raises:
             RejectedMessage: the keys are not those that this site signed for this sum.
         """
-        root.verify(self.name, self.certificate, self.list_signed(sum_id), self.signature)
+        root.verify(self.name, self.certificate, self.encode_signed(sum_id), self.signature)
 
-    def list_signed(self, sum_id: SumId) -> bytes:
+    def encode_signed(self, sum_id: SumId) -> bytes:
         """Return what the site signs: the id of the sum, number of examples, public keys, commitment and name."""
         head = b"flare-sparse keys of a sum\0" + sum_id.to_bytes() + struct.pack("<Q", self.num_examples)
         return head + self.channel_key + self.pad_key + self.commitment + self.name.encode()

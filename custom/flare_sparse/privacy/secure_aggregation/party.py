@@ -150,11 +150,11 @@ class SumParty:
         Raises:
             RequestRefused: this site has revealed before, is not among the survivors, or they are too few.
         """
-        shares = self.check_survivors(survivors)
+        shares = self.get_shares(survivors)
         self._has_revealed = True
         return [seed if name in survivors else pad for name, (seed, pad) in sorted(shares.items())]
 
-    def check_survivors(self, survivors: Sequence[str]) -> Mapping[str, tuple[bytes, bytes]]:
+    def get_shares(self, survivors: Sequence[str]) -> Mapping[str, tuple[bytes, bytes]]:
         """Return the shares that this site holds, if it may reveal them for these survivors.
 
         Raises:
@@ -185,7 +185,7 @@ def digest_members(members: Iterable[SignedKeys], sum_id: SumId) -> str:
     """Return the SHA-256, 64 hex digits, of all that the members of a sum have signed, in the order of names."""
     digest = hashlib.sha256()
     for keys in members:
-        signed = keys.list_signed(sum_id)
+        signed = keys.encode_signed(sum_id)
         digest.update(len(signed).to_bytes(4, "little") + signed)
     return digest.hexdigest()
 

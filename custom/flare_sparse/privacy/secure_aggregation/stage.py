@@ -297,7 +297,7 @@ class SiteSums(SiteStage):
 
     def _reveal(self, party: SumParty, payload: bytes) -> bytes:
         survivors = unpack_names(payload)
-        party.check_survivors(survivors)
+        party.get_shares(survivors)
         assert self._sum is not None, "a site with shares of others has shared its own"
         # Recorded before anything is revealed: a site that is killed in between must not forget it.
         self.admit(self._sum.model_copy(update={"survivors": sorted(survivors)}), find_violation)
@@ -415,7 +415,7 @@ class SumExchange:
             sharers = self.collector.sharers
             # Sites that have begun to reveal a sum reveal that one only: a member that was lost in it stays out of it.
             asked = sorted(before.survivors) if before.members == set(sharers) else sharers
-            yield from ((site, pack_boxes(self.collector.list_boxes(site))) for site in asked)
+            yield from ((site, pack_boxes(self.collector.collect_boxes(site))) for site in asked)
         else:
             survivors = self.collector.list_survivors()
             before.members, before.survivors = frozenset(self.collector.members), frozenset(survivors)

@@ -13,7 +13,7 @@ from ...core.params import compute_digest
 from ...rounds.endpoints.egress import LOG_FILE, find_logs, read_chain, sum_lines
 from ..runs.load import FILES, load_study
 from ..runs.model_files import read_model
-from ..runs.record import APPENDED_FILES, CONFIG, SUMMARY, list_versions
+from ..runs.record import APPENDED_FILES, CONFIG, SUMMARY, collect_versions
 from ..runs.results import AUDIT_FILE, RunResult
 
 _OF_SITES = {
@@ -45,7 +45,7 @@ def list_deviations(run: RunResult) -> list[dict[str, Any]]:
     for site, part in run.contributions.items():
         if part.is_idle:
             deviations.append(_describe("no_contribution", "the model learned nothing from this site", site=site))
-    recorded, present = summary.get("versions", {}), list_versions()
+    recorded, present = summary.get("versions", {}), collect_versions()
     for name in sorted(recorded.keys() & present.keys()):
         if recorded[name] != present[name]:
             detail = f"the run used {name} {recorded[name]}; this evidence was made with {present[name]}"

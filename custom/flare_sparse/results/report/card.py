@@ -11,7 +11,7 @@ from ...tasks.task import TEST_EXAMPLES
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult
 from .attacks import describe_attacks
-from .findings import describe_data, describe_sites, describe_weight, list_absent
+from .findings import describe_absent_sites, describe_data, describe_sites, describe_weight
 from .tables import (
     ReportTable,
     build_evaluations,
@@ -47,7 +47,7 @@ def format_card(run: RunResult) -> str:
         "sparsity": f"{100 * s['sparsity']:.1f} % of its entries are off (zero)" if s["sparsity"] else "dense",
         "data": describe_data(run),
         "permit": run.config.get("permit"),
-        "absent": list_absent(run),
+        "absent": describe_absent_sites(run),
         "withdrawn": run.withdrawn,
         "final": "no overall evaluation" if run.final_metric is None else f"{run.final_metric:.3f}",
         "weight": describe_weight([run]),

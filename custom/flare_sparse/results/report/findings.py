@@ -76,11 +76,11 @@ def describe_sites(run: RunResult) -> str:
 
 def _describe_absent(run: RunResult) -> str:
     """Return the sites that contributed to no round; empty if there are none."""
-    listed = list_absent(run)
+    listed = describe_absent_sites(run)
     return f"{run.label} learned nothing from {listed}, which contributed to no round." if listed else ""
 
 
-def list_absent(run: RunResult) -> str:
+def describe_absent_sites(run: RunResult) -> str:
     """Return the sites that contributed to no round, with the reasons; empty if there are none."""
     absent = {site: part for site, part in run.contributions.items() if not part.contributed}
     return ", ".join(f"{site} ({part.describe_missed() or 'never asked'})" for site, part in absent.items())

@@ -13,7 +13,7 @@ from ...config.user_code import trust_code as trust
 from ...core.errors import ConfigError, list_first, suggest
 from ...methods.method import describe_site_model, has_common_model
 from ...training.compute import can_use_kernels
-from .model_files import list_site_models, read_model
+from .model_files import find_site_models, read_model
 from .received import check_links
 from .record import CONFIG
 
@@ -34,7 +34,7 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
         ConfigError: the run has no such model.
     """
     if name not in FILES:
-        site_models = list_site_models(run)
+        site_models = find_site_models(run)
         if name not in site_models:
             existing = f"The sites with one are {', '.join(site_models)}" if site_models else f"{run} holds none"
             raise ConfigError(
@@ -74,7 +74,7 @@ def list_run_models(run: Path, assembly: Assembly) -> list[str]:
     names = [
         name for name, file in FILES.items() if has_common_model(assembly.method.config) and (run / file).is_file()
     ]
-    return [*names, *list_site_models(run)]
+    return [*names, *find_site_models(run)]
 
 
 def load_model(

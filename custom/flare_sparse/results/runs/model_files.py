@@ -113,7 +113,7 @@ def save_site_model(folder: Path, site: Site) -> None:
         save_model(folder / SITE_MODELS / f"{site.name}.safetensors", *site.evaluated)
 
 
-def list_site_models(run: Path) -> dict[str, Path]:
+def find_site_models(run: Path) -> dict[str, Path]:
     """Return the files of the sites' own models in a result folder, by site."""
     return {file.stem: file for file in sorted((run / SITE_MODELS).glob("*.safetensors"))}
 

@@ -32,7 +32,7 @@ from ...methods.method import describe_site_model
 from ...tasks.task import PARTS, Examples, Kind, Picture, SiteData, Task, load_examples
 from .baselines import SiteRows, fit_baselines, label_rows
 from .load import read_run_model
-from .model_files import list_site_models
+from .model_files import find_site_models
 from .received import parse_record
 
 PREDICTIONS_FILE = "test_predictions.json"
@@ -120,7 +120,7 @@ def compute_predictions(
         ConfigError: the run has no readable model.
         DataError: the data cannot be loaded, or is not that of the run.
     """
-    task, own = assembly.task, list_site_models(run) if describe_site_model(assembly.method.config) else {}
+    task, own = assembly.task, find_site_models(run) if describe_site_model(assembly.method.config) else {}
     parts, rows, digests = [], {}, {}
     for name in sorted(sites):
         examples = load_examples(task, sites[name], assembly.method.seed)
@@ -269,5 +269,5 @@ def compute_pictures(
 
 def _read_model_at(run: Path, assembly: Assembly, site: str) -> Tensor:
     """Return the final model that a site uses: its own, or the run's."""
-    has_own = describe_site_model(assembly.method.config) and site in list_site_models(run)
+    has_own = describe_site_model(assembly.method.config) and site in find_site_models(run)
     return read_run_model(run, assembly, site if has_own else "final")

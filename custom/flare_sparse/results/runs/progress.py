@@ -189,14 +189,14 @@ def format_progress(line: Mapping[str, Any], seconds_left: float | None = None) 
         f"{size} ({compared})" if line["dense_bytes"] else size,
         f"{seconds} s",
         f"{format_duration(seconds_left)} left" if seconds_left else "",
-        f"rejected: {_list_reasons(line['rejected'])}" if line["rejected"] else "",
-        f"excluded: {_list_reasons(line['excluded'])}" if line.get("excluded") else "",
+        f"rejected: {_describe_reasons(line['rejected'])}" if line["rejected"] else "",
+        f"excluded: {_describe_reasons(line['excluded'])}" if line.get("excluded") else "",
         f"did not reply: {', '.join(line['timed_out'])}" if line["timed_out"] else "",
         f"in quarantine: {', '.join(line['quarantined'])}" if line.get("quarantined") else "",
     ]
     return "  ".join(part for part in parts if part)
 
 
-def _list_reasons(reasons: Mapping[str, str]) -> str:
+def _describe_reasons(reasons: Mapping[str, str]) -> str:
     """Return each site with the code that its reason begins with."""
     return ", ".join(f"{site} {reason.partition(':')[0]}" for site, reason in sorted(reasons.items()))

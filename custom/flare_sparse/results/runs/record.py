@@ -134,13 +134,13 @@ class RecordWriter:
             "traffic": sum_traffic(self.ledger),
             "seconds": time.monotonic() - self._start_time,
             "threads": torch.get_num_threads(),
-            "versions": list_versions(),
+            "versions": collect_versions(),
             "model_sha256": compute_digest(outcome.weights),
             **({} if config.privacy is None else {"privacy": _describe_privacy(config.privacy, outcome)}),
         }
 
 
-def list_versions() -> dict[str, str]:
+def collect_versions() -> dict[str, str]:
     """Return the versions of Python, of this package and of the libraries that its results depend on."""
     return {"python": platform.python_version(), "flare-sparse": VERSION} | {
         name: version(name) for name in ("nvflare", "torch", "numpy")

@@ -19,31 +19,31 @@ from ...core.errors import ConfigError, abbreviate, describe_exception, suggest
 Kind = Literal["network", "loss", "metric", "classifier", "classification loss", "transform", "inferer", "part"]
 
 
-def _list_classes(module: str, names: str) -> dict[str, str]:
+def _build_paths(module: str, names: str) -> dict[str, str]:
     return {name: f"{module}.{name}" for name in names.split()}
 
 
 CLASSES: dict[Kind, dict[str, str]] = {
-    "network": _list_classes(
+    "network": _build_paths(
         "monai.networks.nets",
         "AttentionUnet BasicUNet BasicUNetPlusPlus DiNTS DynUNet FlexibleUNet MedNeXt SegResNet SwinUNETR UNETR UNet "
         "VNet",
     ),
     "loss": {
-        **_list_classes(
+        **_build_paths(
             "monai.losses",
             "DiceCELoss DiceFocalLoss DiceLoss FocalLoss GeneralizedDiceFocalLoss GeneralizedDiceLoss HausdorffDTLoss "
             "TverskyLoss",
         ),
         "CrossEntropyLoss": "torch.nn.CrossEntropyLoss",
     },
-    "classifier": _list_classes(
+    "classifier": _build_paths(
         "monai.networks.nets",
         "DenseNet DenseNet121 DenseNet169 DenseNet201 DenseNet264 ResNet SENet154 SEResNet50 SEResNet101 SEResNet152 "
         "SEResNext50 SEResNext101",
     ),
-    "classification loss": _list_classes("torch.nn", "BCEWithLogitsLoss CrossEntropyLoss"),
-    "transform": _list_classes(
+    "classification loss": _build_paths("torch.nn", "BCEWithLogitsLoss CrossEntropyLoss"),
+    "transform": _build_paths(
         "monai.transforms",
         "LoadImaged EnsureChannelFirstd EnsureTyped CastToTyped ToTensord Orientationd Spacingd Resized Zoomd Flipd "
         "Rotate90d ScaleIntensityd ScaleIntensityRanged ScaleIntensityRangePercentilesd NormalizeIntensityd "
@@ -56,14 +56,14 @@ CLASSES: dict[Kind, dict[str, str]] = {
         "RandShiftIntensityd RandAdjustContrastd RandHistogramShiftd RandBiasFieldd RandCoarseDropoutd "
         "RandSmoothDeformd RandSmoothFieldAdjustContrastd RandSmoothFieldAdjustIntensityd",
     ),
-    "inferer": _list_classes("monai.inferers", "SimpleInferer SlidingWindowInferer"),
+    "inferer": _build_paths("monai.inferers", "SimpleInferer SlidingWindowInferer"),
     # Arguments of a network: the space of DiNTS, and the arrays that fix its architecture.
     "part": {"TopologyInstance": "monai.networks.nets.TopologyInstance", "numpy.array": "numpy.array"},
     # Handlers of MONAI's engines, by the metric that they compute.
     "metric": {
         "MeanDice": "monai.metrics.DiceMetric",
         "MeanIoUHandler": "monai.metrics.MeanIoU",
-        **_list_classes("monai.metrics", "DiceMetric MeanIoU"),
+        **_build_paths("monai.metrics", "DiceMetric MeanIoU"),
     },
 }
 """Import path of every class that a bundle may name, by kind and name."""
@@ -154,7 +154,7 @@ class Component:
         """Return an argument as it is declared, or else its default; None where the class has neither."""
         if name in self.args or self.path not in _PATHS:
             return self.args.get(name)
-        parameter = list_parameters(self.path).get(name)
+        parameter = find_parameters(self.path).get(name)
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
@@ -193,7 +193,7 @@ def import_class(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def list_parameters(path: str) -> dict[str, inspect.Parameter]:
+def find_parameters(path: str) -> dict[str, inspect.Parameter]:
     """Return the named parameters of a class, with those of its bases as far as it passes ``**kwargs`` on."""
     if path == CLASSES["part"]["numpy.array"]:
         return {"object": inspect.Parameter("object", inspect.Parameter.POSITIONAL_OR_KEYWORD)}
@@ -246,7 +246,7 @@ def _check_arguments(source: str, path: str, short: str, args: dict[str, Any], n
     Raises:
         Refusal: the class has no such argument, or its value is none that is allowed.
     """
-    known = list(list_parameters(path))
+    known = list(find_parameters(path))
     # What else RandZoomd is given goes to NumPy's padding; the readers of LoadImaged open files.
     is_open = short == "RandZoomd"
     known += _READER_ARGUMENTS if short == "LoadImaged" else ()

@@ -26,7 +26,7 @@ def find_absent_rows(data: SiteData, table: Table) -> frozenset[int]:
     return frozenset(row for row, name in enumerate(_read_names(data, table)) if name in data.withdrawn)
 
 
-def check_absence(data: SiteData) -> SiteData:
+def require_known_subjects(data: SiteData) -> SiteData:
     """Return a site's data, of which each withdrawn subject is known to be a part, so that it is known to be left out.
 
     Raises:

@@ -192,7 +192,7 @@ def _describe_texts(table: Table, names: Sequence[str]) -> str:
     )
 
 
-def _list_atlases() -> dict[str, tuple[str, ...]]:
+def _read_atlases() -> dict[str, tuple[str, ...]]:
     names = yaml.safe_load(Path(__file__).with_name("atlases.yaml").read_text(encoding="utf-8"))
     thickness = {
         atlas: [f"{side}_{region}_thickness" for side in ("lh", "rh") for region in names[atlas]]
@@ -204,7 +204,7 @@ def _list_atlases() -> dict[str, tuple[str, ...]]:
     }
 
 
-ATLASES = _list_atlases()
+ATLASES = _read_atlases()
 """Feature columns by atlas, in name order, which is their order in the network's input."""
 
 

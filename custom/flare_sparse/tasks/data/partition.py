@@ -326,7 +326,7 @@ def format_site_name(name: str) -> str:
     return f"site-{safe}" if safe.lower() in RESERVED else safe
 
 
-def list_renamed_sites(cohort: Cohort, column: str = "site", missing: str | None = None) -> dict[str, str]:
+def find_renamed_sites(cohort: Cohort, column: str = "site", missing: str | None = None) -> dict[str, str]:
     """Return the sites of a column whose FLARE name differs from the one in the data: FLARE name by name.
 
     Raises:

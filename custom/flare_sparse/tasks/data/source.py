@@ -25,7 +25,7 @@ from ...core.errors import DataError
 from ...core.names import clean_name, read_names
 from ...core.settings import Settings, explain
 from ..task import SiteData
-from .absence import check_absence
+from .absence import require_known_subjects
 
 SITE_FILE_VARIABLE = "FLARE_SPARSE_SITE_FILE"
 DATA_VARIABLE = "FLARE_SPARSE_DATA"
@@ -96,7 +96,7 @@ def find_site_data(
     if not heeds_list:
         return found
     gone = read_withdrawn(local_dir) if local_dir else frozenset()
-    return check_absence(replace(found, withdrawn=found.withdrawn | gone))
+    return require_known_subjects(replace(found, withdrawn=found.withdrawn | gone))
 
 
 def read_withdrawn(local_dir: Path) -> frozenset[str]:
@@ -115,7 +115,7 @@ def _locate(site: str, local_dir: Path | None, environment: Mapping[str, str]) -
     if local_file and local_file.is_file():
         return _read_site_file(site, local_file)
     if path := environment.get(DATA_VARIABLE):
-        return _check_exists(SiteData(site, Path(path.replace("{site}", site)).expanduser()), f"${DATA_VARIABLE}")
+        return _require_path(SiteData(site, Path(path.replace("{site}", site)).expanduser()), f"${DATA_VARIABLE}")
     local_text = local_file or f"{LOCAL_FILE} in the local folder of the site (there is none)"
     raise DataError(
         f"site {site!r} has no location for its data. Looked for: the site file named by ${SITE_FILE_VARIABLE} (not "
@@ -161,10 +161,10 @@ def _read_site_file(site: str, file: Path) -> SiteData:
         raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
     fields = {name: getattr(content, name) for name in SAME_FIELDS}
     path = file.parent / content.data.expanduser()
-    return _check_exists(SiteData(site, path, withdrawn=frozenset(content.withdrawn), **fields), str(file))
+    return _require_path(SiteData(site, path, withdrawn=frozenset(content.withdrawn), **fields), str(file))
 
 
-def _check_exists(data: SiteData, source: str) -> SiteData:
+def _require_path(data: SiteData, source: str) -> SiteData:
     """Return ``data``; raise if its path does not exist."""
     try:
         exists = data.path.exists()
