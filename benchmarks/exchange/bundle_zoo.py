@@ -177,7 +177,9 @@ def take_step(config: Path, out: Path) -> dict[str, Any]:
         loss = task.loss(model, batch)
         loss.backward()
         losses.append(float(loss.detach()))
-        vector.grad = torch.cat([p.grad.flatten() for p in parameters])
+        # Cells that an architecture of DiNTS leaves out get no gradient.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        vector.grad = torch.cat([gradient.flatten() for gradient in gradients])
         optimizer.step()
         for parameter, piece in zip(parameters, vector.detach().split([p.numel() for p in parameters]), strict=True):
             parameter.data.copy_(piece.view(parameter.shape))
