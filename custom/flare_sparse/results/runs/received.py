@@ -94,12 +94,15 @@ def explain_damage(read: Callable[P, R]) -> Callable[P, R]:
 @contextmanager
 def name_damage(folder: Path, *others: type[Exception]) -> Iterator[None]:
     """Raise ConfigError where the block fails at a damaged record of a result folder, or with one of other errors."""
+    kinds: tuple[type[Exception], ...] = (
+        *others, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, UndefinedError,
+        ValueError, yaml.YAMLError,
+    )  # fmt: skip
     try:
         yield
     except FlareSparseError:
         raise
-    except (*others, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
-            UndefinedError, ValueError, yaml.YAMLError) as error:  # fmt: skip
+    except kinds as error:
         frame = find_user_line(error)
         where = f" at {frame.filename}:{frame.lineno}" if frame else ""
         raise ConfigError(
