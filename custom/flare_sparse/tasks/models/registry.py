@@ -66,7 +66,8 @@ def build_model(name: str, **settings: Any) -> nn.Module:
         ConfigError: the network or a setting does not exist, a value is out of range, or the input is too small.
     """
     try:
-        return MODELS[name](**validate_settings(name, settings))
+        settings = validate_settings(name, settings)
+        return MODELS[name](**settings)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
