@@ -19,10 +19,11 @@ from flare_sparse.results.runs.bootstrap import (
     C_INDEX,
     C_INDEX_WITHIN_SITES,
     MAE,
+    RESAMPLES,
+    Difference,
     PairedMetric,
     build_c_index,
     compare_predictors,
-    compare_scores,
     compute_c_index_influences,
     compute_r2_within_sites,
     iterate_resamples,
@@ -30,6 +31,17 @@ from flare_sparse.results.runs.bootstrap import (
 )
 
 SITES = np.array(["a"] * 30 + ["b"] * 20)
+
+
+def compare_scores(
+    first: np.ndarray, second: np.ndarray, sites: np.ndarray, *, is_lower_better: bool, resamples: int = RESAMPLES
+) -> Difference:
+    """Compare two predictors by the mean of a score per subject."""
+    metric = PairedMetric("score", is_lower_better, lambda scores, _: scores[:, -1])
+    examples = np.zeros((len(sites), 1)), sites, np.arange(len(sites))
+    difference = compare_predictors(metric, first, second, *examples, resamples)
+    assert difference is not None, "a mean is defined for every resample"
+    return difference
 
 
 def draw(seed: int, count: int = 50) -> np.ndarray:

@@ -98,25 +98,6 @@ class Difference:
     worst_site: str = ""
 
 
-def compare_scores(
-    first: np.ndarray, second: np.ndarray, sites: np.ndarray, *, is_lower_better: bool, resamples: int = RESAMPLES
-) -> Difference:
-    """Compare two predictors by the mean of a score per subject.
-
-    Args:
-        first: scores ``(n,)`` of the first predictor.
-        second: scores ``(n,)`` of the second predictor on the same subjects.
-        sites: ``(n,)`` site of each subject.
-        is_lower_better: whether a lower score is better.
-        resamples: number of resamples.
-    """
-    metric = PairedMetric("score", is_lower_better, _get_risk)
-    examples = np.zeros((len(sites), 1)), sites, np.arange(len(sites))
-    difference = compare_predictors(metric, first, second, *examples, resamples)
-    assert difference is not None, "a mean is defined for every resample"
-    return difference
-
-
 def compare_predictors(
     metric: PairedMetric,
     first: np.ndarray,
