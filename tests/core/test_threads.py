@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 
 import pytest
 
@@ -29,3 +30,11 @@ def test_work_ends_with_its_block_and_is_waited_for(fails: bool) -> None:
     else:
         block()
     assert done == ["block", "last look"]
+
+
+def test_work_sees_the_variables_of_its_caller() -> None:
+    variable, seen = ContextVar("variable", default=False), list[bool]()
+    variable.set(True)
+    with run_beside(lambda _: seen.append(variable.get())):
+        pass
+    assert seen == [True]
