@@ -225,3 +225,12 @@ def test_page_that_cannot_be_written_does_not_blame_the_run(
     assert result.exit_code == 2
     assert f"--page {page}: expected a file in a folder that exists, or a port" in result.output
     assert "damaged" not in result.output
+
+
+@pytest.mark.parametrize("record", ["3", "[]", '{"round": NaN}'])
+def test_json_of_a_record_that_is_no_json_object_is_refused(record: str, tmp_path: Path) -> None:
+    (tmp_path / "rounds.jsonl").write_text(record + "\n")
+    (tmp_path / "summary.json").write_text("{}")
+    result = call("--json", "watch", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "the folder is damaged or was changed" in result.stderr

@@ -217,7 +217,8 @@ def follow_folder(folder: Path) -> Iterator[Lines]:
         # Read from its beginning: a run that is resumed, or that steps back, writes the file again. The last line may
         # be written in part.
         text = file.read_bytes() if file.is_file() else b""
-        yield [parse_record(line) for line in text[: text.rfind(b"\n") + 1].decode().splitlines()]
+        # A line that is no JSON object raises an error here.
+        yield [{**parse_record(line)} for line in text[: text.rfind(b"\n") + 1].decode().splitlines()]
         if has_ended:
             return
         time.sleep(EVERY_S)
@@ -294,7 +295,10 @@ def show_updates(
                 live.update(build(lines), refresh=True)
                 continue
             seen: Lines = []
-            texts = [json.dumps(line) if as_json else line.get("now") or format_next(seen, line) for line in lines]
+            texts = [
+                json.dumps(line, allow_nan=False) if as_json else line.get("now") or format_next(seen, line)
+                for line in lines
+            ]
             new = [text for line, text in zip(lines, texts, strict=True) if line not in shown]
             for text in new:
                 console.print(text)
