@@ -313,6 +313,18 @@ def test_json_is_a_line_for_each_round_and_one_of_the_run(config: Path) -> None:
     assert last == {"folder": str(Path("out").resolve()), **json.loads(Path("out/summary.json").read_text())}
 
 
+def test_run_goes_on_when_nobody_reads_its_lines(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as ended:
+            app(["run", str(config), "--env", "local", "--out", "out"])
+    assert ended.value.code == 0
+    assert "standard output took no more lines" in capfd.readouterr().err
+    assert len(Path("out/rounds.jsonl").read_text().splitlines()) == 4
+
+
 START = """
 import os, signal, sys
 class Hook:

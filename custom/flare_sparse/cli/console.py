@@ -48,8 +48,15 @@ class PageConsole(Console):
         super().print(*(locate_pages(text) if isinstance(text, str) else text for text in objects), **options)
 
 
+class LastingConsole(PageConsole):
+    """A console whose command goes on when nobody reads it any more; it is quiet from then on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 out = PageConsole()
-err = PageConsole(stderr=True)
+err = LastingConsole(stderr=True)
 JSON = ContextVar("JSON", default=False)
 """Whether the command line has --json, an option of all commands that programs read."""
 
@@ -65,12 +72,12 @@ class Screen(Printer):
     """Prints a line for each round, problems with the data to standard error.
 
     Args:
-        console: receives the lines.
+        console: receives the lines; None: standard output, as long as somebody reads it.
     """
 
-    def __init__(self, console: Console = out):
-        super().__init__(console.print, err.print)
-        self._console = console
+    def __init__(self, console: Console | None = None):
+        self._console = console or LastingConsole()
+        super().__init__(self._console.print, err.print)
 
     def wait(self, text: str) -> AbstractContextManager[Any]:
         return self._console.status(text)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +19,7 @@ from rich.status import Status
 from ..api.deployment import Env
 from ..core.threads import run_beside
 from ..results.runs.progress import find_training
-from .console import JSON, PageConsole, Screen
-from .console import out as stdout
+from .console import JSON, LastingConsole, Screen, err
 from .options import AdminKit, ConfigFile, Out, Overrides
 
 if TYPE_CHECKING:
@@ -161,10 +161,12 @@ class RunScreen(Screen):
 @contextmanager
 def open_screen(env: Env) -> Iterator[Console]:
     """Yield a console that reaches the screen while FLARE's output goes to a log file."""
-    if env == "local":
-        yield stdout
-        return
     # FLARE's simulator prints to this process's own standard output, which is sent to a log file meanwhile
     # (flare/launch/simulator.py); the duplicate still reaches the screen.
-    with os.fdopen(os.dup(1), "w") as screen:
-        yield PageConsole(file=screen)
+    with nullcontext(sys.stdout) if env == "local" else os.fdopen(os.dup(1), "w") as screen:
+        console = LastingConsole(file=screen)
+        yield console
+        if console.quiet:
+            # What is left in the buffer would fail once more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), screen.fileno())
+            err.print("standard output took no more lines; those of all rounds are in rounds.jsonl")
