@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 from page_tables import write_section
+from runs import compare_scores
 
-from flare_sparse.results.runs.bootstrap import compare_scores
 from flare_sparse.results.runs.progress import format_bytes
 
 METHOD_LABELS = {

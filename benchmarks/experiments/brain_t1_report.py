@@ -14,8 +14,9 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from page_tables import write_section
+from runs import compare_scores
 
-from flare_sparse.results.runs.bootstrap import Difference, compare_scores, compute_r2_within_sites
+from flare_sparse.results.runs.bootstrap import Difference, compute_r2_within_sites
 from flare_sparse.results.runs.progress import format_bytes
 
 mpl.use("Agg")

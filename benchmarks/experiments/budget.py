@@ -46,7 +46,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from page_tables import write_section
 from pysz import sz, szAlgorithm, szConfig, szErrorBoundMode
-from runs import claim, predict_at_site
+from runs import claim, compare_scores, predict_at_site
 
 from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
@@ -58,7 +58,7 @@ from flare_sparse.core.mask import Mask
 from flare_sparse.core.needs import Need
 from flare_sparse.core.params import Layout
 from flare_sparse.results.report.figures import render_png
-from flare_sparse.results.runs.bootstrap import AUC, Difference, compare_predictors, compare_scores
+from flare_sparse.results.runs.bootstrap import AUC, Difference, compare_predictors
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation.rounds import QuorumMissed
 from flare_sparse.tasks.task import Examples

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 from page_tables import write_section
+from runs import compare_scores
 
-from flare_sparse.results.runs.bootstrap import Difference, compare_scores, compute_r2_within_sites
+from flare_sparse.results.runs.bootstrap import Difference, compute_r2_within_sites
 
 ROOT = Path(__file__).resolve().parents[2]
 TITLES = {

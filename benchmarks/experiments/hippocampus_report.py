@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from runs import compare_scores
 
-from flare_sparse.results.runs.bootstrap import Difference, compare_scores
+from flare_sparse.results.runs.bootstrap import Difference
 from flare_sparse.tasks.task import Picture
 
 Row = tuple[str, float]

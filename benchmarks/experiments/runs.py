@@ -1,4 +1,4 @@
-"""Parts that the experiments share: their configurations, and which process writes a file."""
+"""Parts that the experiments share: configurations, which process writes a file, and paired comparisons."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.results.runs.bootstrap import RESAMPLES, Difference, PairedMetric, compare_predictors
 from flare_sparse.tasks.task import Task
 from flare_sparse.training import Site
 
@@ -50,3 +52,22 @@ def predict_at_site(task: Task, site: Site, examples: Dataset[Any]) -> tuple[tor
     model.load_state_dict(layout.unflatten(weights), strict=False)
     predictions, targets = task.measure_all(model, examples)
     return predictions, targets.reshape(len(predictions), -1)[:, 0]
+
+
+def compare_scores(
+    first: np.ndarray, second: np.ndarray, sites: np.ndarray, *, is_lower_better: bool, resamples: int = RESAMPLES
+) -> Difference:
+    """Compare two predictors by the mean of a score per subject.
+
+    Args:
+        first: scores ``(n,)`` of the first predictor.
+        second: scores ``(n,)`` of the second predictor on the same subjects.
+        sites: ``(n,)`` site of each subject.
+        is_lower_better: whether a lower score is better.
+        resamples: number of resamples.
+    """
+    metric = PairedMetric("score", is_lower_better, lambda scores, _: scores[:, -1])
+    examples = np.zeros((len(sites), 1)), sites, np.arange(len(sites))
+    difference = compare_predictors(metric, first, second, *examples, resamples)
+    assert difference is not None, "a mean is defined for every resample"
+    return difference

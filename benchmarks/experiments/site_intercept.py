@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from runs import predict_at_site, write_once
+from runs import compare_scores, predict_at_site, write_once
 
 from flare_sparse.config.assemble import assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.study import prepare_site_data
-from flare_sparse.results.runs.bootstrap import AUC, compare_predictors, compare_scores
+from flare_sparse.results.runs.bootstrap import AUC, compare_predictors
 from flare_sparse.results.runs.local import run_assembly
 
 DIABETES = {

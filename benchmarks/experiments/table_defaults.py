@@ -25,14 +25,14 @@ import numpy as np
 import torch
 import yaml
 from cohorts import tabulate
-from runs import write_once
+from runs import compare_scores, write_once
 
 from flare_sparse.config.assemble import Assembly, assemble, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.study import prepare_site_data
 from flare_sparse.results.runs.baselines import NAMES, fit_baselines
-from flare_sparse.results.runs.bootstrap import AUC, compare_predictors, compare_scores
+from flare_sparse.results.runs.bootstrap import AUC, compare_predictors
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.training import Site
 
