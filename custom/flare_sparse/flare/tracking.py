@@ -136,4 +136,5 @@ def _open_wandb(tracker: Tracker, folder: Path) -> tuple[Log, Callable[[], Any]]
         dir=str(folder.parent),
         mode=mode,
     )
-    return run.log, run.finish
+    # run.finish would return before W&B's own process has written its file, and the job may be killed after that.
+    return run.log, wandb.teardown
