@@ -19,7 +19,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from monai.data import MetaTensor
 from monai.losses import DiceCELoss
+from monai.transforms import EnsureChannelFirstd, LoadImaged
 from PIL import Image
 from pydantic import ValidationError
 from torch import nn
@@ -29,7 +31,9 @@ from flare_sparse.core.errors import ConfigError, DataError, MetricsError
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.bundles.components import CLASSES
 from flare_sparse.tasks.bundles.declaration import Declaration, read_declaration
+from flare_sparse.tasks.bundles.targets import LabelMaps
 from flare_sparse.tasks.bundles.task import BundleTask
+from flare_sparse.tasks.data.bids import CaseFiles
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.task import Examples, SiteData
 
@@ -435,6 +439,25 @@ def test_files_of_one_space_in_two_orientations_fit_after_orientationd(tmp_path:
     content = change("train::fixed", [*TRAIN["train"]["fixed"], turn])
     examples = load_pairs(tmp_path, make_labels(), MIRRORED, content)
     assert torch.nonzero(examples.train[0]["label"]).tolist() == [[0, 3, 2, 2]]
+
+
+def test_label_map_lies_where_the_channels_lie_that_a_transform_puts_together(tmp_path: Path) -> None:
+    keys, affine = ["t1", "t2"], np.diag([1.0, 1, 2, 1])
+    content = change("train::fixed", [{"_target_": "LoadImaged", "keys": [*keys, "label"]}])
+    target = LabelMaps(declare(content), ())
+    images = [write(tmp_path / f"{key}.nii.gz", np.ones((6, 6, 6), np.float32), affine) for key in keys]
+
+    def put_together(item: dict[str, Any]) -> dict[str, Any]:
+        # As a bundle's own transform: a new tensor, which has the affine that MONAI takes without a file.
+        return {**item, "image": MetaTensor(np.concatenate([item[key].numpy() for key in keys]))}
+
+    def read_case(label: Path) -> Any:
+        transforms = [LoadImaged([*keys, "label"]), EnsureChannelFirstd([*keys, "label"]), put_together]
+        return target.read_case(CaseFiles(tuple(images), label), transforms)
+
+    assert read_case(write(tmp_path / "fits.nii.gz", make_labels(), affine))["image"].shape == (2, 6, 6, 6)
+    with pytest.raises(DataError, match=r"other.nii.gz lies up to 7.0 mm from the image after the transforms"):
+        read_case(write(tmp_path / "other.nii.gz", make_labels(), affine @ MIRRORED))
 
 
 def test_transforms_that_separate_image_and_label_are_refused(tmp_path: Path) -> None:

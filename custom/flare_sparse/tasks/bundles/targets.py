@@ -81,7 +81,10 @@ class LabelMaps:
         image = item.get("image")
         if not isinstance(image, Tensor):
             raise DataError("the bundle's transforms give no image with one axis of channels")
-        label = self.convert_label(item.get("label"), image, files)
+        # A transform that puts channels together gives a new tensor, which has MONAI's default and no file's affine.
+        read = [v for v in (image, item.get(keys[0])) if "original_affine" in getattr(v, "meta", ())]
+        placed = next((v for v in read if v.shape[1:] == image.shape[1:]), image)
+        label = self.convert_label(item.get("label"), placed, files)
         if not bool(torch.isfinite(image).all()):
             raise DataError("voxels of the image are NaN or infinite")
         return {"image": image, "label": label}
