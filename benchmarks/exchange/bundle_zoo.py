@@ -40,8 +40,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "multi_organ_segmentation": DINTS,
     "pancreas_ct_dints_segmentation": DINTS,
     "ventricular_short_axis_3label": {"im_shape": [64, 64]},
-    # Eight patches, and two, need more memory than this test may take.
-    "pediatric_abdominal_ct_segmentation": {"train::random_transforms::0::num_samples": 1},
+    # Eight patches, and four or two of two cases, need more memory than this test may take.
+    "pediatric_abdominal_ct_segmentation": {
+        "train::random_transforms::0::num_samples": 1,
+        # It divides the prediction for further metrics by names of labels, which no case carries to the metrics.
+        "train::postprocessing::transforms::2::_disabled_": True,
+    },
+    "renalStructures_UNEST_segmentation": {"train::random_transforms::0::num_samples": 1},
     "swin_unetr_btcv_segmentation": {"train::random_transforms::0::num_samples": 1},
 }
 """Items that the job sets instead of a bundle's (``task.override``)."""
@@ -272,7 +277,7 @@ def train(config: Path, out: Path) -> dict[str, Any]:
     summary = run(study, RunFolder(out / "run"), Rounds()).summary
     # The scores come before the rounds, an evaluation after them.
     means = [float(np.mean(part)) for part in losses[1 : ROUNDS + 1]]
-    command = [COMMAND, "save", str(out / "run"), "--out", str(out / "trained")]
+    command = [COMMAND, "--trust-code", "save", str(out / "run"), "--out", str(out / "trained")]
     subprocess.run(command, check=True, capture_output=True)
     (out / "summary.json").write_text(json.dumps(summary, default=str))
     return {
