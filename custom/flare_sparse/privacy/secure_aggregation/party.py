@@ -150,11 +150,11 @@ class SumParty:
         Raises:
             RequestRefused: this site has revealed before, is not among the survivors, or they are too few.
         """
-        shares = self.get_shares(survivors)
+        shares = self.require_shares(survivors)
         self._has_revealed = True
         return [seed if name in survivors else pad for name, (seed, pad) in sorted(shares.items())]
 
-    def get_shares(self, survivors: Sequence[str]) -> Mapping[str, tuple[bytes, bytes]]:
+    def require_shares(self, survivors: Sequence[str]) -> Mapping[str, tuple[bytes, bytes]]:
         """Return the shares that this site holds, if it may reveal them for these survivors.
 
         Raises:

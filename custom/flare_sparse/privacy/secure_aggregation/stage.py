@@ -297,7 +297,7 @@ class SiteSums(SiteStage):
 
     def _reveal(self, party: SumParty, payload: bytes) -> bytes:
         survivors = unpack_names(payload)
-        party.get_shares(survivors)
+        party.require_shares(survivors)
         assert self._sum is not None, "a site with shares of others has shared its own"
         # Recorded before anything is revealed: a site that is killed in between must not forget it.
         self.admit(self._sum.model_copy(update={"survivors": sorted(survivors)}), find_violation)
