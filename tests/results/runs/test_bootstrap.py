@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripts import load_script
 from sklearn.metrics import roc_auc_score
 from thoroughness import count_cases
 
@@ -19,8 +20,6 @@ from flare_sparse.results.runs.bootstrap import (
     C_INDEX,
     C_INDEX_WITHIN_SITES,
     MAE,
-    RESAMPLES,
-    Difference,
     PairedMetric,
     build_c_index,
     compare_predictors,
@@ -31,17 +30,7 @@ from flare_sparse.results.runs.bootstrap import (
 )
 
 SITES = np.array(["a"] * 30 + ["b"] * 20)
-
-
-def compare_scores(
-    first: np.ndarray, second: np.ndarray, sites: np.ndarray, *, is_lower_better: bool, resamples: int = RESAMPLES
-) -> Difference:
-    """Compare two predictors by the mean of a score per subject."""
-    metric = PairedMetric("score", is_lower_better, lambda scores, _: scores[:, -1])
-    examples = np.zeros((len(sites), 1)), sites, np.arange(len(sites))
-    difference = compare_predictors(metric, first, second, *examples, resamples)
-    assert difference is not None, "a mean is defined for every resample"
-    return difference
+compare_scores = load_script("experiments/runs").compare_scores
 
 
 def draw(seed: int, count: int = 50) -> np.ndarray:
