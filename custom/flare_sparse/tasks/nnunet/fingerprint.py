@@ -258,12 +258,12 @@ def find_reader(dataset: Dataset, example: Path) -> Any:
 
 
 def _analyze_case(case: CaseFiles, reader: Any, samples_per_case: int) -> Any:
-    from nnunetv2.experiment_planning.dataset_fingerprint.fingerprint_extractor import DatasetFingerprintExtractor
-
     if case.problem:
         raise DataError(case.problem)
     labels = str(case.require_labels())
     check_alignment(case, reader.__name__, needs_labels=True)
+    from nnunetv2.experiment_planning.dataset_fingerprint.fingerprint_extractor import DatasetFingerprintExtractor
+
     # nnU-Net's readers raise errors of their libraries; analysis asserts.
     try:
         return DatasetFingerprintExtractor.analyze_case([*map(str, case.images)], labels, reader, samples_per_case)
